@@ -1,4 +1,4 @@
-"""The front door of the command line: Ctrl-C, streams that fail, and one line for every mistake."""
+"""The command line."""
 
 from headscope.cli._main import main
 

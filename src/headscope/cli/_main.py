@@ -1,7 +1,7 @@
 """The entry of the command line: Ctrl-C, streams that fail, and one line for every mistake.
 
-The commands are in ``_commands``, one file each. Nothing here or there imports torch before a command runs, so that
-``--help`` never waits for it; and what is not needed to catch Ctrl-C is imported once that is caught.
+The commands are in ``_commands``, one file each. No module imports torch before a command runs, so ``--help`` is fast.
+Modules that are not needed to catch Ctrl-C are imported after its handler is set.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 INTERRUPTED = 128 + signal.SIGINT
-PIPE_CLOSED = 128 + 13  # what a shell reports for a program that SIGPIPE ended
+PIPE_CLOSED = 128 + 13  # the exit code of a program that SIGPIPE ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Args:
-        arguments: what follows the program's name; by default those of the process.
+        arguments: the arguments after the program's name; by default those of the process.
 
     Returns:
-        0; 1 where ``check`` found something, or ``watch --against`` that something moved; 2 after a user's mistake, or
-        where stdout cannot be written, which is told in one line on stderr; 141 if whoever read the output closed the
-        pipe. Ctrl-C ends the process with 130, after one line on stderr. What stderr does not take is lost.
+        0; 1 if ``check`` has findings, or ``watch --against`` finds that a head moved; 2 after a user's mistake, or if
+        stdout cannot be written, with one line on stderr; 141 if the reader of a pipe closed it. Ctrl-C ends the
+        process with 130, after one line on stderr. Output that stderr does not accept is lost.
     """
     try:
         before = signal.signal(signal.SIGINT, _interrupted) or signal.SIG_DFL
-    except ValueError:  # in another thread than the main one, which may set no handler, and gets no Ctrl-C
+    except ValueError:  # only the main thread may set handlers, and receives Ctrl-C
         before = None
-    if arguments is None:  # a process of its own: what torch leaves behind is searched for garbage again and again
+    if arguments is None:  # a process of its own: collecting torch's many objects again and again is slow
         import gc
 
         gc.set_threshold(50_000)
@@ -47,12 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out, err = sys.stdout, sys.stderr
     sys.stderr = _stderr(err)
     streams = [(s, s.errors) for s in (out, err) if isinstance(s, io.TextIOWrapper)]
-    for stream, _ in streams:  # where its encoding lacks a character, something like it
+    for stream, _ in streams:  # replaces characters that the encoding lacks
         stream.reconfigure(errors="headscope")
     try:
         return _flushed(arguments)
     finally:
-        if before is not None:  # once all is done, an end by Ctrl-C would only look like a failure
+        if before is not None:  # at the end, Ctrl-C would only look like a failure
             signal.signal(signal.SIGINT, signal.SIG_IGN if arguments is None else before)
         sys.stdout, sys.stderr = out, err
         for stream, errors in streams:
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flushed(arguments: Sequence[str] | None) -> int:
-    """Run the command line, and see to it that what it printed has left the process."""
-    out: TextIO | None = vars(sys)["stdout"]  # None where it was closed
+    """Run the command line and flush its output."""
+    out: TextIO | None = vars(sys)["stdout"]  # None if it was closed
     if out is None:
         print("headscope: stdout: cannot be written: it is closed", file=sys.stderr)
         return 2
@@ -95,11 +95,11 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 class _StdoutError(Exception):
-    """What was printed cannot be written. No ``OSError``: click and rich have answers of their own to some of those."""
+    """Stdout cannot be written. Not an ``OSError``, because click and rich handle some of those themselves."""
 
 
 class _Guarded:
-    """A stream whose errors are told apart from those of files: each is handed to a function."""
+    """A stream that passes its errors to a function, so that they are not confused with errors of files."""
 
     def __init__(self, stream: TextIO, failed: Callable[[OSError], None]) -> None:
         self._stream, self._failed = stream, failed
@@ -124,7 +124,7 @@ class _Guarded:
 
 
 def _stdout(stream: TextIO) -> Any:
-    """Stdout, whose errors end the run."""
+    """Return stdout, guarded so that its errors end the run."""
 
     def failed(error: OSError) -> None:
         raise _StdoutError(error.strerror or str(error)) from error
@@ -133,8 +133,8 @@ def _stdout(stream: TextIO) -> Any:
 
 
 def _stderr(stream: TextIO | None) -> Any:
-    """Stderr that never fails: what it does not take is lost, and the work goes on."""
-    if stream is None:  # it was closed: a file opened later must not get its number, and the messages of libraries
+    """Return stderr, guarded so that it never fails: output that it does not accept is lost."""
+    if stream is None:  # it was closed: a file opened later must not get its number and the messages of libraries
         while (descriptor := os.open(os.devnull, os.O_RDWR)) < 2:
             pass
         if descriptor > 2:
@@ -144,14 +144,14 @@ def _stderr(stream: TextIO | None) -> Any:
 
 
 def _discard(stream: TextIO) -> None:
-    """What is left in the buffer of a stream must not be tried again, when the interpreter ends or by a caller.
+    """Discard the buffer of a stream, so that neither the interpreter at its end nor a caller writes it again.
 
-    The descriptor stays what it was: it may be a caller's.
+    The descriptor is restored, because it may belong to a caller.
     """
     try:
         descriptor = stream.fileno()
         copy, inheritable = os.dup(descriptor), os.get_inheritable(descriptor)
-    except (AttributeError, OSError, ValueError):  # it is no file, or closed
+    except (AttributeError, OSError, ValueError):  # not a file, or closed
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
@@ -164,7 +164,7 @@ def _discard(stream: TextIO) -> None:
 
 
 def _without(error: UnicodeError) -> tuple[str, int]:
-    """For characters that the encoding of stdout lacks: others that look or mean alike, else "?"."""
+    """Replace characters that the encoding of stdout lacks by similar ones, else by "?"."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     import unicodedata
@@ -180,9 +180,9 @@ def _without(error: UnicodeError) -> tuple[str, int]:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """End at once. An exception could be swallowed on its way, in a callback or while torch is being imported.
+    """End the process at once: an exception could be swallowed in a callback or while torch is being imported.
 
-    Files are written where this cannot strike (``console.uninterrupted``), so nothing is left behind.
+    Files are written inside ``console.uninterrupted``, so no partial file is left.
     """
     cursor = b"\r\x1b[K\x1b[?25h" if _on_terminal(2) else b""
     try:

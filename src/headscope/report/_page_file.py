@@ -1,4 +1,4 @@
-"""The file of a page: what stands at its start, what it is made of, and how it is written."""
+"""The file of a page: its marker, its assets, and how it is written."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from headscope.report._texts import visible
 __all__ = ["MARKER", "SaveError", "asset", "check", "check_target", "digest", "embedded", "write"]
 
 MARKER = "<!-- headscope report -->"
-"""By this, near its start, a page of headscope's own is known."""
+"""The comment near the start of a page by which headscope recognises its own pages."""
 
 
 class SaveError(OSError):
-    """A page cannot be written where it was asked for; the message is one line that says why."""
+    """A page cannot be written to its path; the message is one line with the reason."""
 
 
 def write(html: str, path: str | Path, *, force: bool = False) -> Path:
-    """Write HTML that has the ``MARKER`` in its first 256 bytes; arguments, result and errors are those of ``save``."""
+    """Write HTML that has the ``MARKER`` in its first 256 bytes; arguments, result and errors as for ``save``."""
     target = Path(path)
     check_target(target, force)
     try:
@@ -35,17 +35,21 @@ def write(html: str, path: str | Path, *, force: bool = False) -> Path:
 
 
 def check(path: str | Path, *, force: bool = False) -> None:
-    """Raises: SaveError: ``save`` would not write there, as far as can be told before."""
+    """Check, as far as possible before writing, that ``save`` can write a page to this path.
+
+    Raises:
+        SaveError: it cannot.
+    """
     check_target(Path(path), force)
     if not Path(path).parent.is_dir():
-        raise SaveError(f"{_shown(Path(path))}: cannot be written: there is no such folder")
+        raise SaveError(f"{_shown(Path(path))}: cannot be written: no such folder")
 
 
 def check_target(target: Path, force: bool) -> None:
-    """Check that a page may be written there.
+    """Check that a page may be written to this path.
 
     Raises:
-        SaveError: a folder, or a file that is no page of headscope's own.
+        SaveError: it is a folder, or a file that headscope did not write.
     """
     try:
         if (problem := describe_obstacle(target)) is not None:
@@ -60,13 +64,13 @@ def check_target(target: Path, force: bool) -> None:
         raise SaveError(f"{_shown(target)}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not ours and not force:
         raise SaveError(
-            f"{_shown(target)}: holds a file that is no page of headscope's own; choose another name, or give "
-            "force=True"
+            f"{_shown(target)}: exists and is not a page that headscope wrote; choose another name, or "
+            "overwrite it with force=True"
         )
 
 
 def _shown(path: Path) -> str:
-    """A path fit for one line."""
+    """Return a path on one line, with control characters escaped."""
     return visible(str(path), limit=1000, blanks=False)
 
 
@@ -76,11 +80,11 @@ def asset(name: str) -> str:
 
 
 def digest(text: str) -> str:
-    """How a content security policy names a style or script that may be there."""
+    """Return the hash by which a content security policy allows a style or script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode()}"
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """JSON that can stand inside a script element: ASCII, without "<", ">" and "&"."""
+    """Return JSON that is safe inside a script element: ASCII, without "<", ">" and "&"."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

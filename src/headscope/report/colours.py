@@ -1,6 +1,6 @@
 """The colours of maps in the terminal; those of the page are in ``viewer/src/field.ts``.
 
-They are matplotlib's "magma", whose steps look even and stay apart for the colour-blind too.
+They are matplotlib's "magma", which is perceptually uniform and readable with colour blindness.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ MAGMA = (
     "0000040303120a0822130d341d114729115a36106b440f7651127c5d177f6a1c81762181832681902a819c2e7faa337d"
     "b73779c43c75d0416fdc4869e75263ef5d5ef56b5cf9795dfc8961fd9869fea772feb67cfec488fed395fde2a3fcf0b2fcfdbf"
 )
-"""33 colours at even steps, six hexadecimal digits each; between them, straight lines."""
+"""33 colours at even steps, six hexadecimal digits each; colours between them are interpolated linearly."""
 
 
 def colour_at(place: float) -> Colour:
-    """The colour at a place from 0 (black) to 1 (nearly white)."""
+    """Return the colour at a place from 0 (black) to 1 (nearly white)."""
     step = min(max(place, 0.0), 1.0) * 32
     low = min(int(step), 31)
     red, green, blue = (round(a + (b - a) * (step - low)) for a, b in zip(_anchor(low), _anchor(low + 1), strict=True))
@@ -26,7 +26,7 @@ def colour_at(place: float) -> Colour:
 
 
 def ink_on(colour: Colour) -> str:
-    """Black or white, whichever is read better on a colour."""
+    """Return black or white, whichever is more readable on a colour."""
     red, green, blue = colour
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "white"
 

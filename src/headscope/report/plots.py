@@ -1,4 +1,4 @@
-"""Static figures: functions that draw into matplotlib axes and return them. matplotlib is imported on first use."""
+"""Static figures: functions that draw into matplotlib axes and return them; matplotlib is imported on first use."""
 
 from __future__ import annotations
 
@@ -24,39 +24,41 @@ MOST_LABELS = 40
 """With more tokens than this, the axes show numbers only."""
 
 CHANNELS = (1, 3, 4)
-"""That an image may have, where it has a third axis."""
+"""Sizes of an image's third axis."""
 
 Weights = Tensor | ArrayLike
 
 
 def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes | None = None) -> Axes:
-    """The map of one head: row = query, column = key.
+    """Draw the map of one head: row = query, column = key.
 
-    Shapes: weights [Q, K]; tokens, where they are given, one for each key; the queries are the last Q of them.
+    Shapes: weights [Q, K]; tokens [K], of which the last Q are the queries.
 
     Args:
         weights: of one head.
-        tokens: what stands on both axes; shown for up to 40.
-        ax: where to draw; by default a new figure.
+        tokens: labels of both axes; shown for at most 40.
+        ax: axes to draw into; by default a new figure.
 
     Raises:
-        TypeError: weights are not real numbers, or tokens are not texts.
-        ValueError: weights has not two axes, or is negative somewhere; tokens has another length than K, or there are
+        TypeError: weights are not real numbers, or tokens are not strings.
+        ValueError: weights does not have two axes, or has a negative entry; the length of tokens is not K, or there are
             more queries than tokens.
     """
     p = _weights("weights", weights, "[Q, K]", 2)
     queries, keys = p.shape
     if tokens is not None and len(tokens) != keys:
-        raise ValueError(f"tokens: has {len(tokens)} entries, weights has {keys} keys; weights {list(p.shape)}")
+        raise ValueError(
+            f"tokens: expected {keys} entries, one for each key, got {len(tokens)}; weights {list(p.shape)}"
+        )
     _check_texts("tokens", () if tokens is None else tokens)
     if tokens is not None and queries > keys:
         raise ValueError(
-            f"tokens: the queries are the last Q of {keys} (K), and there are {queries}; weights {list(p.shape)}"
+            f"tokens: expected at most {keys} queries (K), the last tokens, got {queries}; weights {list(p.shape)}"
         )
     ax = _axes(ax)
     ax.imshow(p, cmap="magma", vmin=0, interpolation="nearest")
-    ax.set_xlabel("key: is looked at")
-    ax.set_ylabel("query: looks")
+    ax.set_xlabel("key")
+    ax.set_ylabel("query")
     if tokens is not None and keys <= MOST_LABELS:
         labels = [visible(token) for token in tokens]
         ax.set_xticks(range(keys), labels, rotation=90, parse_math=False)
@@ -67,21 +69,21 @@ def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes
 def plot_grid(
     weights: Tensor | NDArray[Any] | Sequence[Weights] | HeadStats | ObservedModel, *, axes: NDArray[Any] | None = None
 ) -> NDArray[Any]:
-    """The map of every head: a row of axes for each layer, a column for each head.
+    """Draw the map of every head: a row of axes for each layer, a column for each head.
 
-    The colours of each map go from 0 to its own largest weight, which stands above it: they do not compare heads.
+    Each map has its own colour scale, from 0 to its largest weight, which is in its title.
 
-    Shapes: weights, one entry a layer, [H, Q, K], or all together [layers, H, Q, K]; axes [layers, H].
+    Shapes: weights [H, Q, K] for each layer, or [layers, H, Q, K]; axes [layers, H].
 
     Args:
-        weights: of each layer; or what was observed with ``Observe(map=n)``, of which the mean of each bin is drawn,
-            but for those that hold no query or no key.
-        axes: where to draw, an array of axes as ``plt.subplots(layers, heads, squeeze=False)`` makes; by default a new
+        weights: of each layer; or statistics or a recording with ``Observe(map=n)``, whose bin means are drawn, except
+            bins without a query or a key.
+        axes: array of axes to draw into, as ``plt.subplots(layers, heads, squeeze=False)`` returns it; by default a new
             figure.
 
     Raises:
-        TypeError: weights is none of these, or holds what are not real numbers.
-        ValueError: there is no layer or no head, one has no map, an entry has not three axes or is negative somewhere,
+        TypeError: weights has another type, or entries that are not real numbers.
+        ValueError: there is no layer or no head, a layer has no map, an entry does not have three axes or is negative,
             or ``axes`` is too small.
     """
     if isinstance(weights, (Tensor, np.ndarray)):
@@ -91,7 +93,7 @@ def plot_grid(
     layers = [_weights(f"weights[{n}]", layer, "[H, Q, K]", 3) for n, layer in enumerate(weights)]
     sizes = (len(layers), max((len(layer) for layer in layers), default=0))
     if 0 in sizes:
-        raise ValueError(f"weights: there is no {'head' if layers else 'layer'}, expected at least 1")
+        raise ValueError(f"weights: expected at least 1 {'head' if layers else 'layer'}, got none")
     if axes is None:
         import matplotlib.pyplot as plt
 
@@ -117,26 +119,26 @@ def plot_statistics(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """One statistic of every head: a row for each layer, a column for each head; NaN where a head does not have it.
+    """Draw one statistic of every head: a row for each layer, a column for each head; NaN where a head has none.
 
     Args:
-        statistics: for each layer name -> one figure a head, as ``Sheet.statistics`` or ``Sheet.regions``; or what was
-            observed, of which the mean over rows is drawn.
-        name: which of them.
-        ax: where to draw; by default a new figure.
+        statistics: for each layer a mapping of name -> one value for each head, as ``Sheet.statistics`` or
+            ``Sheet.regions``; or statistics or a recording, whose means over rows are drawn.
+        name: of the statistic.
+        ax: axes to draw into; by default a new figure.
 
     Raises:
-        TypeError: statistics is none of these.
+        TypeError: statistics has another type.
         ValueError: there is no layer, or a layer has no statistic of that name.
     """
     if not isinstance(statistics, Sequence):
         parts = _stats("statistics", statistics).parts.values()
         statistics = [{each: part.moments[each].mean.tolist() for each in part.moments} for part in parts]
     if not statistics:
-        raise ValueError("statistics: there is no layer, expected at least 1")
+        raise ValueError("statistics: expected at least 1 layer, got none")
     for number, layer in enumerate(statistics):
         if name not in layer:
-            raise ValueError(f"name: layer {number} has no {name!r}, it has {', '.join(layer)}")
+            raise ValueError(f"name: expected a statistic of layer {number}, one of {', '.join(layer)}; got {name!r}")
     heads = max(len(layer[name]) for layer in statistics)
     figures = np.full((len(statistics), heads), np.nan)
     for number, layer in enumerate(statistics):
@@ -160,7 +162,7 @@ def plot_statistics(
     ax.set_yticks(range(len(figures)))
     ax.set_xlabel("head")
     ax.set_ylabel("layer")
-    ax.set_title(name)
+    ax.set_title(name.replace("_", " "))
     return ax
 
 
@@ -172,25 +174,26 @@ def plot_patches(
     grid: tuple[int, int] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Where one head looks in an image, laid over the image.
+    """Draw where one head attends in an image, over the image.
 
     Shapes: weights [T, T] with T = rows · columns of the grid; image [h, w] or [h, w, 3].
 
     Args:
         weights: of one head, row = query.
-        image: what the patches are of.
-        query: the patch whose row is drawn, 0 to T - 1, framed; by default the mean of all rows.
+        image: the image of the patches.
+        query: patch whose row is drawn and framed, 0 to T - 1; by default the mean of all rows.
         grid: rows and columns of patches; by default a square.
-        ax: where to draw; by default a new figure.
+        ax: axes to draw into; by default a new figure.
 
     Raises:
-        TypeError: query or grid are not whole numbers, or weights or image not real ones.
-        ValueError: sizes that do not fit, no such patch, or weights that are negative somewhere.
+        TypeError: query or grid is not made of whole numbers, or weights or image of real ones.
+        ValueError: sizes do not match, the patch does not exist, or a weight is negative.
     """
     p = _weights("weights", weights, "[T, T]", 2)
     rows, columns = _grid(grid, len(p))
     if p.shape != (rows * columns, rows * columns):
-        raise ValueError(f"grid: {rows} x {columns} patches do not fit; weights {list(p.shape)}")
+        expected = f"expected [T, T] with T = {rows * columns}"
+        raise ValueError(f"grid: {rows} x {columns} patches do not match weights, {expected}; weights {list(p.shape)}")
     row = None if query is None else as_whole(query)
     if query is not None and row is None:
         raise TypeError(f"query: got {kind(query)}, expected a whole number")
@@ -221,7 +224,7 @@ def _check_texts(name: str, texts: Sequence[object]) -> None:
 def _grid(grid: object, patches: int) -> tuple[int, int]:
     """Return the rows and columns of patches."""
     if not patches:
-        raise ValueError("weights: there is no patch, expected at least 1; weights [0, 0]")
+        raise ValueError("weights: expected at least 1 patch, got none; weights [0, 0]")
     if grid is None:
         return (round(patches**0.5),) * 2
     match grid:
@@ -246,12 +249,12 @@ def _pixels(image: ArrayLike) -> NDArray[Any]:
 def _stats(name: str, observed: HeadStats | ObservedModel) -> HeadStats:
     stats = observed if isinstance(observed, HeadStats) else getattr(observed, "stats", None)
     if not isinstance(stats, HeadStats):
-        raise TypeError(f"{name}: got {kind(observed)}, expected an entry for each layer, or what was observed")
+        raise TypeError(f"{name}: got {kind(observed)}, expected an entry for each layer, HeadStats, or a recording")
     return stats
 
 
 def _maps(observed: HeadStats | ObservedModel) -> list[NDArray[np.float64]]:
-    """Of each layer the mean of each bin [H, rows, columns], without the bins that hold no query or no key."""
+    """Return the bin means of each layer, [H, rows, columns], without bins that have no query or no key."""
     maps: list[NDArray[np.float64]] = []
     for name, part in _stats("weights", observed).parts.items():
         if part.map is None:
@@ -270,10 +273,10 @@ def _axes(ax: Axes | None) -> Axes:
 
 
 def _weights(name: str, values: Weights, letters: str, axes: int) -> NDArray[np.float64]:
-    """Return weights as an array on the host; none is negative."""
+    """Return weights as an array on the host, and check that none is negative."""
     array = _array(name, values, letters, axes)
     if (array < 0).any():
-        raise ValueError(f"{name}: got {array[array < 0][0]:.3g}, expected weights, of at least 0")
+        raise ValueError(f"{name}: expected weights of at least 0, got {array[array < 0][0]:.3g}")
     return array
 
 
@@ -283,7 +286,7 @@ def _check_real(name: str, array: NDArray[Any]) -> None:
 
 
 def _array(name: str, values: Weights, letters: str, axes: int) -> NDArray[np.float64]:
-    """Values as an array on the host."""
+    """Return values as an array on the host."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         values = (values if values.is_complex() else values.double()).numpy()

@@ -1,6 +1,6 @@
-"""What a head looks at in an image: how much more of its attention falls on a region than chance would put there.
+"""Where a head attends in an image: its mass on each region compared with an even spread.
 
-Every definition stands in docs/concepts/statistics.md.
+All definitions are in docs/concepts/statistics.md.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor
 __all__ = ["REGIONS", "image_regions", "looks_most_at", "measure", "object_mask"]
 
 REGIONS = ("centre", "edges", "boundary", "texture", "near", "far", "layout")
-"""The regions, as ratios against chance; of equal ratios the earlier one wins."""
+"""The regions with ratios against chance; of equal ratios, the earlier one wins."""
 
 EXPLAINED = 0.5
-"""How much of a map's variance position has to explain for ``looks_most_at`` to name the layout."""
+"""Share of a map's variance that position must explain before ``looks_most_at`` names the layout."""
 
 AREA = 0.25
-"""How much of the patches a region holds, at most: ratios of regions of one size can be compared."""
+"""Largest share of the patches in a region; regions of equal size have comparable ratios."""
 
 
 def measure(
     p: Tensor, image: NDArray[np.uint8], grid: tuple[int, int], *, position_map: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """How many times the attention falls on each region that an even spread over all patches would put there.
+    """Return the ratio of the mass on each region to that of an even spread over all patches.
 
     Shapes: p [H, T, T] with T = rows · columns of the grid -> name -> float64 [H].
 
@@ -37,17 +37,17 @@ def measure(
         image: uint8 [h, w] or [h, w, 3], the object brighter than its ground.
         grid: rows and columns of patches; h and w are multiples of them.
         position_map: what position alone explains, [H, T, T], such as the mean weights over other images; by default
-            estimated for each query from the other queries' rows, as a function of the way from query to key.
+            estimated for each query from the rows of the other queries, as a function of the offset to the key.
 
     Returns:
         ``REGIONS`` as ratios between 0 and 1 / area (1 = chance); and
-        distance_ratio: mean distance over that of an even spread;
-        layout_r2: the share of the map's variance about an even spread that position alone explains; below 0 where it
-        explains worse than an even spread.
-        NaN where an image has no such region (an even image has no edges) or all rows are left out.
+        distance_ratio: mean distance divided by that of an even spread;
+        layout_r2: share of the map's variance around an even spread that position alone explains; below 0 if position
+        explains it worse than an even spread.
+        NaN if an image does not have the region (an even image has no edges), or if all rows are left out.
 
     Raises:
-        ValueError: a shape that does not fit, or an image of another kind.
+        ValueError: a shape does not match, or the image has another dtype or shape.
     """
     height, width = grid
     tokens = height * width
@@ -79,10 +79,10 @@ def measure(
 
 
 def looks_most_at(measured: Mapping[str, Tensor]) -> list[tuple[str, float] | None]:
-    """For each head the region with the largest ratio, and the ratio; None where there is no region at all.
+    """Return for each head the region with the largest ratio, and the ratio; None if there is no region.
 
-    The layout takes part only if it explains ``EXPLAINED`` of the map's variance: it is made of what the head itself
-    does elsewhere, and so has a large ratio also where it explains little.
+    The layout counts only if it explains ``EXPLAINED`` of the map's variance: it is estimated from the head itself, so
+    its ratio can be large even if it explains little.
     """
     heads = len(next(iter(measured.values())))
     largest: list[tuple[str, float] | None] = []
@@ -95,9 +95,9 @@ def looks_most_at(measured: Mapping[str, Tensor]) -> list[tuple[str, float] | No
 
 
 def image_regions(image: NDArray[np.uint8], grid: tuple[int, int]) -> dict[str, NDArray[np.float64]]:
-    """How far each patch belongs to each region that is the same for all queries, float64 [T] in [0, 1].
+    """Return the membership of each patch in the regions that are equal for all queries, float64 [T] in [0, 1].
 
-    centre, edges, boundary, texture; one that the image does not have is not in the result.
+    The regions are centre, edges, boundary and texture; those that the image does not have are left out.
     """
     light = _light(image, grid)
     scores = {
@@ -116,13 +116,13 @@ def image_regions(image: NDArray[np.uint8], grid: tuple[int, int]) -> dict[str, 
 
 
 def object_mask(image: NDArray[np.uint8], grid: tuple[int, int]) -> NDArray[np.bool_] | None:
-    """Which patches are the object, [T]: brighter than the threshold against its ground; None if all are alike."""
+    """Return the patches of the object, [T]: brighter than Otsu's threshold; None if all have equal brightness."""
     brightness = _by_patch(_light(image, grid), grid).reshape(-1)
     return None if brightness.max() == brightness.min() else brightness > _threshold(brightness)
 
 
 def pixels_of(image: ArrayLike) -> NDArray[np.uint8]:
-    """An image as an array.
+    """Return an image as an array.
 
     Raises:
         ValueError: it is not uint8 [h, w] or [h, w, 3].
@@ -134,7 +134,7 @@ def pixels_of(image: ArrayLike) -> NDArray[np.uint8]:
 
 
 def _light(image: NDArray[np.uint8], grid: tuple[int, int]) -> NDArray[np.float64]:
-    """Brightness of each pixel, [h, w]."""
+    """Return the brightness of each pixel, [h, w]."""
     height, width = grid
     image = pixels_of(image)
     if 0 in image.shape or image.shape[0] % height or image.shape[1] % width:
@@ -146,7 +146,7 @@ def _light(image: NDArray[np.uint8], grid: tuple[int, int]) -> NDArray[np.float6
 
 
 def _centre(brightness: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Nearness to the centre of the object: the mean place of the patches, weighted by brightness above the darkest."""
+    """Return the nearness to the object's centre, the mean position weighted by brightness above the darkest."""
     weight = brightness - brightness.min()
     row, column = np.indices(brightness.shape)
     if not weight.any():
@@ -156,28 +156,28 @@ def _centre(brightness: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _gradient(light: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Size of the gradient at each pixel: central differences, one-sided at the rim."""
+    """Return the size of the gradient at each pixel: central differences, one-sided at the edges."""
     steps = [np.gradient(light, axis=axis) if light.shape[axis] > 1 else np.zeros_like(light) for axis in (0, 1)]
     return np.hypot(*steps)
 
 
 def _variance(light: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Variance of the 3 x 3 pixels around each pixel; fewer at the rim."""
+    """Return the variance of the 3 x 3 pixels around each pixel, fewer at the edges."""
     padded = np.pad(light, 1, constant_values=np.nan)
     around = np.lib.stride_tricks.sliding_window_view(padded, (3, 3))  # [h, w, 3, 3]
     return np.nanvar(around, axis=(2, 3))
 
 
 def _boundary(brightness: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How many of a patch's 8 neighbours lie on the other side of the threshold between object and ground."""
+    """Return how many of a patch's 8 neighbours are on the other side of the threshold between object and ground."""
     bright = brightness > _threshold(brightness)
-    padded = np.pad(bright.astype(np.int8), 1, constant_values=-1)  # beyond the rim there is neither
+    padded = np.pad(bright.astype(np.int8), 1, constant_values=-1)  # -1: outside the image
     around = np.lib.stride_tricks.sliding_window_view(padded, (3, 3))  # [rows, columns, 3, 3]
     return ((around >= 0) & (around != bright[..., None, None])).sum((2, 3)).astype(np.float64)
 
 
 def _threshold(values: NDArray[np.float64]) -> float:
-    """The value that parts two classes best: the between-class variance is largest (Otsu 1979)."""
+    """Return the threshold with the largest between-class variance (Otsu 1979)."""
     levels = np.unique(values)
     best, threshold = -1.0, float(levels[-1])
     for level in levels[:-1]:
@@ -189,17 +189,19 @@ def _threshold(values: NDArray[np.float64]) -> float:
 
 
 def _by_patch(values: NDArray[np.float64], grid: tuple[int, int]) -> NDArray[np.float64]:
-    """Mean over the pixels of each patch, [rows, columns]."""
+    """Return the mean over the pixels of each patch, [rows, columns]."""
     height, width = grid
     rows, columns = values.shape[0] // height, values.shape[1] // width
     return values.reshape(height, rows, width, columns).mean((1, 3))  # [rows, columns]
 
 
 def _largest(score: Tensor) -> Tensor:
-    """Membership in the ``AREA`` of the last axis with the largest scores, 0 to 1; those tied at the limit share it."""
+    """Return the membership, 0 to 1, in the ``AREA`` of the last axis with the largest scores."""
     score = score.double()
     span = (score.amax(-1, keepdim=True) - score.amin(-1, keepdim=True)).clamp_min(1e-300)
-    score = ((score - score.amin(-1, keepdim=True)) / span).round(decimals=9)  # rounding must not part equals
+    score = ((score - score.amin(-1, keepdim=True)) / span).round(
+        decimals=9
+    )  # so that rounding errors do not break ties
     area = AREA * score.shape[-1]
     limit = score.sort(-1, descending=True).values[..., math.ceil(area) - 1, None]
     above, tied = score > limit, score == limit
@@ -208,20 +210,20 @@ def _largest(score: Tensor) -> Tensor:
 
 
 def _places(grid: tuple[int, int]) -> Tensor:
-    """Row and column of each patch, [T, 2]."""
+    """Return row and column of each patch, [T, 2]."""
     return torch.cartesian_prod(*(torch.arange(size, device="cpu") for size in grid))
 
 
 def _distances(grid: tuple[int, int]) -> Tensor:
-    """Euclidean distance of each pair of patches, [T, T], in patches."""
+    """Return the Euclidean distance of each pair of patches, [T, T], in patches."""
     places = _places(grid).double()
     return (places[:, None] - places[None]).norm(dim=-1)
 
 
 def _by_offset(p: Tensor, usable: Tensor, grid: tuple[int, int]) -> Tensor:
-    """What the other queries' rows predict of each weight: the mean of all p with the same way from query to key.
+    """Predict each weight, [H, T, T], from the rows of other queries: the mean of all p with the same offset to the key.
 
-    [H, T, T]; where no other usable row goes that way, an even spread is predicted.
+    If no other usable row has that offset, the prediction is an even spread.
     """
     places = _places(grid)
     way = places[None] - places[:, None] + torch.tensor(grid, device="cpu") - 1  # [T, T, 2], from 0

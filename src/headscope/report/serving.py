@@ -1,17 +1,16 @@
-"""A recording's page, served to the browser of this machine, with any tile of the weights computed exactly on demand.
+"""Server of a recording's page for the browser on this machine, with exact tiles of the weights on demand.
 
-Only this machine can reach it, only under a random path, and only what is listed here is answered::
+It listens on 127.0.0.1, under a random path, and answers only these requests::
 
     GET /TOKEN/                                             the page
     GET /TOKEN/tile?layer&head&i0&i1&j0&j1&size             float32 [2, rows, columns]: mean and max, little-endian
     GET /TOKEN/strip?layer&head&i0&i1                       uint8 [i1 - i0, near + first], codes as in the page
 
-Every answer has the headers of ``SECURE``, also to a refused request. A request has to arrive within ``SECONDS``. At
-most ``CONNECTIONS`` are served at a time; further ones are answered 503.
+Every response has the headers of ``SECURE``, including refusals. A request must arrive within ``SECONDS``. At most
+``CONNECTIONS`` are served at a time; further ones get status 503.
 
-A tile has at most ``size`` rows and columns; a cell of it stands for one weight where the piece is no larger than that,
-else for a bin ⌊b·n/size⌋ to ⌊(b+1)·n/size⌋ - 1 of queries or keys. NaN stands for what may not be seen. Tiles are of
-the last run that kept q and k, and of its first text.
+A tile has at most ``size`` rows and columns. If the range is not larger, each cell is one weight, else a bin of queries
+or keys ⌊b·n/size⌋ to ⌊(b+1)·n/size⌋ - 1. Masked cells are NaN. Tiles show the first text of the last run with q and k.
 """
 
 from __future__ import annotations
@@ -46,21 +45,21 @@ from headscope.stats._kept_weights import KeptWeights, NoWeightsError, weights_i
 __all__ = ["Server", "pooled_tile"]
 
 LARGEST = 512
-"""How many rows and columns a tile may have."""
+"""Most rows and columns of a tile."""
 
 MOST_PAIRS = 2**26
-"""Over how many pairs of query and key a tile may go: a second or so."""
+"""Most pairs of query and key of a tile: about a second of work."""
 
 STRIP = 4096
-"""Over how many queries a strip may go."""
+"""Most queries of a strip."""
 
 WHOLE = re.compile(r"-?[0-9]{1,10}")
-"""How a number is written in a query."""
+"""A number in a query string."""
 
-CONNECTIONS = 256  # served at a time, each on a thread; further ones are answered 503
-SECONDS = 10.0  # in which a whole request has to arrive, and again in which its answer has to be taken
-REFUSALS = 1024  # connections that wait for a 503; further ones are closed
-PATIENCE = 0.25  # seconds in which a request that is answered 503 has to arrive
+CONNECTIONS = 256  # served at a time, each on a thread; further ones get status 503
+SECONDS = 10.0  # for a whole request to arrive, and again for the client to read the response
+REFUSALS = 1024  # connections that wait for status 503; further ones are closed
+PATIENCE = 0.25  # seconds for a request to arrive that gets status 503
 LONGEST = 512  # characters of a request's path
 
 SECURE = (
@@ -70,47 +69,46 @@ SECURE = (
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("X-Frame-Options", "DENY"),
 )
-"""The headers of every answer."""
+"""The headers of every response."""
 
 
 class RefusedError(ValueError):
-    """A request that is not answered; the message says what was expected."""
+    """A refused request; the message is the expectation that it does not meet."""
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one recording until ``shutdown``.
+    """A server of one recording.
 
     Attributes:
-        url: where the page is; who does not know it gets nothing.
+        url: of the page; it contains the random path.
     """
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = CONNECTIONS  # not the usual 5: a client beyond it connects again a second later
+    request_queue_size = CONNECTIONS  # with the default of 5, further clients would retry a second later
 
     def __init__(self, recording: ObservedModel, *, port: int = 0, title: str = "", **options: Any) -> None:
         """Bind to 127.0.0.1.
 
         Args:
-            recording: what is shown; of the layers whose q and k it has, tiles are served, as far as the weights can
-                be had.
-            port: which; 0 = any that is free.
+            recording: the recording to show; layers with q and k get tiles, if their weights can be computed.
+            port: the port; 0 = any free one.
             title: one line; by default the model.
             options: image, grid and special, as for ``render_recording``.
 
         Raises:
-            OSError: the port is taken.
-            ValueError: q and k of no layer were kept, or no weights can be had: their masks were written to.
+            OSError: the port is in use.
+            ValueError: no layer has q and k, or no weights can be computed because their masks were modified.
         """
         parts = list(recording.stats.parts.values())
         runs = [part.last_tiles for part in parts]
         if not any(runs):
             raise ValueError(
-                "q and k were not kept; expected watch --keep-qk, or Observe(keep_qk=True) and save(path, qk=True)"
+                "has no q and k, expected those of watch --keep-qk, or Observe(keep_qk=True) and save(path, qk=True)"
             )
         self.weights = [None if each is None else weights_if_any(each) for each in runs]
         if not any(self.weights):
-            weights_of(next(filter(None, runs)))  # raises, and says why
+            weights_of(next(filter(None, runs)))  # raises with the reason
         shown = shown_recording(recording, title=title, strips=(), **options)
         layers = [
             replace(layer, source=replace(layer.source, strips=_strips(layer, weights)))
@@ -143,7 +141,7 @@ class Server(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer one request, and make room."""
+        """Answer one request, and free its place for the next connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -156,7 +154,7 @@ class Server(ThreadingHTTPServer):
             self._refused.put_nowait(None)
 
     def _refuse_connections(self) -> None:
-        """Answer connections for which there is no room, one after the other.
+        """Answer excess connections with status 503, one after the other.
 
         The request is read first: a socket that is closed with unread bytes resets the connection, and the client may
         lose the answer.
@@ -173,16 +171,20 @@ class Server(ThreadingHTTPServer):
             self.shutdown_request(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away is no error; anything else is told as usual."""
+        """Ignore clients that closed the connection; report other errors as usual."""
         import sys
 
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
-    # ------------------------------------------------------------ what is answered
+    # ------------------------------------------------------------ responses
 
     def tile(self, query: Mapping[str, int]) -> bytes:
-        """Raises: RefusedError."""
+        """Return a tile of weights.
+
+        Raises:
+            RefusedError: a number is out of range.
+        """
         weights = self._layer(query)
         i, j = _span(query, "i", weights.queries), _span(query, "j", weights.keys)
         size = _number(query, "size", 1, LARGEST)
@@ -193,28 +195,32 @@ class Server(ThreadingHTTPServer):
         return np.stack([mean, largest]).astype("<f4").tobytes()
 
     def strip(self, query: Mapping[str, int]) -> bytes:
-        """Raises: RefusedError."""
+        """Return a strip of weights.
+
+        Raises:
+            RefusedError: a number is out of range.
+        """
         weights = self._layer(query)
         i = _span(query, "i", weights.queries)
         if i[1] - i[0] > STRIP:
             raise RefusedError(f"i0, i1: expected at most {STRIP:,} queries")
         strips = self.strips[query["layer"]]
         if strips is None:
-            raise RefusedError("layer: it has no strips")
+            raise RefusedError("layer: expected a layer with strips")
         with self.computing, torch.no_grad(), _refusing():
             return strip_of(weights, query["head"], i, strips).tobytes()
 
     def _layer(self, query: Mapping[str, int]) -> KeptWeights:
         weights = self.weights[_number(query, "layer", 0, len(self.weights) - 1)]
         if weights is None:
-            raise RefusedError("layer: its q and k were not kept")
+            raise RefusedError("layer: expected a layer with q and k")
         _number(query, "head", 0, weights.sizes["q"][1] - 1)
         return weights
 
 
 @contextmanager
 def _refusing() -> Generator[None]:
-    """Refuse a request for weights whose mask, bias or file has changed since they were observed."""
+    """Refuse a request for weights whose mask, bias or file was modified after the observation."""
     try:
         yield
     except NoWeightsError as error:
@@ -222,7 +228,7 @@ def _refusing() -> Generator[None]:
 
 
 def _strips(layer: Layer, weights: KeptWeights | None) -> Strips | None:
-    """What the strips are of that may be asked for, if there are any."""
+    """Return the strips that the page may request, if there are any."""
     if weights is None or layer.facts["kind"] == "cross":
         return None
     return empty_strips(weights, range(layer.source.heads))
@@ -232,7 +238,7 @@ def _parse_numbers(query: str) -> dict[str, int]:
     """Return the numbers of a query by name.
 
     Raises:
-        ValueError: one of them is written in another way than the page writes it, or is there twice.
+        ValueError: a number is not written as the page writes it, or occurs twice.
     """
     numbers: dict[str, int] = {}
     for name, value in parse_qsl(query, keep_blank_values=True, max_num_fields=16):
@@ -256,13 +262,13 @@ def _span(query: Mapping[str, int], letter: str, size: int) -> tuple[int, int]:
 def pooled_tile(
     weights: KeptWeights, head: int, i: tuple[int, int], j: tuple[int, int], size: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and max of p[i0:i1, j0:j1] of one head in at most size x size bins; NaN where nothing may be seen."""
+    """Return mean and max of p[i0:i1, j0:j1] of one head in at most size x size bins; NaN where all is masked."""
     rows, columns = (min(size, stop - start) for start, stop in (i, j))
     bins = torch.arange(j[1] - j[0], device="cpu")
     column = ((bins + 1) * columns - 1) // (j[1] - j[0])  # the bin b with ⌊bn/m⌋ <= key < ⌊(b+1)n/m⌋
     mean, largest = np.full((rows, columns), np.nan), np.full((rows, columns), np.nan)
     edges = [i[0] + row * (i[1] - i[0]) // rows for row in range(rows + 1)]
-    for first in range(0, rows, 64):  # as many rows of bins at once as make a good matrix product
+    for first in range(0, rows, 64):  # 64 rows of bins at once make an efficient matrix product
         last = min(first + 64, rows)
         block = weights.piece(0, head, (edges[first], edges[last]), j)
         for row in range(first, last):
@@ -272,7 +278,7 @@ def pooled_tile(
 
 
 def _pooled(p: Tensor, column: Tensor, columns: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and max of rows [i, j] by bins of columns."""
+    """Return mean and max of rows [i, j] in bins of columns."""
     there = ~p.isnan()
     zeros = torch.zeros(columns, dtype=torch.float64, device="cpu")
     count = zeros.index_add(0, column, there.sum(0).double())
@@ -286,9 +292,9 @@ def _pooled(p: Tensor, column: Tensor, columns: int) -> tuple[NDArray[np.float64
 
 
 class _Incoming(io.RawIOBase):
-    """What a connection sends until a deadline, however many reads it takes.
+    """The data of a connection until a deadline for all reads together.
 
-    A timeout of the socket would begin anew with every byte.
+    A timeout of the socket would restart with every byte.
     """
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
@@ -300,7 +306,11 @@ class _Incoming(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Raises: TimeoutError: the deadline has passed."""
+        """Read into a buffer.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+        """
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the request did not arrive in time")
@@ -309,27 +319,27 @@ class _Incoming(io.RawIOBase):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """The handler of one connection."""
 
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
-    protocol_version = "HTTP/1.0"  # a connection for each request: none is kept
+    protocol_version = "HTTP/1.0"  # one connection for each request
     server_version = "headscope"
     sys_version = ""
-    default_request_version = protocol_version  # to HTTP/0.9 the standard library answers without headers
+    default_request_version = protocol_version  # the standard library answers HTTP/0.9 without headers
 
     def do_GET(self) -> None:
-        """Answer, or refuse without saying what is there."""
+        """Answer a request, or refuse it without revealing what exists."""
         own = [f"{name}:{self.server.server_address[1]}" for name in ("127.0.0.1", "localhost")]
         hosts = self.headers.get_all("Host", [])
-        if len(hosts) > 1:  # a proxy and this server could each follow another one
+        if len(hosts) > 1:  # a proxy and this server could each use a different one
             return self._answer(400, "text/plain", b"expected one Host header\n")
-        if not hosts or hosts[0] not in own:  # no other name may lead here
+        if not hosts or hosts[0] not in own:  # blocks DNS rebinding
             return self._answer(403, "text/plain", b"wrong host\n")
         if len(self.path) > LONGEST:
             return self._answer(414, "text/plain", b"too long\n")
         try:
             request = urlsplit(self.path)
-        except ValueError:  # a host in brackets that is none
+        except ValueError:  # an invalid host in brackets
             return self._answer(400, "text/plain", b"expected a path\n")
         # "GET http://host/path": the host of an absolute target overrides the header (RFC 9112, 3.2.2)
         if (request.scheme or request.netloc) and (request.scheme != "http" or request.netloc not in own):
@@ -344,18 +354,18 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             query = _parse_numbers(request.query)
             content = self.server.tile(query) if what == "tile" else self.server.strip(query)
-        except ValueError as error:  # also a number that is none
+        except ValueError as error:  # also from invalid numbers
             text = str(error) if isinstance(error, RefusedError) else "expected whole numbers"
             return self._answer(400, "text/plain", f"{text}\n".encode())
         return self._answer(200, "application/octet-stream", content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer a request that the standard library refuses; its own page would lack our headers."""
+        """Answer a request that the standard library refuses; its own response would lack the headers of ``SECURE``."""
         self.close_connection = True
         self._answer(code, "text/plain", f"{HTTPStatus(code).phrase.lower()}\n".encode())
 
     def _answer(self, code: int, kind: str, content: bytes) -> None:
-        self.connection.settimeout(SECONDS)  # `sendall` takes it for all of the answer
+        self.connection.settimeout(SECONDS)  # `sendall` applies it to the whole response
         self.send_response(code)
         for name, value in (("Content-Type", kind), ("Content-Length", str(len(content))), *SECURE):
             self.send_header(name, value)
@@ -364,10 +374,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: addresses hold the token."""
+        """Log nothing, because paths contain the token."""
 
     def setup(self) -> None:
-        """Send answers at once, and read until a deadline."""
+        """Disable Nagle's algorithm, and set the deadline of the request."""
         super().setup()
         self.rfile = io.BufferedReader(_Incoming(self.connection, SECONDS))
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""Tables that stand on a page beside the heads."""
+"""The tables of a page."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Section:
     """One table of a page.
 
     Attributes:
-        title, says: what it is; caption: what stands below it.
+        title, says: what the table shows; caption: the text below it.
         columns, cells: headings and lines, as text.
-        words: the columns that hold words and not numbers.
+        words: the columns that hold words instead of numbers.
     """
 
     title: str
@@ -27,7 +27,7 @@ class Section:
 
 
 def number(value: float, digits: int) -> str:
-    """One value of a corner with ``digits`` decimals; a negative number of digits means scientific notation."""
+    """Return a value as text with ``digits`` decimals; a negative number of digits means scientific notation."""
     if value != value:
         return "NaN"
     if value in (float("inf"), float("-inf")):
@@ -36,7 +36,7 @@ def number(value: float, digits: int) -> str:
 
 
 def grid(corner: Sequence[Sequence[float]]) -> list[list[str]]:
-    """A corner of values as text, with as many decimals as its largest value leaves room for."""
+    """Return a corner of values as text, with as many decimals as its largest value allows."""
     largest = max((abs(v) for row in corner for v in row if abs(v) < float("inf")), default=0.0)
     digits = 3 if 1e-2 <= largest < 100 or largest == 0 else 1 if 100 <= largest < 1e5 else -1
     return [[number(value, digits) for value in row] for row in corner]

@@ -1,4 +1,4 @@
-"""A sheet in the terminal: rich renderables that fit themselves to the console's width, colours and encoding."""
+"""A sheet in the terminal: rich renderables that adapt to the console's width, colours and encoding."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ from headscope.report.words import REGIONS, STATISTICS, strength
 __all__ = ["image_picture", "map_picture", "statistics_table", "tokens_line"]
 
 SHADES = " .:-=+*#%@"
-"""From nothing to most, where there is no colour."""
+"""From no weight to the largest, for consoles without colours."""
 
 WORTH = (
     *("normalized_entropy", "max_weight", "effective_keys", "distance"),
     *("previous", "self", "first", "induction", "duplicate"),
 )
-"""The statistics of the table, first those that stay when there is little room."""
+"""The statistics of the table; a narrow console shows the first ones."""
 
 Values = NDArray[np.float64]
 
 
 def tokens_line(sheet: Sheet) -> RenderableType:
-    """The tokens in order, each after its number."""
+    """Return the tokens in order, each after its position."""
     return _Tokens(sheet.labels)
 
 
 def statistics_table(sheet: Sheet) -> RenderableType:
-    """Layers × heads: a few statistics, and the pattern (or the region of the image) that each head matches best.
+    """Return a table with a line for each head: best-matching pattern (or region of the image), and a few statistics.
 
-    What does not fit the width is left out, from the right.
+    Columns that do not fit the width are left out, from the right.
     """
     return _Statistics(sheet)
 
 
 def map_picture(sheet: Sheet, layer: int, head: int) -> RenderableType:
-    """One head's map, queries down and keys across; where it does not fit, a place shows the largest of its weights."""
+    """Return the map of one head, queries down and keys across; if it does not fit, the maximum of each bin."""
     return _Map(sheet, layer, head)
 
 
 def image_picture(sheet: Sheet, layer: int, head: int, *, query: int | None = None) -> RenderableType:
-    """The image, and beside it what a head looks at from the patch ``query``; by default the mean of all patches.
+    """Return the image, and next to it the weights of the patch ``query``; by default the mean over all queries.
 
     Raises:
-        ValueError: the sheet is not of an image, or there is no such patch.
+        ValueError: the sheet is not of an image, or the patch does not exist.
     """
     if sheet.image is None or sheet.grid is None:
-        raise ValueError(f"sheet: is of kind {sheet.kind!r}, expected an image")
+        raise ValueError(f"sheet: expected the sheet of an image, got kind {sheet.kind!r}")
     if query is not None and not 0 <= query < len(sheet.tokens):
-        raise ValueError(f"query: got {query}, expected 0 to {len(sheet.tokens) - 1}")
+        raise ValueError(f"query: expected 0 to {len(sheet.tokens) - 1}, got {query}")
     return _ImagePicture(sheet, layer, head, query)
 
 
@@ -70,7 +70,7 @@ def image_picture(sheet: Sheet, layer: int, head: int, *, query: int | None = No
 
 
 _PLAIN = str.maketrans({mark: LIKE[mark] for mark in "␣⏎⇥␍∅◌"} | {"…": "~", "²": "^2"})
-"""For the marks that ``visible`` makes, and in headings; letters of a token are escaped."""
+"""ASCII for the marks that ``visible`` makes and for headings; letters of a token are escaped."""
 
 
 class Ability(NamedTuple):
@@ -81,7 +81,7 @@ class Ability(NamedTuple):
     """Characters beyond ASCII."""
 
     def label(self, text: str) -> str:
-        """A token's label, in characters that can be shown."""
+        """Return a token's label in characters that the console can show."""
         if self.wide:
             return text
         return text.translate(_PLAIN).encode("ascii", "backslashreplace").decode("ascii")
@@ -113,7 +113,7 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the table: heading, and text and style of each head. rich's own tables take ten times as long."""
+    """A column of the table: heading, and text and style of each head; rich's own tables are ten times slower."""
 
     heading: str
     cells: list[str]
@@ -125,7 +125,7 @@ class _Column:
         return max(map(len, (self.heading, *self.cells)))
 
     def aligned(self, text: str) -> str:
-        """Text in the width of the column, words on the left and figures on the right."""
+        """Return text padded to the width of the column: words on the left, numbers on the right."""
         return text.ljust(self.width) if self.words else text.rjust(self.width)
 
 
@@ -158,13 +158,13 @@ class _Statistics:
 
 
 def _columns(sheet: Sheet, able: Ability) -> list[_Column]:
-    """The columns in the order of their worth."""
+    """Return the columns, the most useful first."""
     heads = [(layer, head) for layer, weights in enumerate(sheet.weights) for head in range(len(weights))]
     columns = [_Column("head", [f"{layer}.{head}" for layer, head in heads], [""] * len(heads), words=True)]
     if sheet.kind == "image":
         looks = [sheet.looks[layer][head] for layer, head in heads]
         names = ["-" if look is None else look[0] for look in looks]
-        columns += [_Column("looks most at", names, [strength(look and look[1] - 1) for look in looks], words=True)]
+        columns += [_Column("looks at", names, [strength(look and look[1] - 1) for look in looks], words=True)]
         columns += [_figures("x chance", [look and look[1] for look in looks], 2)]
         for name, word in REGIONS.items():
             figures = [sheet.regions[layer][name][head] for layer, head in heads]
@@ -190,7 +190,7 @@ def _figures(heading: str, figures: Sequence[float | None], decimals: int) -> _C
 
 
 HIDDEN = -1.0
-"""Stands for a place that may not be seen, in the values that are drawn."""
+"""The value of a masked cell."""
 
 BROKEN = (0, 140, 255)
 """The colour of NaN and infinity."""
@@ -202,9 +202,9 @@ class Ink:
 
     Attributes:
         able: what the console can show.
-        most: the weight that takes the full colour.
-        root: whether colours go by the square root.
-        grey: whether they are greys.
+        most: the weight with the full colour.
+        root: whether the scale is the square root of the weight.
+        grey: whether the colours are greys.
     """
 
     able: Ability
@@ -213,12 +213,12 @@ class Ink:
     grey: bool = False
 
     def place(self, value: float) -> float:
-        """How far up the colours, 0 to 1."""
+        """Return the place of a value on the colour scale, 0 to 1."""
         share = min(1.0, value / self.most)
         return math.sqrt(share) if self.root else share
 
     def colour(self, value: float) -> Colour | None:
-        """The colour of a place; what may not be seen has the terminal's own."""
+        """Return the colour of a cell; a masked one has the terminal's background."""
         if value == HIDDEN or not self.able.colour:
             return None
         if math.isnan(value):
@@ -227,7 +227,7 @@ class Ink:
         return (level, level, level) if self.grey else colour_at(self.place(value))
 
     def cell(self, value: float, width: int, text: str = "") -> Text:
-        """One place, so many characters wide; without colours and text, a shade."""
+        """Return one cell ``width`` characters wide; without colours and text, a shade."""
         colour = self.colour(value)
         if colour is not None:
             return Text(f"{text:^{width}}", Style(color=ink_on(colour), bgcolor=_hex(colour)))
@@ -236,7 +236,7 @@ class Ink:
         return Text(f"{text:^{width}}")
 
     def halves(self, above: float, below: float) -> Text:
-        """Two places, one above the other, in one character."""
+        """Return two cells, one above the other, in one character."""
         upper, lower = self.colour(above), self.colour(below)
         if upper is None:
             return Text(" ") if lower is None else Text("▄", Style(color=_hex(lower)))
@@ -264,7 +264,8 @@ class _Map:
         side = min(max(cell_len(label) for label in labels), max(4, options.max_width // 5), 16)
         room = max(1, options.max_width - side - 1)
         ink = Ink(able, most, root=length > 40)
-        note = f"Rows look, columns are looked at; strongest: {most:.2f}{', square-root scale' if ink.root else ''}."
+        scale = ", square-root scale" if ink.root else ""
+        note = f"Each row shows where one token looks; strongest weight {most:.2f}{scale}."
         if 5 * length <= room:
             lines = _numbered(values, ink, labels, side)
         elif 2 * length <= room:
@@ -273,13 +274,13 @@ class _Map:
             bins = min(length, room)
             lines = _one_wide(_pooled(values, bins), ink, labels, side)
             if bins < length:
-                note += f" {length} tokens in {bins} places: each shows the largest weight of the tokens it stands for."
+                note += f" {length} tokens in {bins} cells: each cell shows its largest weight."
         yield from lines
         yield Text(note, "dim")
 
 
 def _values(sheet: Sheet, layer: int, head: int) -> tuple[Values, float]:
-    """One head's weights, ``HIDDEN`` where none may be, and the largest among rows that have a choice."""
+    """Return one head's weights, ``HIDDEN`` where masked, and the largest one in rows with several visible keys."""
     values = sheet.weights[layer][head].astype(np.float64)
     values[np.isinf(values)] = math.nan
     sight = sheet.seen[layer]
@@ -288,25 +289,25 @@ def _values(sheet: Sheet, layer: int, head: int) -> tuple[Values, float]:
 
 
 def _pooled(values: Values, bins: int) -> Values:
-    """Bin b covers [⌊bT/n⌋, ⌊(b+1)T/n⌋) on both axes and takes its largest value; NaN where it holds one."""
+    """Return the maximum of each bin [⌊bT/n⌋, ⌊(b+1)T/n⌋) of both axes; NaN where a bin holds one."""
     start = [b * len(values) // bins for b in range(bins)]
     return np.maximum.reduceat(np.maximum.reduceat(values, start, axis=0), start, axis=1)
 
 
 def _fit(label: str, cells: int, able: Ability) -> str:
-    """A label in exactly so many cells, on the right."""
+    """Return a label padded on the left, or cut, to exactly ``cells`` columns."""
     if cell_len(label) > cells:
         label = set_cell_size(label, cells - 1) + ("…" if able.wide else "~")
     return " " * (cells - cell_len(label)) + label
 
 
 def _row(label: str, side: int, able: Ability) -> Text:
-    """The beginning of a line: the token that looks."""
+    """Return the start of a line: the token of the query."""
     return Text().append(_fit(label, side, able) + " ", "dim")
 
 
 def _numbered(values: Values, ink: Ink, labels: list[str], side: int) -> Iterator[Text]:
-    """Every weight as a number on its colour, for a few tokens."""
+    """Yield lines with every weight as a number on its colour, for a few tokens."""
     yield Text(" " * (side + 1) + "".join(_fit(label, 4, ink.able) + " " for label in labels), "dim")
     for label, row in zip(labels, values, strict=True):
         line = _row(label, side, ink.able)
@@ -316,7 +317,7 @@ def _numbered(values: Values, ink: Ink, labels: list[str], side: int) -> Iterato
 
 
 def _two_wide(values: Values, ink: Ink, labels: list[str], side: int) -> Iterator[Text]:
-    """Two characters a place; above each column its token, downwards."""
+    """Yield lines with two characters for each weight, and the token of each column written downwards."""
     height = min(8, max(len(label) for label in labels))
     for line in range(height):
         letters = (label[:height].rjust(height)[line] for label in labels)
@@ -326,12 +327,12 @@ def _two_wide(values: Values, ink: Ink, labels: list[str], side: int) -> Iterato
 
 
 def _one_wide(values: Values, ink: Ink, labels: list[str], side: int) -> Iterator[Text]:
-    """One character a place, or two places in the halves of a character; above the columns their numbers."""
+    """Yield lines with one character for each weight, or for two; above the columns their positions."""
     bins, length = len(values), len(labels)
     ruler = ""
     for b in range(0, bins, 10):
         number = str(b * length // bins)
-        if b + len(number) <= bins:  # cut, it would be another number
+        if b + len(number) <= bins:  # a number that is cut would be wrong
             ruler = ruler.ljust(b) + number
     yield Text(" " * (side + 1) + ruler, "dim")
     halves = ink.able.colour and ink.able.wide
@@ -371,8 +372,8 @@ class _ImagePicture:
 
 
 def looked_at(sheet: Sheet, layer: int, head: int, query: int | None) -> Values:
-    """The weight on each patch, from one patch or on average over those with finite weights; [rows, columns]."""
-    assert sheet.grid is not None  # image_picture has asked
+    """Return the weight on each patch, of one query or the mean over queries with finite weights; [rows, columns]."""
+    assert sheet.grid is not None  # image_picture has checked
     weights = sheet.weights[layer][head].astype(np.float64)
     if query is not None:
         return np.where(np.isfinite(weights[query]), weights[query], math.nan).reshape(sheet.grid)
@@ -381,14 +382,14 @@ def looked_at(sheet: Sheet, layer: int, head: int, query: int | None) -> Values:
 
 
 def largest(values: Values) -> float:
-    """The largest of those that are finite, or 1 where none is above 0: what takes the full colour."""
+    """Return the largest finite value, or 1 where none is above 0: the value with the full colour."""
     most = float(values.max(initial=0.0, where=np.isfinite(values)))
     return most or 1.0
 
 
 def brightness(sheet: Sheet) -> Values:
-    """Mean brightness of each patch, [rows, columns]."""
-    assert sheet.image is not None  # image_picture has asked
+    """Return the mean brightness of each patch, [rows, columns]."""
+    assert sheet.image is not None  # image_picture has checked
     assert sheet.grid is not None
     rows, columns = sheet.grid
     height, width = sheet.image.shape[:2]
@@ -397,7 +398,7 @@ def brightness(sheet: Sheet) -> Values:
 
 
 def patches(values: Values, ink: Ink, marked: tuple[int, int] | None) -> Text:
-    """Two characters a patch."""
+    """Return a picture with two characters for each patch."""
     lines = [
         Text().join(ink.cell(value, 2, "[]" if (row, column) == marked else "") for column, value in enumerate(line))
         for row, line in enumerate(values)
@@ -412,4 +413,5 @@ def _caption(sheet: Sheet, looked: Values, query: int | None) -> str:
     best = int(np.nanargmax(looked))
     value = float(looked.flat[best])
     times = value * looked.size
-    return f"The image, and where {who}. Most on {sheet.tokens[best]}: {value:.3f}, {times:.1f} times an even spread."
+    strongest = f"{sheet.tokens[best]} with {value:.3f}, {times:.1f} times an even spread"
+    return f"The image, and where {who}. Strongest: {strongest}."

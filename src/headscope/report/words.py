@@ -1,4 +1,7 @@
-"""The names of figures as they are shown, each with its meaning in one line; docs/concepts/statistics.md has more."""
+"""The names of quantities as they are shown, each with its meaning in one line.
+
+The definitions are in docs/concepts/statistics.md.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ __all__ = ["PATTERNS", "REGIONS", "STAGES", "STATISTICS", "STRONG", "WEAK", "Wor
 
 
 class Word(NamedTuple):
-    """How a figure is headed, what it means, and with how many decimals it is shown."""
+    """A quantity's heading, meaning, and number of decimals."""
 
     heading: str
     meaning: str
@@ -50,34 +53,34 @@ REGIONS = {
     "edges": Word("edges", "The quarter where brightness changes most from patch to patch."),
     "boundary": Word("boundary", "The quarter that touches most patches on the other side of the object's outline."),
     "texture": Word("texture", "The quarter where brightness varies most within 3 × 3 pixels."),
-    "near": Word("near", "For each patch the quarter nearest to it."),
-    "far": Word("far", "For each patch the quarter farthest from it."),
-    "layout": Word("layout", "For each patch the quarter that position alone predicts, whatever the image."),
-    "distance_ratio": Word("distance ratio", "Mean distance over that of an even spread: below 1 is nearer."),
+    "near": Word("near", "The quarter nearest to each patch."),
+    "far": Word("far", "The quarter farthest from each patch."),
+    "layout": Word("layout", "The quarter that position alone predicts for each patch, whatever the image."),
+    "distance_ratio": Word("distance ratio", "Mean distance divided by that of an even spread: below 1 is nearer."),
     "layout_r2": Word("layout R²", "Share of the map's variance that position alone explains."),
 }
 
 PATTERNS = {
     "previous": "all weight on the token before",
     "next": "all weight on the token after",
-    "self": "all weight on the query's own place",
+    "self": "all weight on the token itself",
     "first": "all weight on the first token",
-    "duplicate": "all weight on other places that hold the same token",
-    "induction": "all weight on what followed the same token elsewhere",
-    "local": "weight spread evenly over the places within 3",
-    "uniform": "weight spread evenly over everything",
+    "duplicate": "all weight on other copies of the same token",
+    "induction": "all weight on the token after another copy of this one",
+    "local": "weight spread evenly over the tokens within 3 positions",
+    "uniform": "weight spread evenly over all tokens",
 }
 
 
 def word(name: str) -> Word:
-    """Return heading and meaning of a figure; one without a definition has its name for a heading, and no meaning."""
+    """Return heading and meaning of a quantity; an unknown one has its name as heading and no meaning."""
     return REGIONS.get(name) or _word_of(name)
 
 
 WEAK, STRONG = 0.3, 0.5
-"""Scores below the first are dimmed, from the second on they are bold."""
+"""Scores below the first are dim, from the second on bold."""
 
 
 def strength(score: float | None) -> str:
-    """The style in which what has this score is printed."""
+    """Return the style of text with this score."""
     return "dim" if score is None or score < WEAK else "bold" if score >= STRONG else ""

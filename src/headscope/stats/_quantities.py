@@ -127,7 +127,7 @@ ROW_QUANTITIES = (
     Quantity(
         "normalized_entropy", "entropy / ln n", _normalized_entropy,
         "entropy / ln n: 1 = spread evenly over a row's n visible keys, 0 = all on one key.", "n < 2",
-        bounds=(0.0, _MOST_NORMALIZED), heading="entropy / ln n",
+        bounds=(0.0, _MOST_NORMALIZED),
     ),
     Quantity("max_weight", "max_j p", lambda row: float(row.p.max()), "The largest weight of a row."),
     Quantity(

@@ -1,4 +1,4 @@
-"""The commands of the command line, one file each; their help needs click and nothing else."""
+"""The commands of the command line, one file each; ``--help`` imports only click."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headscope.cli._shared.mistakes import Mistake
 __all__ = ["commands"]
 
 
-TARGET = "HEADSCOPE_CPU_TARGET:"  # how the message of the native kernels on an unavailable target begins
+TARGET = "HEADSCOPE_CPU_TARGET:"  # the start of the message about a target that this CPU does not run
 
 
 class Commands(click.Group):
@@ -30,7 +30,7 @@ class Commands(click.Group):
         """Run a command.
 
         Raises:
-            Mistake: the environment requires native kernels that this CPU does not run.
+            Mistake: HEADSCOPE_CPU_TARGET names a target that this CPU does not run.
         """
         try:
             return super().invoke(ctx)
@@ -51,8 +51,8 @@ def commands(context: click.Context) -> None:
       headscope text "i love to code"    a small trained language model reads your text
       headscope image --sample 3         a small trained vision model looks at a digit
       headscope trace                    every step of one attention layer, with shapes
-      headscope watch text --file a.py   exact statistics of every head, also of a model of yours
-      headscope check hw.py:Attention    what is wrong with an attention module of yours
+      headscope watch text --file a.py   exact statistics of every head, also of your own model
+      headscope check hw.py:Attention    find the mistakes in your attention module
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

@@ -1,4 +1,4 @@
-"""``headscope check``: what is wrong with an attention module in a file of one's own."""
+"""``headscope check``: find the mistakes in the attention module of a file."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from headscope.cli._shared.mistakes import Mistake, name_options
 if TYPE_CHECKING:
     from headscope.checking import Findings
 
-PROBLEMS = 1  # the exit code where the module has any
+PROBLEMS = 1  # exit code
 IN_PYTHON = "; give --embed-dim, or use headscope.check with inputs= or call="
 CHILD = """
 import sys
-root = sys.argv[1]  # the same package as here, wherever it was found
+root = sys.argv[1]  # so that the child imports this very package
 if root not in sys.path:
     sys.path.insert(0, root)
 from headscope.cli._shared.check_child import main
@@ -38,36 +38,42 @@ main()
 """
 
 
-@click.command(short_help="Find what is wrong with an attention module of yours.")
+@click.command(short_help="Find the mistakes in your attention module.")
 @click.argument("target", metavar="FILE.py:NAME")
-@click.option("--args", "arguments", metavar="ARGS", help='What it is made with: --args "512, 8, causal=True".')
+@click.option(
+    "--args", "arguments", metavar="ARGS", help='Arguments that build the module: --args "512, 8, causal=True".'
+)
 @click.option("--embed-dim", type=SIZE, help="E, width of the input.  [default: from the weights]")
-@click.option("--heads", type=SIZE, help="H that was meant.")
-@click.option("--causal/--not-causal", default=None, help="Whether no token may see a later one.")
+@click.option("--heads", type=SIZE, help="H, the intended number of heads.")
+@click.option("--causal/--not-causal", default=None, help="Whether later tokens must be masked.")
 @click.option("--batch-first/--length-first", default=None, help="Whether the input is [B, T, E] or [T, B, E].")
 @click.option(
-    "--mask-means", type=click.Choice(["keep", "hide", "add"]), help="What True, or a number, in a mask means."
+    "--mask-means",
+    type=click.Choice(["keep", "hide", "add"]),
+    help="What True in a mask means, or that a mask is added.",
 )
-@click.option("--scale", type=float, metavar="X", help="Factor of q·k that was meant.  [default: 1/√D]")
-@click.option("--length", type=SIZE, help="At what length it will be used; from 1024 on, slow paths are told.")
-@click.option("--reproducible", is_flag=True, default=None, help="An entry has the same bits in every batch.")
-@click.option("--timeout", type=SIZE, default=60, show_default=True, help="Seconds after which it is stopped.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
+@click.option("--scale", type=float, metavar="X", help="Intended factor of q·k.  [default: 1/√D]")
+@click.option("--length", type=SIZE, help="Intended sequence length; from 1024 on, slow paths are reported.")
+@click.option(
+    "--reproducible", is_flag=True, default=None, help="Also check that a batch entry gives the same bits in any batch."
+)
+@click.option("--timeout", type=SIZE, default=60, show_default=True, help="Seconds after which the check is stopped.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the report.")
 def check(target: str, arguments: str | None, timeout: int, as_json: bool, **options: Any) -> int:
-    """Find what is wrong with an attention module, from outside, by what it computes.
+    """Find the mistakes in an attention module by running it and comparing what it computes.
 
-    NAME is a class or a function that makes a module, with --args; both may need none. Or it is a module, or a function
-    that attends (with --embed-dim).
+    NAME is a class or function that builds a module (with --args, if it needs arguments), a module, or a function that
+    attends (with --embed-dim).
 
-    The code in FILE.py is imported and run, in a process of its own with a time limit and without network for Python.
-    Processes that the code starts end with it. That is no sandbox: check only code that you would run. Exit code 0:
-    nothing found; 1: something found.
+    FILE.py is imported and run in a separate process with a time limit and without network access from Python;
+    processes that the code starts end with it. This is not a sandbox: check only code that you trust. The exit code
+    is 1 if there are findings, else 0.
     """
     path, name = _parse_target(target)
     args, kwargs = _parse_arguments(arguments or "")
     if (scale := options["scale"]) is not None and not (math.isfinite(scale) and scale > 0):
         raise Mistake(f"--scale: got {scale:g}, expected a finite number above 0")
-    say(f"headscope check: importing and running {visible(str(path))}, in a process of its own")
+    say(f"headscope check: importing and running {visible(str(path))} in a separate process")
     request = {
         "path": str(path.resolve()), "name": name, "args": args, "kwargs": kwargs, "arguments": arguments,
         "options": {key: value for key, value in options.items() if value is not None},
@@ -94,16 +100,16 @@ def _parse_target(target: str) -> tuple[Path, str]:
     if os.path.isdir(file):  # False where Path.is_dir raises: a name can be too long
         raise Mistake(f"{file}: is a directory, expected a Python file")
     if not os.path.isfile(file):
-        problem = "is no regular file, expected a Python file" if os.path.exists(file) else "there is no such file"
-        raise Mistake(f"{file}: {problem}")
+        problem = "is not a regular file" if os.path.exists(file) else "no such file"
+        raise Mistake(f"{file}: {problem}, expected a Python file")
     return Path(file), name
 
 
 def _parse_arguments(arguments: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments as they stand in a call; plain values only.
+    """Return the positional and keyword arguments in a text such as ``512, 8, causal=True``.
 
     Raises:
-        Mistake: it is no list of arguments, or one is no plain value.
+        Mistake: the text is not a list of arguments, or one of them is not a literal.
     """
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
@@ -113,19 +119,19 @@ def _parse_arguments(arguments: str) -> tuple[list[Any], dict[str, Any]]:
         kwargs = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         json.dumps([args, kwargs])
     except (SyntaxError, ValueError, TypeError):
-        raise Mistake(f"--args: got {arguments}, expected plain values as in a call: 512, 8, causal=True") from None
+        raise Mistake(f"--args: got {arguments}, expected literals as in a call: 512, 8, causal=True") from None
     return args, kwargs
 
 
 def _ask_child(request: dict[str, Any], timeout: int) -> dict[str, Any]:
-    """Return the answer of the process that runs the code. What the code prints is not shown.
+    """Return the answer of the process that runs the code; what the code prints is discarded.
 
     Args:
-        request: as that process reads it.
+        request: the line of JSON that the process reads.
         timeout: seconds.
 
     Raises:
-        Mistake: it was stopped, or ended without an answer.
+        Mistake: the process was stopped, or ended without an answer.
     """
     program = [sys.executable, "-P", "-c", CHILD, str(Path(__file__).parents[2])]
     pipe = subprocess.PIPE
@@ -138,7 +144,7 @@ def _ask_child(request: dict[str, Any], timeout: int) -> dict[str, Any]:
         answer, printed = _Reader(process.stdout), _Reader(process.stderr)
         with process.stdin as stdin:
             with suppress(BrokenPipeError):
-                stdin.write(json.dumps(request).encode() + b"\n")  # and left open: the process ends when this one does
+                stdin.write(json.dumps(request).encode() + b"\n")  # the pipe stays open: the child ends when it closes
             try:
                 code = process.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -148,14 +154,14 @@ def _ask_child(request: dict[str, Any], timeout: int) -> dict[str, Any]:
     except ValueError:
         last = printed.text().strip().rpartition("\n")[2]
         reason = f": {last}" if last else ""
-        raise Mistake(f"the code ended its process with {code} before there was an answer{reason}") from None
+        raise Mistake(f"the code ended its process (exit code {code}) before the check was done{reason}") from None
 
 
 @contextmanager
 def _group_ended(process: subprocess.Popen[bytes]) -> Generator[None]:
     """Kill a process and its group at the end of the block, and on a signal that ends this process.
 
-    The process leads a session of its own, so Ctrl-C in the terminal does not reach it.
+    The process leads its own session, so Ctrl-C in the terminal does not reach it.
     """
 
     def kill_and_pass_on(number: int, frame: FrameType | None) -> None:
@@ -179,16 +185,16 @@ def _group_ended(process: subprocess.Popen[bytes]) -> Generator[None]:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and what it has started, except what has left its group."""
+    """Kill a process and its children, except those that left its process group."""
     if not hasattr(os, "killpg"):  # Windows
         process.kill()
     elif process.pid != os.getpgrp():
-        with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM where only zombies are left
+        with suppress(ProcessLookupError, PermissionError):  # macOS raises EPERM if only zombies are left
             os.killpg(process.pid, signal.SIGKILL)
 
 
 class _Reader(threading.Thread):
-    """A thread that reads a stream while the process runs; only the end is stored."""
+    """A thread that reads a stream while the process runs, and stores its last ``MOST_BYTES``."""
 
     MOST_BYTES = 1 << 22
 
@@ -199,19 +205,19 @@ class _Reader(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Until the stream ends."""
+        """Read until the stream ends."""
         with self._stream as stream:
             while chunk := os.read(stream.fileno(), 1 << 16):
                 self._end = (self._end + chunk)[-self.MOST_BYTES :]
 
     def text(self) -> str:
-        """What was read; a program that the code has left running may keep the stream open."""
+        """Return what was read; wait 1 s at most, because a program of the code may hold the stream open."""
         self.join(1.0)
         return self._end.decode("utf-8", "replace")
 
 
 def _parse_findings(answer: dict[str, Any]) -> Findings:
-    """Return the findings of an answer, their text fit for a terminal."""
+    """Return the findings of an answer, with control characters escaped."""
     from headscope.checking import Finding, Findings
 
     texts: list[dict[str, Any]] = [{key: visible(value) for key, value in each.items()} for each in answer["findings"]]

@@ -1,4 +1,4 @@
-"""``headscope doctor``: what the machine has, which backend takes which call, and why the others do not."""
+"""``headscope doctor``: a verdict, the machine, and which backend runs which call."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ OWN_CALL = (
     click.option("--context-seq", type=SIZE, help="K, keys.  [default: as --seq]"),
     click.option("--head-dim", type=SIZE, default=64, show_default=True, help="D, width of q and k."),
     click.option("--v-head-dim", type=SIZE, help="Dv, width of v.  [default: as --head-dim]"),
-    click.option("--causal", is_flag=True, help="No query sees a later key."),
-    click.option("--window", type=SIZE, help="Each query sees its last so many keys, and none later."),
-    click.option("--padded", is_flag=True, help="Keys beyond each batch entry's length are hidden."),
-    click.option("--bias", is_flag=True, help="A tensor is added to the logits."),
-    click.option("--softcap", type=float, metavar="X", help="Logits are bounded to this by tanh."),
-    click.option("--sinks", is_flag=True, help="A learned logit a head takes part in the softmax."),
+    click.option("--causal", is_flag=True, help="Mask later keys."),
+    click.option("--window", type=SIZE, help="Mask all but the last N keys of each query."),
+    click.option("--padded", is_flag=True, help="Mask keys beyond the length of each batch entry."),
+    click.option("--bias", is_flag=True, help="Add a bias tensor to the logits."),
+    click.option("--softcap", type=float, metavar="X", help="Bound the logits by X · tanh(s / X)."),
+    click.option("--sinks", is_flag=True, help="Add a learned logit of each head to the softmax."),
     click.option(
         "--dropout", type=float, metavar="P", default=0.0, help="Probability of dropping a weight.  [default: 0]"
     ),
-    click.option("--lse", is_flag=True, help="The log-sum-exp of each row is expected."),
-    click.option("--grad", is_flag=True, help="In training: gradients are expected, those of bias and sinks included."),
+    click.option("--lse", is_flag=True, help="Return the log-sum-exp of each row."),
+    click.option("--grad", is_flag=True, help="Compute gradients (training), also of bias and sinks."),
 )
+NATIVE = "cpu"  # the backend of the native kernels
 FIELDS = {"seq": "queries", "context_seq": "keys"}
 
 
@@ -54,32 +55,33 @@ def _own_call(command: Command) -> Command:
     return command
 
 
-@click.command()
+@click.command(short_help="Show whether calls run natively, and what this machine has.")
 @_own_call
 @click.option(
     "--dtype", type=click.Choice(DTYPES), multiple=True, help="May be repeated.  [default: float32, bfloat16]"
 )
 @click.option(
-    "--device", default="cpu", metavar="TYPE", help="cpu, cuda, mps or xpu; need not be here.  [default: cpu]"
+    "--device", default="cpu", metavar="TYPE", help="cpu, cuda, mps or xpu; need not be present.  [default: cpu]"
 )
-@click.option("--matrix", is_flag=True, help="Every option, in every dtype, for every native target and backend.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
+@click.option("--matrix", is_flag=True, help="Show every option in every dtype, for every native target and backend.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tables.")
 @click.pass_context
 def doctor(
     context: click.Context, dtype: tuple[str, ...], device: str, matrix: bool, as_json: bool, **own: Any
 ) -> None:
-    """Show the machine, and which backend takes which call.
+    """Show which implementation runs your attention calls, and what this machine has.
 
-    By itself, or with --dtype and --device alone, it judges a list of typical calls; with any size or option of a call
-    (--batch to --grad), the one call they describe. Nothing of that size is allocated. --matrix goes through the
-    options instead, one by one.
+    Starts with a verdict. Judges a list of typical calls, or the one call that --batch to --grad describe; no tensor of
+    these sizes is allocated. --matrix judges every option separately.
     """
     if device not in ("cpu", "cuda", "mps", "xpu"):
         raise Mistake(f"--device: got {device!r}, expected cpu, cuda, mps or xpu")
     specified = [name for name in own if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     if matrix:
         if specified:
-            raise Mistake(f"--matrix: goes through all options by itself, got --{specified[0].replace('_', '-')} too")
+            raise Mistake(
+                f"--matrix: judges every option, got --{specified[0].replace('_', '-')} too; drop one of the two"
+            )
         _show_matrix(dtype or DTYPES, device, as_json)
         return
     dtypes = dtype or ("float32", "bfloat16")
@@ -107,7 +109,7 @@ def _show_matrix(dtypes: tuple[str, ...], device: str, as_json: bool) -> None:
         from headscope.cli._doctor import machine as _doctor
         from headscope.cli._doctor import matrix as _matrix
     try:
-        _doctor.machine()  # a target that is forced may not be there
+        _doctor.machine()  # HEADSCOPE_CPU_TARGET may name a target that this CPU does not run
     except ValueError as error:
         raise Mistake(str(error)) from error
     cells = _matrix.matrix({name: _doctor.DTYPES[name] for name in dtypes}, device)
@@ -123,7 +125,7 @@ def _show_matrix(dtypes: tuple[str, ...], device: str, as_json: bool) -> None:
 
 
 def _print_matrix(cells: list[Cell], dtypes: tuple[str, ...], device: str) -> None:
-    """A row for each option, or for some of its dtypes; a column for each backend with all its targets."""
+    """Print a row for each option, or for dtypes that differ; a column for each backend with all its targets."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -137,7 +139,7 @@ def _print_matrix(cells: list[Cell], dtypes: tuple[str, ...], device: str) -> No
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("", width=29)
     for backend, words in columns.items():
-        # built from one source: what one target takes, all take
+        # all targets are compiled from the same source, so they support the same options
         targets = dict.fromkeys(cell.target for cell in cells if cell.backend == backend and cell.target is not None)
         title = f"{backend}: {', '.join(targets)}" if targets else backend
         table.add_column(title, header_style="dim", width=min(12, max(map(len, (title, *words.values())))))
@@ -149,7 +151,7 @@ def _print_matrix(cells: list[Cell], dtypes: tuple[str, ...], device: str) -> No
             only = "" if len(kinds) == 1 else f" ({', '.join(names)})"
             table.add_row(Text(option + only), *(Text(word) for word in words))
     out = console()
-    out.print(Text(f"which backend takes which option (device: {device}; {', '.join(dtypes)})", style="bold"))
+    out.print(Text(f"Which backend supports which option (device: {device}; {', '.join(dtypes)})", style="bold"))
     out.print()
     out.print(Padding(table, (0, 0, 0, 2)))
     out.print()
@@ -178,8 +180,13 @@ def _print(machine: dict[str, dict[str, Any]], device: str, specs: dict[str, Cal
     from rich.table import Table
     from rich.text import Text
 
+    from headscope.cli._doctor.verdict import summarise
+
     out = console()
     single = len(specs) == 1
+    for line in summarise(device, verdicts):
+        out.print(Text(visible(line), style="bold"))
+    out.print()
     for section, properties in ({} if single else machine).items():
         table = Table.grid(padding=(0, 2))
         for name, value in properties.items():
@@ -187,24 +194,28 @@ def _print(machine: dict[str, dict[str, Any]], device: str, specs: dict[str, Cal
         out.print(Text(section, style="bold"))
         out.print(table)
         out.print()
-    title = "which backend takes this call" if single else "which backend takes which call, and why not the faster ones"
-    out.print(Text(f"{title} (device: {device})", style="bold"))
+    which = "this call" if single else "the call"
+    title = f"Which implementation runs (first choice that supports {which}; device: {device})"
+    out.print(Text(title, style="bold"))
     sizes = _describe(next(iter(specs.values())))
-    out.print(Padding(Text(sizes if single else f"{sizes}, where nothing else is said"), (0, 0, 0, 2)))
+    out.print(Padding(Text(sizes if single else f"{sizes}, unless a line specifies otherwise"), (0, 0, 0, 2)))
     out.print()
-    for line in _calls(verdicts):
+    for line in _calls(verdicts, single):
         out.print(line)
     out.print()
     out.print(Text(_observing(verdicts)))
     if not single:
         out.print()
         out.print(
-            Text("For a call of your own: headscope doctor --seq 4096 --causal, and so on; see headscope doctor --help")
+            Text("To judge your own call: headscope doctor --seq 4096 --causal (all options: headscope doctor --help)")
         )
 
 
-def _calls(verdicts: Verdicts) -> Iterator[RenderableType]:
-    """A line for each call with the backend it gets in each dtype; below it, why those before it refuse."""
+def _calls(verdicts: Verdicts, single: bool) -> Iterator[RenderableType]:
+    """Yield a line for each call with its backend in each dtype; below it, why backends of higher preference refuse it.
+
+    In a list of calls, the refusals are shown only where the native kernels do not run the call.
+    """
     from rich.padding import Padding
     from rich.text import Text
 
@@ -215,23 +226,23 @@ def _calls(verdicts: Verdicts) -> Iterator[RenderableType]:
         yield Text("  " + f"{title:<{first}}" + "".join(f"{verdict.selected:<10}" for verdict in row.values()).rstrip())
         reasons: dict[str, list[str]] = {}
         for name, verdict in row.items():
-            for backend, why in verdict.refusals.items():
+            for backend, why in verdict.refusals.items() if single or verdict.selected != NATIVE else ():
                 for reason in why:
-                    reasons.setdefault(f"{backend} refuses: {reason}", []).append(name)
+                    reasons.setdefault(f"{backend} does not run it: {reason}", []).append(name)
         for reason, where in reasons.items():
             only = "" if len(where) == len(row) else f" ({', '.join(where)})"
             yield Padding(Text(reason + only, style="dim"), (0, 0, 0, 6))
 
 
 def _observing(verdicts: Verdicts) -> str:
-    """Which observer takes these calls; what else it may refuse depends on what is asked of it, not on the call."""
+    """Return which observer supports these calls; ``Observe`` options can still require the portable one."""
     every = (reason for row in verdicts.values() for verdict in row.values() for reason in verdict.observer)
     reasons = "; ".join(dict.fromkeys(every))
     return f"observe: portable ({reasons})" if reasons else "observe: native"
 
 
 def _describe(spec: CallSpec) -> str:
-    """The sizes of a call and the options that are on."""
+    """Return the sizes of a call and the options that are on."""
     keys = spec.queries if spec.keys is None else spec.keys
     kv_heads = spec.heads if spec.kv_heads is None else spec.kv_heads
     v_head_dim = spec.head_dim if spec.v_head_dim is None else spec.v_head_dim

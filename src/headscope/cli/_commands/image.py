@@ -1,4 +1,4 @@
-"""``headscope image``: what every head of the shipped vision model looks at in a digit."""
+"""``headscope image``: what each head of the shipped vision model looks at in a digit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from headscope._support.progress import progress_line
 from headscope._support.text import visible
 from headscope.cli._shared.console import INDEX, console, print_json, say
-from headscope.cli._shared.headings import ATTENTION, heading, meanings, show_closing, show_steps
+from headscope.cli._shared.headings import attention_in_words, heading, meanings, show_closing, show_steps
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.observation import (
     OF_OBJECT,
@@ -26,7 +26,7 @@ from headscope.cli._shared.observation import (
     run_model,
     trace_layer,
 )
-from headscope.cli._shared.pages import check_apart, save_page
+from headscope.cli._shared.pages import IMAGE_PAGE, check_apart, save_page
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,8 +47,8 @@ class Digit:
 
     Attributes:
         label: which digit it is, if that is known.
-        done: what was done to a picture of the user's.
-        number: which of the shipped samples it is; None: a picture of the user's.
+        done: how a picture of the user's was prepared.
+        number: which of the shipped samples it is; None for a picture of the user's.
     """
 
     ink: Tensor
@@ -60,7 +60,7 @@ class Digit:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A digit as the model saw it."""
+    """A digit as the model read it."""
 
     sheet: Sheet
     digit: Digit
@@ -76,8 +76,8 @@ class Look:
 
 @click.command(short_help="See what each head of a vision model looks at in a digit.")
 @click.argument("path", required=False)
-@click.option("--sample", type=INDEX, help=f"A shipped digit, not trained on.  [default: {SAMPLE}]")
-@looking_options
+@click.option("--sample", type=INDEX, help=f"A shipped digit that the model was not trained on.  [default: {SAMPLE}]")
+@looking_options(IMAGE_PAGE)
 def image(
     path: str | None,
     sample: int | None,
@@ -85,12 +85,14 @@ def image(
 ) -> None:
     """Run the shipped vision model on a digit and show what each head looks at.
 
-    The digit is a PNG or JPEG at PATH, of any size, or a sample that ships with headscope. Prints the predicted class,
-    one layer step by step, all heads with what they look at, and the maps of a layer; writes a page with all maps.
+    The digit is a PNG or JPEG at PATH, of any size, or a sample that ships with headscope.
+
+    Prints the predicted class, one layer step by step, what every head looks at, and the maps of one layer. Writes a
+    page with the maps of all heads.
     """
     if path is not None and sample is not None:
-        raise Mistake("expected one digit: a PATH or --sample, not both")
-    parsed = HeadOptions.of(**options)
+        raise Mistake("expected one digit, got PATH and --sample; drop one of the two")
+    parsed = HeadOptions.of(IMAGE_PAGE, **options)
     check_apart("--out", parsed.page, {"the picture": path})
     with progress_line("loading torch"):
         import_module("torch")
@@ -112,7 +114,7 @@ def _look(path: str | None, sample: int | None, options: HeadOptions) -> Look:
     check_range("--head", options.head, sizes.num_heads)
     digit = _digit(example, path, sample)
     passed = run_model(example.model, digit.ink[None])
-    state = "trained on handwritten digits" if example.trained else "untrained, weights as drawn"
+    state = "trained on handwritten digits" if example.trained else "untrained, random weights"
     rows, columns = digit.ink.shape[0], digit.ink.shape[1]
     sheet = image_sheet(
         visible(digit.source),
@@ -136,10 +138,10 @@ def _look(path: str | None, sample: int | None, options: HeadOptions) -> Look:
 
 
 def _digit(example: DigitsExample, path: str | None, sample: int | None) -> Digit:
-    """The digit to look at.
+    """Return the digit of a file, or a sample.
 
     Raises:
-        Mistake: there is no such sample, or the file is no picture.
+        Mistake: the sample does not exist, or the file is not a picture.
     """
     if path is None:
         number = SAMPLE if sample is None else sample
@@ -155,7 +157,7 @@ def _digit(example: DigitsExample, path: str | None, sample: int | None) -> Digi
 
 
 def _by_position(example: DigitsExample, shown: int | None) -> Sequence[Tensor]:
-    """What position alone explains: the mean weights of each layer over the samples other than the one shown."""
+    """Return what position alone explains: the mean weights of each layer over all samples except the one shown."""
     import torch
 
     others = [sample.image for number, sample in enumerate(example.samples) if number != shown]
@@ -175,25 +177,25 @@ def _print(look: Look, explain: bool) -> None:
     sheet, choice, digit = look.sheet, look.choice, look.digit
     out = console()
     out.print(Text(visible(f"headscope image: {sheet.footer['Model']}"), style="dim"))
-    out.print(Text(f"{ATTENTION} Each patch of the image looks at all of them."))
+    out.print(Text(f"{attention_in_words('patch')} Here each patch looks at all patches."))
     known = "" if digit.label is None else f", a {digit.label}"
     heading(out, "The digit", f"{visible(digit.source)}{known}; each of its 64 pixels is a patch")
     if digit.done:
         out.print(Text(visible("; ".join(digit.done)), style="dim"))
     out.print(_digit_and_classes(look))
     show_steps(out, look.trace, choice.layer, sheet.layers, explain)
-    heading(out, "All heads", "where each looks; 1 is as much as by chance, 4 the most there can be")
+    heading(out, "All heads", "where each looks most; ratio 1 = chance, 4 = the maximum")
     out.print(terminal.statistics_table(sheet) if explain else HeadGrid(sheet, choice))
     out.print(meanings(REGIONS if explain else SHOWN, REGIONS))
-    heading(out, f"The heads of layer {choice.layer}", "where its 64 patches look, on average")
+    heading(out, f"All heads of layer {choice.layer}", "where the 64 patches look, on average")
     out.print(Gallery(sheet, choice.layer))
     heading(out, f"Layer {choice.layer}, head {choice.head}", choice.why)
     out.print(terminal.image_picture(sheet, choice.layer, choice.head))
-    show_closing(out, sheet, look.page)
+    show_closing(out, sheet, look.page, explain)
 
 
 def _digit_and_classes(look: Look) -> RenderableType:
-    """The digit as the model sees it; beside it the probability of each class, as a number and a bar."""
+    """Return the digit as the model reads it, and next to it the probability of each class with a bar."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""``headscope report``: the page of a recording, in which every head can be looked at."""
+"""``headscope report``: the page of a recording, with every head."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from headscope._support.progress import progress_line
 from headscope._support.text import visible
 from headscope.cli._shared.console import Whole, say
 from headscope.cli._shared.mistakes import Mistake, describe_unreadable, name_options
+from headscope.cli._shared.observation import FORCE
 from headscope.cli._shared.pages import PAGE, check_apart, check_page, write_page
 
 if TYPE_CHECKING:
@@ -21,30 +22,38 @@ if TYPE_CHECKING:
     from headscope.watching import Recording
 
 ARGUMENTS = {name: f"--{name}" for name in ("grid", "image", "special")} | {"strips": "--strip"}  # of the page
-LARGEST = 4096  # pixels of a side of an image; larger ones are made smaller
+LARGEST = 4096  # pixels along a side; larger images are scaled down
 
 
 @click.command(short_help="Write or serve the page of a recording.")
 @click.argument("recording")
 @click.option("--out", metavar="PATH", help=f"Where to write the page.  [default: {PAGE}]")
-@click.option("--title", metavar="TEXT", default="", help="What stands above it.  [default: the model]")
-@click.option("--image", metavar="PATH", help="The image that was looked at, if the keys are its patches.")
-@click.option("--grid", metavar="ROWSxCOLUMNS", help="Its patches, as 14x14.  [default: a square]")
-@click.option("--special", type=Whole(0), help="Keys before them: CLS, registers.  [default: what the grid leaves]")
-@click.option("--strip", "strips", multiple=True, metavar="LAYER.HEAD", help="A head with strips; up to 16 times.")
-@click.option("--serve", is_flag=True, help="Serve it to this machine instead, with exact tiles at any zoom.")
-@click.option("--port", type=Whole(0, 65535), help="Where, with --serve.  [default: any]")
-@click.option("--force", is_flag=True, help="Replace a file there, even if it is no page of headscope's own.")
+@click.option("--title", metavar="TEXT", default="", help="Title of the page.  [default: the model]")
+@click.option("--image", metavar="PATH", help="Image that the model read, if the keys are its patches.")
+@click.option("--grid", metavar="ROWSxCOLUMNS", help="Grid of patches, as 14x14.  [default: a square]")
+@click.option(
+    "--special", type=Whole(0), help="Keys before the patches: CLS, registers.  [default: those beyond the grid]"
+)
+@click.option(
+    "--strip",
+    "strips",
+    multiple=True,
+    metavar="LAYER.HEAD",
+    help="Add strips of nearby tokens for this head; up to 16 times.",
+)
+@click.option("--serve", is_flag=True, help="Serve the page to this machine instead, with exact tiles at any zoom.")
+@click.option("--port", type=Whole(0, 65535), help="Port for --serve.  [default: any free one]")
+@click.option("--force", is_flag=True, help=FORCE)
 def report(recording: str, out: str | None, serve: bool, port: int | None, force: bool, **options: Any) -> None:
     """Write the page of a RECORDING that ``watch --out`` or ``Recording.save`` wrote.
 
-    One file that opens from disk and asks for nothing: maps of all heads, one head or two large, figures as CSV. With
-    --serve nothing is written, and what one zooms into is computed exactly, if q and k were kept (watch --keep-qk).
+    The page is one self-contained HTML file: maps of all heads, one head or two enlarged, statistics as CSV. --serve
+    writes nothing and computes every zoomed tile exactly, if the recording contains q and k (watch --keep-qk).
     """
     if serve and out is not None:
-        raise Mistake("--serve: expected either it or --out")
+        raise Mistake("--serve: got --out too, expected one of the two")
     if port is not None and not serve:
-        raise Mistake("--port: expected --serve with it")
+        raise Mistake("--port: requires --serve")
     if not recording:
         raise Mistake("RECORDING: is empty, expected a path")
     page = PAGE if out is None else out
@@ -75,9 +84,9 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
         raise Mistake(name_options(message, ARGUMENTS, default="RECORDING")) from error
     path = write_page(page, html, force, "--out")
     if exact := _without_strips(loaded, arguments.get("strips", ())):
-        why = "the map holds every weight of the layer, so the page has no strip beside it"
+        why = "the map already holds every weight of the layer, so the page has no strip for it"
         say(f"headscope report: --strip: {', '.join(exact)}: {why}")
-    click.echo(f"The page, to be opened in a browser: {visible(path)} ({Path(path).stat().st_size / 2**20:.1f} MiB)")
+    click.echo(f"Open in a browser: {visible(path)} ({Path(path).stat().st_size / 2**20:.1f} MiB)")
 
 
 def _page_arguments(
@@ -86,7 +95,7 @@ def _page_arguments(
     """Return the options as arguments of ``render_recording``.
 
     Raises:
-        Mistake: one that cannot be read.
+        Mistake: an option cannot be parsed.
     """
     arguments: dict[str, Any] = {"title": title}
     if image is not None:
@@ -96,11 +105,11 @@ def _page_arguments(
         if len(sides) != 2 or grid.count("x") != 1:
             raise Mistake(f"--grid: got {visible(grid)}, expected rows and columns, as 14x14")
         if image is None:
-            raise Mistake("--grid: expected --image with it")
+            raise Mistake("--grid: requires --image")
         arguments["grid"] = (int(sides[0]), int(sides[1]))
     if special is not None:
         if image is None:
-            raise Mistake("--special: expected --image with it")
+            raise Mistake("--special: requires --image")
         arguments["special"] = special
     if strips:
         places: list[tuple[int, int]] = []
@@ -114,7 +123,11 @@ def _page_arguments(
 
 
 def _check_strips(recording: Recording, strips: Sequence[tuple[int, int]]) -> None:
-    """Raises: Mistake: too many, of a head that is not there, or of one whose q and k are not."""
+    """Check the heads of --strip.
+
+    Raises:
+        Mistake: there are too many, or a head does not exist or has no q and k.
+    """
     from headscope.report._viewer.from_recording import MOST_STRIPS
 
     parts = list(recording.stats.parts.values())
@@ -127,11 +140,11 @@ def _check_strips(recording: Recording, strips: Sequence[tuple[int, int]]) -> No
         if head >= parts[layer].heads:
             raise Mistake(f"{got} a head of layer {layer}, from 0 to {parts[layer].heads - 1}")
         if not parts[layer].tiles:
-            raise Mistake(f"{got} a recording with q and k, as watch --keep-qk writes it")
+            raise Mistake(f"{got} a recording with q and k; record it with watch --keep-qk")
 
 
 def _without_strips(recording: Recording, strips: Sequence[tuple[int, int]]) -> list[str]:
-    """Return the heads among these whose map holds every weight, so that they need no strips."""
+    """Return those heads whose map holds every weight, so that they need no strips."""
     from headscope.report._viewer.packing import exact
 
     parts = list(recording.stats.parts.values())
@@ -139,7 +152,7 @@ def _without_strips(recording: Recording, strips: Sequence[tuple[int, int]]) -> 
 
 
 def _pixels(path: str) -> Any:
-    """An image file as uint8 [h, w, 3]."""
+    """Return the pixels of an image file, uint8 [h, w, 3]."""
     import numpy as np
 
     from headscope.cli._shared.digits import with_picture
@@ -153,11 +166,11 @@ def _pixels(path: str) -> Any:
 
 
 def _serve(recording: Recording, port: int, options: dict[str, Any]) -> None:
-    """Until Ctrl-C."""
+    """Serve the page until Ctrl-C."""
     from headscope.report.serving import Server
 
     if "strips" in options:
-        raise Mistake("--strip: expected none with --serve, which has those of every head")
+        raise Mistake("--strip: expected none with --serve, which has the strips of every head")
     try:
         with progress_line("preparing the page"):
             server = Server(recording, port=port, **options)
@@ -167,5 +180,5 @@ def _serve(recording: Recording, port: int, options: dict[str, Any]) -> None:
     except OSError as error:
         raise Mistake(f"--port: {port}: {error.strerror or error}") from error
     with server:
-        click.echo(f"The page, for this machine alone, until Ctrl-C: {server.url}")
+        click.echo(f"Open in a browser on this machine, until Ctrl-C: {server.url}")
         server.serve_forever()

@@ -1,4 +1,4 @@
-"""``headscope text``: what every head of the shipped language model looks at in a text."""
+"""``headscope text``: what each head of a language model looks at in a text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from headscope._support.progress import progress_line
 from headscope._support.text import visible
 from headscope.cli._shared.console import console, print_json, say
-from headscope.cli._shared.headings import ATTENTION, heading, meanings, show_closing, show_steps
+from headscope.cli._shared.headings import attention_in_words, heading, meanings, show_closing, show_steps
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.observation import (
     Choice,
@@ -25,7 +25,7 @@ from headscope.cli._shared.observation import (
     run_model,
     trace_layer,
 )
-from headscope.cli._shared.pages import check_apart, save_page
+from headscope.cli._shared.pages import TEXT_PAGE, check_apart, save_page
 from headscope.cli._shared.text_input import TextInput, clipped, describe_source, read_text
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from headscope.tracing import Trace
 
 GUESSES = 5
+SCORES = "score: 1 = exact match, 0 = no closer than chance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A text as the model read it; the steps of a layer are those of the shipped model only."""
+    """A text as the model read it; only the shipped model has the steps of a layer."""
 
     sheet: Sheet
     ids: list[int]
@@ -62,22 +63,22 @@ class Reading:
 @click.command(short_help="See what each head of a language model looks at in a text.")
 @click.argument("text", required=False)
 @click.option("--file", metavar="PATH", help="Read the text from a file (UTF-8).")
-@click.option("--model", metavar="MODEL", help="A folder with a Hugging Face model, or a name on the hub.")
-@looking_options
+@click.option("--model", metavar="MODEL", help="A folder with a Hugging Face model, or its name on the hub.")
+@looking_options(TEXT_PAGE)
 def text(
     text: str | None,
     file: str | None,
     model: str | None,
     **options: Any,
 ) -> None:
-    """Run a language model on TEXT ("-" reads it from stdin) and show what each head looks at.
+    """Run a language model on TEXT ("-" = stdin) and show what each head looks at.
 
-    The model is the one that ships with the package, or --model.
+    The default model is the small one that ships with headscope; --model runs another.
 
-    Prints the tokens, one layer step by step, all heads with the pattern each matches best, and a picture of one head;
-    writes a page with every head's map.
+    Prints the tokens, one layer step by step, the best-matching pattern of every head, and a picture of one head.
+    Writes a page with the maps of all heads.
     """
-    parsed = HeadOptions.of(**options)
+    parsed = HeadOptions.of(TEXT_PAGE, **options)
     check_apart("--out", parsed.page, {"the text": file}, model)
     text_input = read_text(text, file)
     text_input = replace(text_input, source=describe_source(text_input, text))
@@ -88,7 +89,7 @@ def text(
             reading = _read(text_input, parsed)
     else:
         if parsed.seed_random:
-            raise Mistake("--seed-random: expected the shipped model, got --model")
+            raise Mistake("--seed-random: expected the shipped model, got --model; drop one of the two")
         with progress_line(f"reading with {model}"):
             reading = _read_with(model, text_input, parsed)
     if parsed.as_json:
@@ -134,7 +135,7 @@ def _read(text_input: TextInput, options: HeadOptions) -> Reading:
 
 
 def _read_with(model: str, text_input: TextInput, options: HeadOptions) -> Reading:
-    """The same by a model of another make: its weights, but not the steps of a layer."""
+    """Return the reading of a Hugging Face model: its weights, but not the steps of a layer."""
     from headscope.cli._shared import model_loading, model_text
     from headscope.report import text_sheet
 
@@ -149,7 +150,7 @@ def _read_with(model: str, text_input: TextInput, options: HeadOptions) -> Readi
     logits = passed.logits if passed.causal else None
     guesses = [] if logits is None else _likely(logits, piece)
     if logits is not None and not guesses:
-        notes.append("what comes next cannot be told: the output of the model holds NaN or infinity")
+        notes.append("the next token is not predicted, because the output of the model holds NaN or infinity")
     layers = f"{len(passed.layers)} layers of {passed.weights[0].shape[0]} heads"
     sheet = text_sheet(
         clipped("".join(pieces)), pieces, passed.weights, ids=passed.ids, seen=passed.visible,
@@ -166,22 +167,23 @@ def _read_with(model: str, text_input: TextInput, options: HeadOptions) -> Readi
     try:
         page = save_page(sheet, options.page, options.force)
     except ValueError as error:  # more weights than a page holds
-        raise Mistake(f"--out: {error}; with --no-page none is written") from error
+        raise Mistake(f"--out: {error}; to skip the page, use --no-page") from error
     return Reading(sheet, passed.ids, choice, None, guesses, page)
 
 
 def _left_out(text_input: TextInput, tokens: int, used: int) -> str | None:
-    """Return the note on a text that is longer than what the model reads at once."""
+    """Return a note if the text is longer than the context of the model."""
     if text_input.dropped:
         length = text_input.dropped + len(text_input.text)
-        return f"the text has {length:,} characters, more than the model reads at once: its last {used} tokens are used"
+        most = "more than the model reads at once"
+        return f"the text has {length:,} characters, {most}; only its last {used} tokens are used"
     if tokens > used:
-        return f"the text has {tokens:,} tokens, the model reads {used} at once: the last {used} are used"
+        return f"the text has {tokens:,} tokens, the model reads {used} at once; only the last {used} are used"
     return None
 
 
 def _input(text_input: TextInput, tokens: int, used: int) -> str:
-    """Where a text came from, and how much of it was read."""
+    """Return where a text came from, and how much of it was read."""
     if text_input.dropped:
         return f"{text_input.source}, its last {used} tokens"
     if tokens > used:
@@ -190,15 +192,15 @@ def _input(text_input: TextInput, tokens: int, used: int) -> str:
 
 
 def _likely(logits: Tensor, piece: Callable[[int], str]) -> list[Guess]:
-    """The most probable next tokens; none where no probability is a number."""
+    """Return the most probable next tokens; none where a probability is NaN."""
     top = logits.float().softmax(-1).topk(min(GUESSES, len(logits)))
-    if top.values.isnan().any():  # one logit that is no number leaves no other one
+    if top.values.isnan().any():  # softmax turns one NaN into NaN everywhere
         return []
     return [Guess(piece(token), share) for share, token in zip(top.values.tolist(), top.indices.tolist(), strict=True)]
 
 
 def _model(sizes: TextConfig, trained: bool) -> str:
-    state = "trained on Python's library" if trained else "untrained, weights as drawn"
+    state = "trained on Python's library" if trained else "untrained, random weights"
     return f"{sizes.num_layers} layers of {sizes.num_heads} heads, width {sizes.embed_dim}, {state}"
 
 
@@ -212,7 +214,7 @@ def _print(reading: Reading, explain: bool) -> None:
     sheet, choice = reading.sheet, reading.choice
     out = console()
     out.print(Text(visible(f"headscope text: {sheet.footer['Model']}"), style="dim"))
-    out.print(Text(f"{ATTENTION} Each token looks at {_looks(sheet)}."))
+    out.print(Text(f"{attention_in_words('token')} Here each token looks at {_looks(sheet)}."))
     count = len(sheet.tokens)
     pieces = (
         "the one piece that the model reads" if count == 1 else f"the {count} pieces that the model reads, in order"
@@ -223,19 +225,19 @@ def _print(reading: Reading, explain: bool) -> None:
         out.print(_guess_line(reading.guesses))
     if reading.trace is not None:
         show_steps(out, reading.trace, choice.layer, sheet.layers, explain)
-    heading(out, "All heads", "the pattern that comes closest to how each spreads its attention")
+    heading(out, "All heads", "best-matching pattern of each")
     out.print(terminal.statistics_table(sheet) if explain else HeadGrid(sheet, choice))
     patterns = {match.pattern for matches in sheet.patterns for match in matches if match is not None}
     out.print(meanings((name for name in PATTERNS if name in patterns), PATTERNS))
-    out.print(Text("Score 1: exactly so; 0: no closer than chance. Tokens: over how many it spreads.", style="dim"))
+    out.print(Text(SCORES if explain else f"{SCORES} · keys: effective keys, how many tokens it spreads over", "dim"))
     heading(out, f"Layer {choice.layer}, head {choice.head}", choice.why)
     out.print(terminal.map_picture(sheet, choice.layer, choice.head))
     out.print(_example(sheet, choice))
-    show_closing(out, sheet, reading.page)
+    show_closing(out, sheet, reading.page, explain)
 
 
 def _looks(sheet: Sheet) -> str:
-    """Return what the mask lets a token look at, as the end of a sentence."""
+    """Return which tokens the mask leaves visible, as the end of a sentence."""
     import numpy as np
 
     masks = [
@@ -243,29 +245,29 @@ def _looks(sheet: Sheet) -> str:
         for weights, mask in zip(sheet.weights, sheet.seen, strict=True)
     ]
     if all((mask == np.tril(np.ones_like(mask))).all() for mask in masks):
-        return "itself and at those before it"
+        return "itself and the tokens before it"
     if all(mask.all() for mask in masks):
-        return "all of them"
+        return "all tokens"
     ahead = any(np.triu(mask, 1).any() for mask in masks)
-    return "those that its layer lets it see" + ("" if ahead else ": itself and some of those before it")
+    return "the tokens that the mask of its layer allows" + ("" if ahead else ": itself and some of those before it")
 
 
 def _example(sheet: Sheet, choice: Choice) -> Text:
-    """One row of the map in words: the strongest look of a token at another."""
+    """Return the largest weight of a token on another one, in words."""
     import numpy as np
     from rich.text import Text
 
     weights = sheet.weights[choice.layer][choice.head]
     whole = np.isfinite(weights).all(-1)
     if not whole.any():
-        return Text("Its weights are not finite.")
+        return Text("The weights of this head are not finite.")
     weights = np.where(whole[:, None] & ~np.eye(len(weights), dtype=bool), weights, 0)
     query, key = np.unravel_index(int(weights.argmax()), weights.shape)
     if not weights[query, key]:
         who = "A single token can look" if len(weights) == 1 else "Each token looks"
-        return Text(f"{who} at nothing but itself.")
+        return Text(f"{who} only at itself.")
     looks, at = (f"{sheet.labels[each]} ({each})" for each in (int(query), int(key)))
-    return Text(f"Read it by rows. For example, {looks} gives {weights[query, key]:.0%} of its attention to {at}.")
+    return Text(f"For example, {looks} gives {weights[query, key]:.0%} of its attention to {at}.")
 
 
 def _guess_line(guesses: list[Guess]) -> Text:
@@ -273,7 +275,7 @@ def _guess_line(guesses: list[Guess]) -> Text:
 
     from headscope.report.sheet import visible as shown
 
-    line = Text("What it expects next:  ")
+    line = Text("Likely next tokens:  ")
     for at, guess in enumerate(guesses):
         line.append("  " if at else "")
         line.append(shown(guess.piece), style="bold")

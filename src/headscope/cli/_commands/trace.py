@@ -10,13 +10,14 @@ from headscope._support.progress import progress_line
 from headscope._support.text import visible
 from headscope.cli._shared.console import SIZE, console, print_json
 from headscope.cli._shared.mistakes import Mistake, name_options
+from headscope.cli._shared.observation import FORCE
 from headscope.cli._shared.pages import write_page
 
 if TYPE_CHECKING:
     from headscope.tracing import Trace
 
 ARGUMENTS = {"num_heads": "--heads", "kv_heads": "--kv-heads", "head_dim": "--head-dim"}  # of the module
-MOST_BYTES = 2 << 30  # of all steps together, if they are to be computed
+MOST_BYTES = 2 << 30  # of all steps together, with --values
 
 
 @click.command(short_help="Show every step of multi-head attention, with shapes.")
@@ -26,13 +27,13 @@ MOST_BYTES = 2 << 30  # of all steps together, if they are to be computed
 @click.option("--heads", type=SIZE, default=8, show_default=True, help="H, heads; a divisor of --dim.")
 @click.option("--kv-heads", type=SIZE, help="Hkv, key/value heads, a divisor of --heads.  [default: as --heads]")
 @click.option("--head-dim", type=SIZE, help="D, width of a head.  [default: --dim / --heads]")
-@click.option("--context-seq", type=SIZE, help="K, tokens of another sequence to look at (cross-attention).")
-@click.option("--causal", is_flag=True, help="No token sees a later one.")
-@click.option("--values", is_flag=True, help="Compute the steps too, with random weights: values, and checks on them.")
-@click.option("--explain", is_flag=True, help="Say why each step exists, and the common mistake at it.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
-@click.option("--html", metavar="PATH", help="Write a page instead.")
-@click.option("--force", is_flag=True, help="Replace the file there, even if it is no page of headscope's.")
+@click.option("--context-seq", type=SIZE, help="K, tokens of another sequence to attend to (cross-attention).")
+@click.option("--causal", is_flag=True, help="Mask later tokens.")
+@click.option("--values", is_flag=True, help="Compute the steps with random weights; show values and check them.")
+@click.option("--explain", is_flag=True, help="Explain why each step exists, and the common mistake in it.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
+@click.option("--html", metavar="PATH", help="Write a page instead of the table.")
+@click.option("--force", is_flag=True, help=FORCE)
 def trace(
     batch: int,
     seq: int,
@@ -50,10 +51,10 @@ def trace(
 ) -> None:
     """Show every step of a multi-head attention layer, with equation, code and shape.
 
-    By default from sizes alone: nothing is computed or allocated, so any size is instant.
+    By default only shapes are computed and no tensor is allocated, so any size is instant. --values computes the steps.
     """
     if as_json and html is not None:
-        raise Mistake("--json: expected either it or --html")
+        raise Mistake("--json: got --html too, expected one of the two")
     with progress_line("loading torch"):
         from headscope import tracing
     _check_sizes(batch, seq, max(dim, heads * (head_dim or 1)), heads, context_seq)
@@ -76,18 +77,22 @@ def trace(
 
 
 def _check_sizes(batch: int, seq: int, dim: int, heads: int, context_seq: int | None) -> None:
-    """Raises: Mistake: a step would have more numbers than torch can count the bytes of."""
+    """Check the sizes.
+
+    Raises:
+        Mistake: a tensor would have more elements than torch can count the bytes of.
+    """
     keys = seq if context_seq is None else context_seq
     largest = max(batch * heads * seq * keys, batch * max(seq, keys) * dim, 3 * dim * dim)
     if largest >= 2**60:
-        raise Mistake(f"these sizes make a tensor of {largest:.0e} numbers, expected less than {2**60:.0e}")
+        raise Mistake(f"sizes: a tensor would have {largest:.0e} elements, expected fewer than {2**60:.0e}")
 
 
 def _compute(sizes: Trace, batch: int, seq: int, context_seq: int | None, causal: bool) -> Trace:
-    """The same steps with values: weights and inputs drawn from a fixed seed.
+    """Return the same steps with values, for weights and inputs drawn from a fixed seed.
 
     Raises:
-        Mistake: that would take too much memory.
+        Mistake: the values would take too much memory.
     """
     import torch
 
@@ -109,7 +114,7 @@ def _compute(sizes: Trace, batch: int, seq: int, context_seq: int | None, causal
 
 
 def _page(steps: Trace) -> str:
-    """The steps as a page of their own, which ``headscope`` knows again as one of its pages."""
+    """Return the steps as a page, with the ``MARKER`` by which headscope recognises its own pages."""
     from html import escape
 
     from headscope.report.page import MARKER

@@ -1,4 +1,4 @@
-"""``headscope watch``: exact statistics of every head of a model on an input, and what follows from them."""
+"""``headscope watch``: exact statistics of every head of a model on an input, and a summary of them."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ if TYPE_CHECKING:
     from headscope.cli._shared.watch_run import WatchResult
     from headscope.watching import Recording
 
-MOVED = 1  # the exit code where something moved
+MOVED = 1  # exit code
 
 
 @click.command(short_help="Measure every head of a model while it runs.")
 @click.argument("model")
-@click.option("--text", metavar="TEXT", help='Watch it read this text ("-" = stdin).')
-@click.option("--file", metavar="PATH", help="Watch it read a file (UTF-8), in windows if it is long.")
-@click.option("--ids", metavar="IDS", help="Watch it read these token ids: 5,7,9.")
-@click.option("--image", metavar="PATH", help="Watch it look at a PNG or JPEG.  [default: the shipped samples]")
-@click.option("--rows", type=SIZE, help="Look at an even sample of so many query rows a window.  [default: all]")
-@click.option("--layers", multiple=True, metavar="PATTERN", help="Only these modules: h.3, 'decoder.*'; repeatable.")
-@click.option("--context", type=SIZE, help="Tokens read at once.  [default: what the model allows, up to 4096]")
-@click.option("--against", metavar="OLD", help="Compare with an older recording; exit code 1 if something moved.")
+@click.option("--text", metavar="TEXT", help='Input: this text ("-" = stdin).')
+@click.option("--file", metavar="PATH", help="Input: a text file (UTF-8); long texts are read in windows.")
+@click.option("--ids", metavar="IDS", help="Input: token ids, as 5,7,9.")
+@click.option("--image", metavar="PATH", help="Input: a PNG or JPEG.  [default: the shipped samples]")
+@click.option("--rows", type=SIZE, help="Observe an even sample of N queries in each window.  [default: all]")
 @click.option(
-    "--threshold", "limits", multiple=True, metavar="NAME=X", help="From where on a change counts, as share=0.02."
+    "--layers", multiple=True, metavar="PATTERN", help="Watch only these modules, as h.3 or 'decoder.*'; repeatable."
+)
+@click.option("--context", type=SIZE, help="Tokens in a window.  [default: what the model allows, up to 4096]")
+@click.option("--against", metavar="OLD", help="Compare with an older recording; exit code 1 if a head moved.")
+@click.option(
+    "--threshold", "limits", multiple=True, metavar="NAME=X", help="Smallest change that counts, as share=0.02."
 )
 @click.option("--out", metavar="PATH", help="Write the recording (.safetensors).")
-@click.option("--keep-qk", is_flag=True, help="With q and k in it, for exact tiles: headscope report --serve.")
+@click.option("--keep-qk", is_flag=True, help="Save q and k with it, for exact tiles in headscope report --serve.")
 @click.option("--page", metavar="PATH", help=f"Where to write the page.  [default: {PAGE}]")
-@click.option("--no-page", is_flag=True, help="Write no page.")
-@click.option("--force", is_flag=True, help="Replace files there, even if they are none of headscope's own.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else; a page only with --page.")
+@click.option("--no-page", is_flag=True, help="Do not write a page.")
+@click.option("--force", is_flag=True, help="Overwrite existing files, even if headscope did not write them.")
+@click.option("--json", "as_json", is_flag=True, help="Print only JSON; write a page only with --page.")
 def watch(
     model: str,
     text: str | None,
@@ -51,11 +53,13 @@ def watch(
     context: int | None,
     **options: Any,
 ) -> int:
-    """Watch every attention head of MODEL while it runs, and say what can be decided from that.
+    """Watch every attention head of MODEL while it runs, and summarise what the heads do.
 
-    MODEL is "text" or "digits" (they ship with the package), a folder with a Hugging Face model (read offline, only
-    .safetensors, no code of its own), or a name on the hub. Statistics are exact; what is longer than the context is
-    read in windows and merged. Exit code 0, or 1 if --against found that something moved.
+    MODEL is "text" or "digits" (shipped with headscope), a folder with a Hugging Face model, or its name on the hub. A
+    folder is read offline; only .safetensors are read, and code of the model's repository is never run.
+
+    Statistics are exact. A text longer than the context is read in windows, and their statistics are merged. The exit
+    code is 1 if --against finds that a head moved, else 0.
     """
     from headscope.cli._shared.model_loading import SHIPPED, load
     from headscope.cli._shared.watch_options import parse_options
@@ -74,7 +78,7 @@ def watch(
 
     with one_thread() if model in SHIPPED else nullcontext():
         result = run_watch(loaded, model_input, parsed)
-    notes = [*result.notes, *(_broken_rows(result) if parsed.as_json else ())]  # else `show` prints them
+    notes = [*result.notes, *(_broken_rows(result) if parsed.as_json else ())]  # without --json, `show` prints them
     for note in notes:
         say(f"headscope watch: {note}")
     recording = _save(result.recording, parsed)
@@ -96,12 +100,12 @@ def _save(recording: Recording, options: WatchOptions) -> str | None:
             return str(_with_entropy_only(recording).save(options.out, qk=options.keep_qk, force=options.force))
     except OSError as error:
         raise Mistake(f"--out: {options.out}: cannot be written: {error.strerror or error}") from error
-    except ValueError as error:  # a mask that is too large
+    except ValueError as error:  # the mask is too large
         raise Mistake(f"--keep-qk: {error}") from error
 
 
 def _with_entropy_only(recording: Recording) -> Recording:
-    """Return a recording whose rows hold their entropy alone, which a page shows: all would be most of the file."""
+    """Return a recording with the entropy of each row, which the page shows; all row values would dominate the file."""
     from headscope.stats import HeadStats
     from headscope.watching import Recording
 
@@ -121,7 +125,7 @@ def _save_page(result: WatchResult, options: WatchOptions) -> str | None:
 
 
 def _broken_rows(result: WatchResult) -> list[str]:
-    """Return a note of the rows that hold NaN or infinity, if any do."""
+    """Return a note on the rows that hold NaN or infinity, if there are any."""
     from headscope.report.sheet import broken_layers
 
     broken = broken_layers(result.recording.stats.parts)

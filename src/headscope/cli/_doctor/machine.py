@@ -1,4 +1,4 @@
-"""What this machine has, and which backend takes which call."""
+"""What this machine has, and which backend runs which call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headscope._observe import native_observer
 from headscope._support.cpuinfo import processor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-LARGEST_PLAN = 1 << 24  # rows; the spans of a mask take some bytes for each
+LARGEST_PLAN = 1 << 24  # rows; a mask stores its spans for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,16 @@ class CallSpec:
     """One attention by its sizes and options, without tensors.
 
     Attributes:
-        window: see the last so many keys; it has ``causal`` in it.
-        padded: keys beyond a length of each batch entry are hidden.
-        prefix: every query sees the first so many keys, beside what ``causal`` and ``window`` let it see.
-        documents: a query sees keys of its own document only; there are three, one after the other.
-        interleaved: likewise, with the documents' tokens taking turns.
+        window: number of last keys that are visible; implies ``causal``.
+        padded: keys beyond the length of each batch entry are masked.
+        prefix: number of first keys that every query attends to, in addition to those of ``causal`` and ``window``.
+        documents: a query attends only to keys of its own document; there are three, one after the other.
+        interleaved: likewise, with the tokens of the three documents interleaved.
         dense: a boolean tensor [B, H, Q, K] is the mask, or part of it.
         bias: an additive bias [H, Q, K].
-        lse: the row log-sum-exp is asked for too.
-        grad: in training: q, k, v, the bias and the sinks want gradients.
-        form: of the tensors: "plain"; "traced", seen by a compiler or a transform; "subclass", of a subclass of Tensor.
+        lse: the call returns the row log-sum-exp.
+        grad: in training; q, k, v, the bias and the sinks require gradients.
+        form: of the tensors: "plain"; "traced" by a compiler or a transform; "subclass", of a subclass of Tensor.
     """
 
     batch: int = 2
@@ -75,20 +75,20 @@ TYPICAL: dict[str, CallSpec] = {
     "sinks": CallSpec(sinks=True),
     "dropout": CallSpec(dropout=0.1, grad=True),
     "grouped heads (8 over 2)": CallSpec(kv_heads=2),
-    "Dv 32 beside D 64": CallSpec(v_head_dim=32),
-    "lse asked for": CallSpec(lse=True),
+    "Dv 32 with D 64": CallSpec(v_head_dim=32),
+    "lse": CallSpec(lse=True),
     "decode (1 query, 512 keys)": CallSpec(queries=1, keys=512, causal=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which backend takes a call, and why the others do not.
+    """Which backend runs a call, and why the others refuse it.
 
     Attributes:
-        selected: the name of the backend that runs.
-        refusals: the reasons of each backend that refuses, by name, in the order in which they are asked.
-        observer: why the native observer does not take it; none if it does. The portable one takes every call.
+        selected: the name of the backend that runs the call.
+        refusals: name of each backend that refuses -> its reasons, in the order of preference.
+        observer: why the native observer refuses the call; empty if it does not. The portable one supports all calls.
     """
 
     selected: str
@@ -97,9 +97,9 @@ class Verdict:
 
 
 def judge(spec: CallSpec, dtype: torch.dtype, device: str) -> Verdict:
-    """Which backend takes a call of these sizes and options, and whether the native observer would.
+    """Return which backend runs a call of these sizes and options, and whether the native observer supports it.
 
-    Nothing of the sizes asked for is allocated. A device that this machine lacks is answered for as if it were there.
+    Nothing of these sizes is allocated. A device that this machine lacks is judged as if it were present.
 
     Args:
         spec: sizes and options.
@@ -107,7 +107,7 @@ def judge(spec: CallSpec, dtype: torch.dtype, device: str) -> Verdict:
         device: a device type, as "cpu" or "cuda".
 
     Raises:
-        TypeError, ValueError: such a call would be refused by ``headscope.attention``; the message says why.
+        TypeError, ValueError: ``headscope.attention`` would refuse such a call; the message is the same.
     """
     call = describe_spec(spec, dtype, device)
     refusals = {name: BACKENDS[name].refuses(call) for name in order(call)}
@@ -117,15 +117,15 @@ def judge(spec: CallSpec, dtype: torch.dtype, device: str) -> Verdict:
 
 
 def describe_spec(spec: CallSpec, dtype: torch.dtype, device: str) -> Call:
-    """The call as backends are asked about it; arguments and errors as ``judge``."""
+    """Return the call that backends judge; arguments and errors as for ``judge``."""
     _check_sizes(spec)
-    # on the CPU the values of a mask are read to plan it; elsewhere they are not, as on meta, which every machine has
+    # the plan of a mask reads its values only on the CPU, so meta tensors stand in for every other device
     where = "cpu" if device == "cpu" else "meta"
     keys = spec.queries if spec.keys is None else spec.keys
     kv_heads = spec.heads if spec.kv_heads is None else spec.kv_heads
 
     def make(*sizes: int) -> Tensor:
-        # one element, seen at every index
+        # one element, expanded to all sizes
         return torch.zeros((), dtype=dtype, device=where).expand(sizes).requires_grad_(spec.grad)
 
     q = make(spec.batch, spec.heads, spec.queries, spec.head_dim)
@@ -144,11 +144,11 @@ def _check_sizes(spec: CallSpec) -> None:
     rows = spec.batch * max(spec.queries, spec.keys or 0)
     masked = spec.causal or spec.padded or spec.window or spec.prefix or spec.documents or spec.interleaved
     if masked and rows > LARGEST_PLAN:
-        raise ValueError(f"B x max(Q, K) is {rows}; to plan a mask here, expected at most {LARGEST_PLAN}")
+        raise ValueError(f"B x max(Q, K): expected at most {LARGEST_PLAN} with a mask, got {rows}")
     widest = max(spec.head_dim, spec.v_head_dim or 0, spec.queries if spec.bias else 0)
     if rows * spec.heads * widest >= 2**63:
         sizes = f"B {spec.batch}, H {spec.heads}, Q {spec.queries}, K {spec.keys or spec.queries}"
-        raise ValueError(f"{sizes}: more than a tensor holds")
+        raise ValueError(f"{sizes}: expected fewer than 2**63 elements in a tensor")
 
 
 def _mask(spec: CallSpec, keys: int, device: str) -> masks.Mask | None:
@@ -172,15 +172,15 @@ def _mask(spec: CallSpec, keys: int, device: str) -> masks.Mask | None:
 
 
 def machine() -> dict[str, dict[str, Any]]:
-    """Versions, the machine, and what torch can do on it, by section."""
+    """Return the versions, the machine, and what torch supports on it, by section."""
     return {"versions": _versions(), "machine": _hardware(), "torch": _torch(), "native kernels": _native()}
 
 
 def _native() -> dict[str, Any]:
     if cpu.unloadable:
-        return {"target": f"built, and cannot be loaded: {cpu.unloadable}"}
+        return {"target": f"built, but cannot be loaded: {cpu.unloadable}"}
     if cpu.extension is None:
-        return {"target": "not installed: there was no C++ compiler when the package was built"}
+        return {"target": "not installed: no C++ compiler was available when headscope was built"}
     return {"target": cpu.extension.target(), "targets of this CPU": ", ".join(cpu.extension.targets())}
 
 
@@ -190,7 +190,7 @@ def _versions() -> dict[str, Any]:
     versions: dict[str, Any] = {
         "headscope": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,  # with what it was built for, which the metadata may lack
+        "torch": torch.__version__,  # with its build tag, which the metadata may lack
     }
     for name in ("numpy", "safetensors", "tokenizers", "rich", "click", "pillow", "matplotlib", "jinja2"):
         try:

@@ -1,4 +1,4 @@
-"""Which backend, and which target of the native kernels, takes which option in which dtype."""
+"""Which backend, and which target of the native kernels, supports which option in which dtype."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS: dict[str, CallSpec] = {
     "one query": replace(_SMALL, queries=1, keys=24),
     "more keys than queries": replace(_SMALL, keys=37),
     "D 512": replace(_SMALL, head_dim=512),
-    "Dv 11 beside D 16": replace(_SMALL, v_head_dim=11),
+    "Dv 11 with D 16": replace(_SMALL, v_head_dim=11),
     "mask: causal": replace(_SMALL, causal=True),
     "mask: causal, more keys": replace(_SMALL, causal=True, keys=37),
     "mask: window": replace(_SMALL, window=5),
@@ -51,14 +51,14 @@ OPTIONS: dict[str, CallSpec] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Whether one backend takes one option.
+    """Whether one backend supports one option.
 
     Attributes:
         option: a key of ``OPTIONS``.
         dtype: the name of a dtype.
         backend: a backend's name.
-        target: of the native kernels: the instruction set; for other backends None.
-        reasons: why it refuses; none if it takes it.
+        target: instruction set of the native kernels; None for other backends.
+        reasons: why the backend refuses the option; empty if it supports it.
     """
 
     option: str
@@ -69,14 +69,14 @@ class Cell:
 
 
 def matrix(dtypes: dict[str, torch.dtype], device: str) -> list[Cell]:
-    """Every option, in every dtype, for every target of this machine and every backend, in this order."""
+    """Return a cell for every option, dtype, and target or backend, in this order."""
     targets = native.extension.targets() if native.extension is not None else [None]
     columns = [(name, target) for name in BACKENDS for target in (targets if name == native.name else [None])]
     cells: list[Cell] = []
     for option, spec in OPTIONS.items():
         for dtype, kind in dtypes.items():
             call = describe_spec(spec, kind, device)
-            # all targets are built from one source, so that none of them refuses what another takes
+            # all targets are compiled from the same source, so they support the same options
             refusals = {name: tuple(backend.refuses(call)) for name, backend in BACKENDS.items()}
             cells += [Cell(option, dtype, name, target, refusals[name]) for name, target in columns]
     return cells

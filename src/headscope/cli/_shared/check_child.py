@@ -1,6 +1,6 @@
-"""The process in which ``headscope check`` imports and runs code that it was given: no network, one answer.
+"""The process in which ``headscope check`` imports and runs the user's code, without network.
 
-This is no sandbox. Code in this process can do what its user can; only what goes through Python's sockets fails.
+This is not a sandbox: the code can do whatever its user can, and only Python's sockets are blocked.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class MistakeError(Exception):
 
 
 def main() -> None:
-    """Read the request from stdin, a line of JSON; write the findings, or what went wrong, to stdout."""
+    """Read the request, a line of JSON, from stdin; write the findings or an error to stdout."""
     stdout = os.dup(1)
-    os.dup2(2, 1)  # what the code prints is no part of the answer
+    os.dup2(2, 1)  # what the code prints goes to stderr, so that stdout holds only the answer
     request: dict[str, Any] = json.loads(sys.stdin.readline())
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     _block_network()
@@ -35,13 +35,13 @@ def main() -> None:
         answer["mistake"] = str(error)
     with os.fdopen(stdout, "w", encoding="utf-8") as stream:
         json.dump(answer, stream)
-    os._exit(0)  # whatever threads the code has started
+    os._exit(0)  # without waiting for threads that the code has started
 
 
 def _leave_with_parent() -> None:
     """End this process and its group once the parent is gone: the parent keeps stdin open while it waits."""
     sys.stdin.read()
-    if hasattr(os, "killpg") and os.getsid(0) == os.getpid():  # the group holds only what this process has started
+    if hasattr(os, "killpg") and os.getsid(0) == os.getpid():  # then the group holds only children of this process
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
@@ -64,7 +64,7 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
 
     from headscope.checking import CheckError, check
 
-    torch.set_num_threads(1)  # inputs are small
+    torch.set_num_threads(1)  # a second thread would not help: the inputs are small
     torch.manual_seed(0)
     if isinstance(subject, type) or request["arguments"] is not None:
         subject = _build(subject, request)
@@ -77,18 +77,18 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(factory: Any, request: dict[str, Any]) -> Any:
-    """Return what a class or a function makes of the requested arguments."""
+    """Call a class or function with the requested arguments."""
     try:
         return factory(*request["args"], **request["kwargs"])
     except (Exception, SystemExit) as error:
-        problem = f"cannot be made with --args {request['arguments'] or ''!r}: {_line(error)}"
+        problem = f"cannot be built with --args {request['arguments'] or ''!r}: {_line(error)}"
         raise MistakeError(f"{request['name']}: {problem}") from error
 
 
 def _build_without_arguments(function: Any, request: dict[str, Any]) -> Any:
-    """Return the module that a function makes without arguments; or the function itself, if it attends.
+    """Return the module that a function builds without arguments, or the function itself if it attends.
 
-    If all its parameters have defaults, the function makes a module where it returns one, and attends otherwise.
+    A function whose parameters all have defaults is called; if it does not return a module, it is taken to attend.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -113,8 +113,8 @@ def _line(error: BaseException) -> str:
 
 
 def _load(path: Path, name: str) -> Any:
-    """Run a file and return what has that name in it."""
-    sys.path.insert(0, str(path.parent))  # for what it imports beside itself
+    """Run a file and return the object of that name."""
+    sys.path.insert(0, str(path.parent))  # for imports of other files in its folder
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise MistakeError(f"{path}: is not a Python file")
@@ -124,9 +124,13 @@ def _load(path: Path, name: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise MistakeError(f"{path}: fails when it is imported: {_line(error)}") from error
+        raise MistakeError(f"{path}: import failed: {_line(error)}") from error
     subject = getattr(module, name, None)
     if subject is None:
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        raise MistakeError(f"{path}: has no {name}, only {', '.join(own) or 'nothing'}")
+        raise MistakeError(
+            f"{path}: has no {name}, expected one of {', '.join(own)}"
+            if own
+            else f"{path}: defines no class or function, expected {name}"
+        )
     return subject

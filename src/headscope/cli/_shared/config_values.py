@@ -1,7 +1,7 @@
 """Checks of the values of a ``config.json``: sizes, the type of the model, and names of functions.
 
 transformers raises a ZeroDivisionError or KeyError where a value is impossible, or builds layers until the memory is
-full. The messages here name the key, what was expected, what is there, and the remedy.
+full. The messages here name the key, the expected and the actual value, and the remedy.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def check_values(transformers: Any, name: str, raw: dict[str, Any]) -> None:
 
 
 def check_default_layers(name: str, config: Any) -> None:
-    """Check that the weights can have as many layers as a configuration has where config.json names no number.
+    """Check that the weights can have as many layers as a configuration has by default.
 
     Args:
         name: of the model.
-        config: of transformers, made of a config.json that ``check_values`` has checked.
+        config: of transformers, built from a config.json that ``check_values`` has checked.
 
     Raises:
         Mistake: they cannot.
@@ -150,7 +150,7 @@ def _mistake(name: str, path: str, problem: str) -> Mistake:
 
 
 def _values(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of a JSON value that is no object or list, with the keys that lead to it."""
+    """Yield each scalar of a JSON value, with the keys that lead to it."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _values(inner, f"{path}.{key}" if path else str(key))

@@ -1,4 +1,4 @@
-"""What the commands share: option types, text fit for a terminal, the console, and work without interruption."""
+"""What the commands share: option types, text for a terminal, the console, and work without interruption."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ else:
     Integer = click.ParamType
 
 WIDEST = 120  # tables and sentences wider than this are hard to read
-NARROWEST = 20  # in less, words are cut
+NARROWEST = 20  # below this width, words are cut
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Whole(Integer):
-    """A whole number from ``low`` to ``high``; sizes beyond a thousand million are slips of the finger."""
+    """A whole number from ``low`` to ``high``; the default rejects sizes above 10**9 as typing errors."""
 
     name = "whole number"
 
@@ -43,7 +43,11 @@ class Whole(Integer):
         return "N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Raises: Mistake: it is none."""
+        """Convert the value of an option.
+
+        Raises:
+            Mistake: it is not a whole number, or is outside the range.
+        """
         try:
             number = int(value)
         except ValueError:
@@ -55,7 +59,7 @@ class Whole(Integer):
 
 
 class Index(Integer):
-    """A number that is counted from 0; how far it goes is known once there is a model, and looked at then."""
+    """A number counted from 0; its maximum depends on the model and is checked once the model is loaded."""
 
     name = "index"
 
@@ -63,7 +67,11 @@ class Index(Integer):
         return "N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Raises: Mistake: it is no whole number."""
+        """Convert the value of an option.
+
+        Raises:
+            Mistake: it is not a whole number.
+        """
         try:
             return int(value)
         except ValueError:
@@ -76,28 +84,28 @@ INDEX = Index()
 
 
 def few(names: Sequence[str], most: int) -> str:
-    """The first of these names, fit for a terminal, and how many more there are."""
+    """Return the first ``most`` names with control characters escaped, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(visible(name) for name in names[:most]) + more
 
 
 def one_line(message: str) -> str:
-    """A message as one line, fit for a terminal."""
+    """Return a message on one line, with control characters escaped."""
     return visible(" ".join(message.split()))
 
 
 def console() -> Console:
-    """The console of stdout: as wide as the terminal, within what can be read; plain where stdout is no terminal."""
+    """Return the console of stdout: as wide as the terminal, within limits; plain if stdout is not a terminal."""
     from rich.console import Console
 
     out = Console(highlight=False, markup=False, emoji=False)
-    wide = out.width or shutil.get_terminal_size().columns  # 0 where COLUMNS says so, which stands for unset
+    wide = out.width or shutil.get_terminal_size().columns  # COLUMNS=0 stands for unset
     out.width = min(max(wide, NARROWEST), WIDEST)
     return out
 
 
 def say(note: str) -> None:
-    """One line on stderr, beside the result: what was done to the input, say."""
+    """Write a note on one line of stderr, such as a change of the input."""
     print(one_line(note), file=sys.stderr)
 
 
@@ -125,13 +133,13 @@ def warnings_as_notes(command: str) -> Generator[None]:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """A result for programs: ASCII, numbers that are not finite as null."""
+    """Print a result as JSON: ASCII, with null for numbers that are not finite."""
     print(json.dumps(plain(value), indent=2, allow_nan=False))
 
 
 @contextmanager
 def uninterrupted() -> Generator[None]:
-    """Put signals that end the process off until the end of the block: for writing a file, which takes a moment."""
+    """Defer signals that would end the process until the end of the block, which writes a file."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -29,14 +29,14 @@ def check_folder(name: str) -> None:
         Mistake: it does not.
     """
     check_permission(name, os.R_OK | os.X_OK)
-    paths = sorted(path for path in Path(name).iterdir() if os.path.exists(path))  # no links to nothing
+    paths = sorted(path for path in Path(name).iterdir() if os.path.exists(path))  # without dangling links
     files = {path.name for path in paths}
     if "config.json" not in files:
-        raise Mistake(f"{name}: holds no config.json, expected a folder as transformers' save_pretrained writes it")
+        raise Mistake(f"{name}: has no config.json, expected a folder written by save_pretrained of transformers")
     if not any(file.endswith(".safetensors") for file in files):
         pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt")))
         has = f"; {pickles[0]} is a pickle, which can run code when it is read" if pickles else ""
-        raise Mistake(f"{name}: holds no weights in .safetensors{has}")
+        raise Mistake(f"{name}: has no weights in .safetensors{has}")
     for path in paths:
         if path.name == "config.json" or path.name.endswith(WEIGHTS):
             check_is_regular(name, path)
@@ -129,7 +129,7 @@ def check_kind(value: Any, problem: str) -> None:
 
 
 def json_kind(value: Any) -> str:
-    """Return what a JSON value is, in words."""
+    """Return the kind of a JSON value, in words."""
     kinds = (
         (dict, "an object"),
         (list, "a list"),
@@ -156,7 +156,7 @@ def weight_files(name: str, folder: Path, weights: str | None = None) -> list[Pa
 
 
 def unread_files(name: str, folder: Path, weights: str | None = None) -> list[Path]:
-    """Return the files of weights of an index that transformers does not read, as it reads ``model.safetensors``.
+    """Return the files of an index that transformers does not read because it reads ``model.safetensors``.
 
     Args:
         name: of the model.
@@ -171,14 +171,14 @@ def unread_files(name: str, folder: Path, weights: str | None = None) -> list[Pa
 
 
 def count_tensors(name: str, weights: str | None = None) -> int | None:
-    """Return how many tensors the files of weights hold; None where that is not known.
+    """Return the number of tensors in the files of weights; None if it is unknown.
 
     Args:
         name: of the model.
         weights: the file of weights that config.json names, if it names one.
 
     Raises:
-        Mistake: one of the files is no regular file.
+        Mistake: one of the files is not a regular file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -217,7 +217,7 @@ def with_metadata(read_index: Callable[..., Any]) -> Callable[..., Any]:
 def check_places(name: str, folder: Path, weights: str | None) -> None:
     """Check that no tensor is in two files of weights: transformers would take the one that it reads last.
 
-    Beside ``model.safetensors`` it reads no file of an index.
+    If there is a ``model.safetensors``, it does not read the files of an index.
 
     Args:
         name: of the model.

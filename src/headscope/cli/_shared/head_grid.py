@@ -1,4 +1,4 @@
-"""All heads at a glance: layers down, heads across, a few lines in each place."""
+"""All heads at a glance: a row of cells for each layer, a column for each head, a few lines in each cell."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from headscope.report import Sheet
 from headscope.report.terminal import statistics_table
 from headscope.report.words import strength
 
-PLACE = 9  # characters a head, the gap included
-SHORT = {"duplicate": "duplic.", "induction": "induct."}  # names that are longer than a place
+PLACE = 9  # characters of a cell, with the gap to the next
+SHORT = {"duplicate": "duplic.", "induction": "induct."}  # names that are longer than a cell
 FAR_FROM_CHANCE = 2.0  # ratios that are bold from here
 
 Figure = Callable[[int, int], Text]
@@ -23,7 +23,7 @@ Figure = Callable[[int, int], Text]
 
 @dataclass(frozen=True)
 class HeadGrid:
-    """Layers × heads, the chosen head marked; on a console too narrow for it, the table with a line a head."""
+    """Layers × heads with the chosen head highlighted; on a narrow console, the table with one line for each head."""
 
     sheet: Sheet
     choice: Choice
@@ -46,7 +46,7 @@ class HeadGrid:
                 yield line
 
     def _text(self) -> dict[str, Figure]:
-        """What stands in a place, of a text: the pattern that matches best, its score, and over how many tokens."""
+        """Return the lines of a cell for a text: best-matching pattern, score, and effective keys."""
 
         def pattern(layer: int, head: int) -> Text:
             match = self.sheet.patterns[layer][head]
@@ -61,10 +61,10 @@ class HeadGrid:
         def spread(layer: int, head: int) -> Text:
             return _number(self.sheet.statistics[layer]["effective_keys"][head], 1)
 
-        return {"pattern": pattern, "score": score, "tokens": spread}
+        return {"pattern": pattern, "score": score, "keys": spread}
 
     def _image(self) -> dict[str, Figure]:
-        """What stands in a place, of an image: the region of the object that stands out most, and ratios to chance."""
+        """Return the lines of a cell for an image: the object's region with the largest ratio, and ratios to chance."""
 
         def region(layer: int, head: int) -> Text:
             look = strongest(self.sheet, layer, head)

@@ -1,4 +1,4 @@
-"""What ``text`` and ``image`` print in common: headings, the steps of a layer, and what the words in a table mean."""
+"""What ``text`` and ``image`` print in common: headings, the steps of a layer, legends and the closing lines."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ if TYPE_CHECKING:
     from headscope.report.words import Word
     from headscope.tracing import Trace
 
-ATTENTION = "In attention each position collects from others what it looks for; a head is one way of looking."
-LETTERS = "B batch  Q tokens that look  K those looked at  H heads  D head width  E width"
+LETTERS = "B batch  Q queries  K keys  H heads  D head width  E model width"
+CAVEAT = "Attention shows where a head reads, not why the model answered."
+"""What every run ends with; ``--explain`` prints ``NOT_EXPLANATION`` instead."""
+
+
+def attention_in_words(unit: str) -> str:
+    """Return what attention is, for beginners; ``unit`` is "token" or "patch"."""
+    units = {"token": "tokens", "patch": "patches"}[unit]
+    return f"Attention lets each {unit} read from other {units}. A head is one learned way of choosing which."
 
 
 def heading(out: Console, name: str, caption: str) -> None:
-    """A blank line, then what comes: its name, and what it shows."""
+    """Print a blank line and a heading: the name of what follows, and what it shows."""
     from rich.text import Text
 
     out.print()
@@ -29,27 +36,27 @@ def heading(out: Console, name: str, caption: str) -> None:
 
 
 def show_steps(out: Console, trace: Trace, layer: int, layers: int, explain: bool) -> None:
-    """One layer's attention: a line a step, or in full."""
+    """Print the steps of one layer's attention, one line each or in full."""
     from rich.text import Text
 
-    heading(out, f"Layer {layer}, step by step", f"one of {layers}: how each position collects from the others")
+    heading(out, f"Layer {layer}, step by step", f"one of {layers} layers: how each position reads from the others")
     if explain:
         out.print(trace.table(explain=True))
         return
     out.print(_steps(trace, to_ascii if out.options.ascii_only else str))
     out.print(Text(LETTERS, style="dim"))
     held = sum(row.held is True for row in trace.rows)
-    failed = "".join(f"; not: {row.step}, {row.invariant}" for row in trace.failed)
-    checked = f"✓ for {held} of {len(trace.rows)} steps a check on the values held{failed}."
-    out.print(Text(f"{checked} More: --explain", style="dim"))
+    failed = "".join(f"; failed: {row.step}, {row.invariant}" for row in trace.failed)
+    checked = f"✓ {held} of {len(trace.rows)} steps passed a check of their values{failed}."
+    out.print(Text(f"{checked} Details: --explain", style="dim"))
 
 
 def _steps(trace: Trace, written: Callable[[str], str]) -> RenderableType:
-    """A trace at one line a step: its name, the axes of the result, the equation, and whether its invariant held.
+    """Return a table with one line for each step: name, axes of the result, equation, and whether its invariant held.
 
     Args:
         trace: the trace.
-        written: text as the console can show it.
+        written: converts text to what the console can show.
     """
     from rich.table import Table
     from rich.text import Text
@@ -63,7 +70,7 @@ def _steps(trace: Trace, written: Callable[[str], str]) -> RenderableType:
 
 
 def meanings(names: Iterable[str], words: dict[str, str] | dict[str, Word]) -> Text:
-    """What the words in a table mean, those of them that it has."""
+    """Return a legend of those names that have an entry in ``words``."""
     from rich.text import Text
 
     line = Text(style="dim")
@@ -75,14 +82,16 @@ def meanings(names: Iterable[str], words: dict[str, str] | dict[str, Word]) -> T
     return line.append(".") if line else line
 
 
-def show_closing(out: Console, sheet: Sheet, page: str | None) -> None:
-    """What the figures do not say, and where the page is."""
+def show_closing(out: Console, sheet: Sheet, page: str | None, explain: bool) -> None:
+    """Print what attention weights do not show, and where the page is."""
     from rich.text import Text
 
     from headscope.report import NOT_EXPLANATION
 
     out.print()
-    out.print(Text(NOT_EXPLANATION, style="dim"))
+    out.print(Text(NOT_EXPLANATION if explain else CAVEAT, style="dim"))
     if page is not None:
         count = sum(len(weights) for weights in sheet.weights)
-        out.print(Text.assemble(f"The maps of all {count} heads, to be opened in a browser: ", (visible(page), "bold")))
+        out.print(
+            Text.assemble("Open in a browser: ", (visible(page), "bold"), f" (all {count} heads)"), soft_wrap=True
+        )

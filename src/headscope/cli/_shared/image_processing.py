@@ -53,11 +53,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "CLIP": CLIP,
     "Bit": CLIP,
 }
-"""Of classes of transformers that have no steps but these: what they take where the file has no value."""
+"""Default values of those classes of transformers that have only these steps."""
 
-EDGES = ("CLIP", "Bit", "Siglip")  # for these a size that is one number is that of the shortest edge
+EDGES = ("CLIP", "Bit", "Siglip")  # for these, a size of one number is the shortest edge
 MODELS = {"vit": "ViT", "deit": "DeiT", "siglip": "Siglip", "clip": "CLIP", "dinov2": "Bit"}
-"""The class for a type of model, where the file names none."""
+"""The class for a type of model, if the file names none."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class ImageProcessing:
 
     Attributes:
         mode: of Pillow, to which the picture is converted.
-        size: height and width; a number, the shortest edge; None, it is not resized.
+        size: height and width, or one number for the shortest edge; None = not resized.
         resample: the number of Pillow's filter.
-        crop: height and width of the centre that is cut out, if one is.
-        factor: what the pixels, 0 to 255, are multiplied by, if they are.
+        crop: height and width of the centre crop; None = no crop.
+        factor: multiplies the pixels, 0 to 255; None = not rescaled.
         mean: of each channel, subtracted; None without normalising.
         std: of each channel, divided by; None without normalising.
     """
@@ -137,7 +137,7 @@ class ImageProcessing:
 
 
 def _eight_bits(picture: Image) -> Image:
-    """Return a grey picture of 16 bits a pixel with 8; Pillow's own conversion takes all above 255 for white."""
+    """Return a grey picture of 16 bits a pixel with 8 bits; Pillow's own conversion clips values above 255."""
     from PIL import Image
 
     if not picture.mode.startswith("I"):
@@ -195,8 +195,10 @@ def read_processing(name: str, config: Any, *, offline: bool) -> tuple[ImageProc
         source.numbers("image_std", channels) if normalized else None,
     )
     if values is None:
-        remedy = "save the image processor beside the model for others"
-        return processing, [f"there is no {FILE}: the picture is {processing.describe()}, which is a guess; {remedy}"]
+        remedy = "save the image processor in the folder of the model to change it"
+        return processing, [
+            f"{FILE} is missing, so the preparation is a guess: the picture is {processing.describe()}; {remedy}"
+        ]
     others = sorted(key for key in values if key.startswith("do_") and key not in SWITCHES and values[key])
     notes += [f"{file}: {visible(key)} is not applied" for key in others if key != "do_convert_rgb"]
     if kind not in DEFAULTS:

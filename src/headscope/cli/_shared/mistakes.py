@@ -1,4 +1,4 @@
-"""What the user can correct: one error class, and the one door where an error gets the name of its option."""
+"""Errors that the user can correct, and the names of options in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 
 class Mistake(click.ClickException):
-    """What the user can correct: written in one line on stderr, exit code 2."""
+    """An error that the user can correct: one line on stderr, exit code 2."""
 
     exit_code = 2
 
@@ -19,13 +19,13 @@ class Mistake(click.ClickException):
 
 
 def name_options(message: str, options: Mapping[str, str], default: str = "") -> str:
-    """Return a message of the library in which its arguments have the names of the options that they come from.
+    """Return a message of the library with its arguments replaced by the options that they come from.
 
     Args:
-        message: as ``grid: got …; give special=3``: the argument it starts with, and those in its remedy,
-            are replaced.
-        options: of each argument the option, as ``{"grid": "--grid"}``.
-        default: what the message is about if it starts with none of these arguments.
+        message: as ``grid: got …; give special=3``; the argument that it starts with and those in its remedy are
+            replaced.
+        options: argument -> option, as ``{"grid": "--grid"}``.
+        default: prefix of a message that starts with none of these arguments.
     """
     for name, option in options.items():
         message = re.sub(rf"\b{name}=(?=[\d\"'])", f"{option} ", message)
@@ -37,6 +37,6 @@ def name_options(message: str, options: Mapping[str, str], default: str = "") ->
 
 
 def describe_unreadable(path: str, error: Exception) -> str:
-    """Return why a file cannot be read, with its path, which the error may name or not."""
+    """Return a message with the path of a file and the reason why it cannot be read."""
     reason = error.strerror if isinstance(error, OSError) else None
     return f"{path}: cannot be read: {reason}" if reason else str(error)

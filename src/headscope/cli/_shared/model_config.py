@@ -1,9 +1,9 @@
-"""Configurations of transformers' models as data from outside: what they may ask for, and what is refused.
+"""Configurations of transformers' models are untrusted: what they may request, and what headscope refuses.
 
 A ``config.json`` can name compiled kernels, models in other repositories, Python code and pickles, and transformers
-fetches and runs them. So headscope reads the file first, refuses what it does not do, and removes names of kernels.
-transformers gets the rest. It refuses Python code by itself, which ``model_loading.py`` puts into words. ``confined``
-blocks what a model's own code would load.
+fetches and runs them. So headscope reads the file first, refuses unsupported requests, and removes names of kernels;
+transformers gets the rest. It refuses Python code itself; ``model_loading.py`` turns its error into a message.
+``confined`` blocks what a model's own code would load.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ TIMM_FILES = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "p
 
 
 def read_config(transformers: Any, name: str, *, offline: bool) -> tuple[Any, list[str]]:
-    """Read the configuration of a folder or a name on the hub, without what it may not ask for.
+    """Read the configuration of a folder or of a name on the hub, and remove what it may not request.
 
     Returns:
-        the configuration, as ``AutoConfig`` makes it; a note for each implementation that is named and not used.
+        the configuration, as ``AutoConfig`` builds it; a note for each implementation that it names and is not used.
 
     Raises:
-        Mistake: it asks for something that headscope does not do.
-        OSError: there is none.
+        Mistake: it requests something that headscope does not support.
+        OSError: it does not exist.
     """
     try:
         raw, _ = transformers.PreTrainedConfig.get_config_dict(name, local_files_only=offline)
@@ -61,7 +61,7 @@ def read_config(transformers: Any, name: str, *, offline: bool) -> tuple[Any, li
     raw.pop("configuration_files", None)  # `get_config_dict` has chosen one of these
     notes = remove_implementations(raw)
     _normalize(raw)
-    with TemporaryDirectory() as folder:  # so transformers reads what was checked, and nothing else
+    with TemporaryDirectory() as folder:  # so that transformers reads exactly what was checked
         Path(folder, "config.json").write_text(json.dumps(raw), encoding="utf-8")
         try:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -82,7 +82,7 @@ def check_is_object(name: str, *, offline: bool) -> None:
 
 
 def check_no_adapter(name: str, *, offline: bool) -> None:
-    """Check that there are no weights to be added to those of a base model.
+    """Check that the weights are not an adapter of a base model.
 
     Without peft transformers ignores them; with peft it fetches the base model that they name.
     """
@@ -96,7 +96,7 @@ def check_no_adapter(name: str, *, offline: bool) -> None:
 
 
 def check_config(name: str, raw: dict[str, Any]) -> None:
-    """Check that a configuration asks for nothing but a model of transformers with weights from safetensors."""
+    """Check that a configuration requests only a model of transformers with weights from safetensors."""
     for each in _dicts(raw):
         if each.get("quantization_config"):
             problem = "quantized weights need compiled kernels; expected float weights: dequantize and save the model"
@@ -173,7 +173,7 @@ def _dicts(value: Any) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def confined(name: str, *, offline: bool) -> Generator[None]:
-    """Keep transformers from compiled kernels, pickles and other people's conversions; offline, from the hub as well.
+    """Block compiled kernels, pickles and conversions by others in transformers; offline, the hub as well.
 
     Some models load kernels by themselves (RWKV, MRA), and an index of weights can name a pickle.
     """

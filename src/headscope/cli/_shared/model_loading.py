@@ -1,7 +1,7 @@
-"""Models that a command can run: those that ship with the package, and Hugging Face's, from a folder or from the hub.
+"""Models that a command can run: those shipped with headscope, and Hugging Face's from a folder or from the hub.
 
-Of the latter only safetensors are read, never pickles; no code from a repository and no compiled kernel runs; a folder
-is read offline. ``model_config`` checks what a configuration asks for.
+Of Hugging Face models, headscope reads safetensors and never pickles, and runs neither code of a repository nor
+compiled kernels; a folder is read offline. ``model_config`` checks what a configuration requests.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SHIPPED = ("text", "digits")
-MOST_TOKENS = 4096  # read at once by default: models of today say 131072 and more
-FEW_NAMED = 3  # of missing weights, and of those left over
+MOST_TOKENS = 4096  # default context: current models allow 131072 and more
+FEW_NAMED = 3  # names of missing or unused weights in a note
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, and how it is run.
+    """A model, and how to run it.
 
     Attributes:
         model: in eval mode, on the CPU.
-        name: what it is, in a few words.
+        name: a description in a few words.
         takes: "text", or "image".
-        context: how many tokens it reads at once.
-        vocabulary: how many token ids it knows.
-        encode: a text's token ids, without those that mark its ends; None = it has no tokenizer.
-        ends: the ids that its tokenizer sets before and after a text.
-        piece: the text of a token.
+        context: the most tokens of one forward pass.
+        vocabulary: number of token ids.
+        encode: returns the token ids of a text, without the ids of its ends; None if there is no tokenizer.
+        ends: the ids that the tokenizer sets before and after a text.
+        piece: returns the text of a token.
         run: a forward pass over tokens [1, T], or over images.
-        paired: an encoder and a decoder: the decoder reads the same tokens, one place later.
-        key_heads: how many key/value heads it has, if it says so.
-        prepare: a picture as it takes it, by the path of a file.
-        samples: pictures that ship with it, to look at where none is given.
-        notes: what has to be known of it.
+        paired: whether there are an encoder and a decoder; the decoder reads the same tokens shifted by one.
+        key_heads: number of key/value heads, if the configuration has it.
+        prepare: returns the input for the path of a picture.
+        samples: returns the shipped pictures, the default input.
+        notes: what the user has to know about the model.
     """
 
     model: nn.Module
@@ -71,17 +71,17 @@ class Loaded:
 
 
 def load(name: str) -> Loaded:
-    """The model of this name: "text", "digits", a folder, or a name on the hub.
+    """Load the model of this name: "text", "digits", a folder, or a name on the hub.
 
     Raises:
-        Mistake: there is none, or it cannot be loaded.
+        Mistake: it does not exist, or cannot be loaded.
     """
     if name == "text":
         return _text()
     if name == "digits":
         return _digits()
     if not name.strip():
-        raise Mistake('model: is empty, expected "text", "digits", a folder or a name on the hub')
+        raise Mistake('MODEL: expected "text", "digits", a folder or a name on the hub, got an empty name')
     return _hugging_face(name)
 
 
@@ -127,7 +127,7 @@ def _hugging_face(name: str) -> Loaded:
     if folder:
         check_folder(name)
     elif name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name):
-        raise Mistake(f"{name}: is no folder with a model")
+        raise Mistake(f"{name}: is not a folder, expected the folder of a model or a name on the hub")
     try:
         import transformers
     except ImportError as error:
@@ -139,7 +139,7 @@ def _hugging_face(name: str) -> Loaded:
 
 
 def _loaded(transformers: Any, name: str, folder: bool) -> Loaded:
-    """From what is here first; a name that is not in the cache is asked for on the hub."""
+    """Load from the folder or the cache; if the cache does not have it, from the hub."""
     try:
         try:
             return _from(transformers, name, offline=True)
@@ -152,18 +152,18 @@ def _loaded(transformers: Any, name: str, folder: bool) -> Loaded:
     except OSError as error:
         if folder:
             raise Mistake(f"{name}: cannot be loaded: {_first(error)}") from error
-        raise Mistake(f"{name}: neither a folder here nor found on the hub: {_first(error)}") from error
-    except Exception as error:  # whatever a damaged folder, or one of another version, makes transformers raise
+        raise Mistake(f"{name}: expected a folder or a name on the hub, and it is neither: {_first(error)}") from error
+    except Exception as error:  # transformers raises many types for damaged folders and those of other versions
         if "trust_remote_code" in str(error):
             raise Mistake(
-                f"{name}: needs Python code of its own repository, which is not run here; load it yourself and use "
-                "headscope.watch"
+                f"{name}: requires Python code of its repository, which headscope does not run; load it yourself "
+                "and use headscope.watch"
             ) from error
         raise Mistake(f"{name}: cannot be loaded: {type(error).__name__}: {_first(error)}") from error
 
 
 def _first(error: BaseException) -> str:
-    """The first line of an error, fit for a terminal, and what follows as long as a line ends in a colon."""
+    """Return the first line of an error, with the next ones as long as a line ends in a colon."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     last = next((at for at, line in enumerate(lines) if not line.rstrip().endswith(":")), len(lines) - 1)
     return one_line(" ".join(lines[: last + 1]))
@@ -195,8 +195,8 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
     check_dtypes(name, _folder(name), model, report["unexpected_keys"], weights)
     model.eval()
     problems = {
-        "missing_keys": "weights are not in the files and were drawn at random",
-        "unexpected_keys": "weights in the files have no place in this model and were left out",
+        "missing_keys": "weights missing from the files are random",
+        "unexpected_keys": "weights in the files that this model does not have are ignored",
     }
     notes += [f"{what}: {few(sorted(report[keys]), FEW_NAMED)}" for keys, what in problems.items() if report[keys]]
     if unread := unread_files(name, _folder(name), weights):
@@ -213,7 +213,7 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
 
 
 def _folder(name: str) -> Path:
-    """Return the folder of a model, which is in the cache where the name is one on the hub."""
+    """Return the folder of a model; for a name on the hub it is in the cache."""
     from transformers.utils.hub import cached_file
 
     file = None if os.path.isdir(name) else cached_file(name, "config.json", local_files_only=True)
@@ -223,11 +223,11 @@ def _folder(name: str) -> Path:
 def _check_shapes(name: str, mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
     """Check that every tensor of the files has the shape that the configuration requires.
 
-    transformers would raise, too, but writes the tensors into its log and not into the error.
+    transformers would raise too, but names the tensors only in its log.
 
     Args:
         name: of the model.
-        mismatched: of each tensor its name, its shape in the files, and its shape in the model.
+        mismatched: name of each tensor, its shape in the files, and its shape in the model.
 
     Raises:
         Mistake: a tensor has another shape.
@@ -261,7 +261,7 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
     parameters = inspect.signature(model.forward).parameters
     paired = _is_paired(model, parameters, name)
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
-    # the last row; told so by a number, Gemma 4 would compute no other in the layers that share keys
+    # logits of the last row only; a number would make Gemma 4 skip the other rows in layers that share keys
     extra |= {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in parameters else {}
 
     def run(ids: Tensor) -> Any:
@@ -269,7 +269,7 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
         return model(input_ids=ids, **decoded, **extra)
 
     def encode(text: str) -> list[int]:
-        # verbose: it would warn of a text that is longer than the context, which is read in windows
+        # verbose=False: no warning of texts longer than the context, which are read in windows
         with _tokenizer_errors(
             f"{name}: {_tokenizer_file(tokenizer, name)}: cannot encode this text",
             "; correct the file, or use headscope watch --ids",
@@ -291,7 +291,7 @@ def _is_paired(model: Any, parameters: Collection[str], name: str) -> bool:
     """Return whether a model has an encoder and a decoder.
 
     Raises:
-        Mistake: its configuration claims both, unlike its class and its forward.
+        Mistake: its configuration claims both, but its class and its forward do not.
     """
     is_claimed = bool(model.config.is_encoder_decoder)
     if not is_claimed or "decoder_input_ids" in parameters:
@@ -305,10 +305,10 @@ def _is_paired(model: Any, parameters: Collection[str], name: str) -> bool:
 
 
 def _tokenizer(transformers: Any, name: str, options: dict[str, Any]) -> Any:
-    """The model's tokenizer, or None: token ids can be given without one."""
+    """Return the tokenizer of a model, or None: --ids works without one."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        # where there are no files, some versions make an empty one up
+        # without files, some versions return an empty tokenizer
         return tokenizer if tokenizer("a", add_special_tokens=False)["input_ids"] else None
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
         return None
@@ -322,7 +322,7 @@ def _tokenizer_file(tokenizer: Any, name: str) -> str:
 
 @contextmanager
 def _tokenizer_errors(problem: str, remedy: str = "") -> Generator[None]:
-    """Turn whatever a tokenizer raises into a mistake: tokenizers raises bare exceptions, and Rust panics are none."""
+    """Turn any error of a tokenizer into a mistake; panics of its Rust code are not subclasses of Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -332,7 +332,7 @@ def _tokenizer_errors(problem: str, remedy: str = "") -> Generator[None]:
 
 
 def _context(config: Any, tokenizer: Any) -> int:
-    """How many tokens are read at once: what the model and its tokenizer allow, up to ``MOST_TOKENS``."""
+    """Return the context: what the model and its tokenizer allow, up to ``MOST_TOKENS``."""
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
     limits = [getattr(config, name, None) for name in names]
     limits += [None if tokenizer is None else tokenizer.model_max_length]
@@ -340,7 +340,7 @@ def _context(config: Any, tokenizer: Any) -> int:
 
 
 def _ends(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer sets before and after a text."""
+    """Return the ids that the tokenizer sets before and after a text."""
     if tokenizer is None:
         return [], []
     bare, whole = (tokenizer("a", add_special_tokens=with_ends)["input_ids"] for with_ends in (False, True))
@@ -351,7 +351,7 @@ def _ends(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _later(ids: Tensor, config: Any) -> Tensor:
-    """What the decoder reads: the same tokens one place later, after the one that starts it."""
+    """Return the decoder's input: the same tokens shifted by one, after the start token."""
     start = getattr(config, "decoder_start_token_id", None)
     if start is None:
         start = config.pad_token_id or 0

@@ -1,4 +1,4 @@
-"""How large the model of a configuration is, before transformers builds it in memory."""
+"""The size of a configuration's model, checked before transformers builds it in memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from headscope.cli._shared.config_values import REMEDY
 from headscope.cli._shared.folder_checks import weight_files
 from headscope.cli._shared.mistakes import Mistake
 
-MOST_GROWTH = 4  # float32 in memory is twice the size of float16 in files, and some parameters are drawn
+MOST_GROWTH = 4  # float32 in memory is twice float16 in files, and some parameters are initialised
 ALWAYS_FINE = 1 << 30  # bytes
 
 
 def check_size(name: str, folder: Path, kind: Any, config: Any) -> None:
-    """Check that a model is not much larger than its weights: transformers draws what they do not hold.
+    """Check that a model is not much larger than its weights: transformers initialises missing parameters at random.
 
     Args:
         name: of the model.
         folder: of its files.
-        kind: the class of transformers that makes it of the configuration.
+        kind: the class of transformers that builds it from the configuration.
         config: of transformers.
 
     Raises:
@@ -39,13 +39,13 @@ def check_size(name: str, folder: Path, kind: Any, config: Any) -> None:
     if parameters > MOST_GROWTH * weights + ALWAYS_FINE:
         raise Mistake(
             f"{name}: config.json: expected a model of the size of the weights ({_megabytes(weights)}), got "
-            f"{visible(type(model).__name__)} ({_megabytes(parameters)} in float32), most of which would be drawn at "
+            f"{visible(type(model).__name__)} ({_megabytes(parameters)} in float32), most of which would be "
             f"random; {REMEDY}"
         )
 
 
 def _without_memory(kind: Any, config: Any) -> Any:
-    """Return the model with parameters that have shapes alone; None where it cannot be built so."""
+    """Return the model on the meta device; None if it cannot be built there."""
     import torch
 
     options: dict[str, Any] = {}
@@ -53,9 +53,9 @@ def _without_memory(kind: Any, config: Any) -> Any:
         kind, options = kind.from_config, {"trust_remote_code": False}
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")  # they come again where the model is built
+            warnings.simplefilter("ignore")  # the same warnings come when the model is built
             return kind(deepcopy(config), **options)
-    except Exception:  # the same, or another, where transformers builds the model, which says what is wrong
+    except Exception:  # transformers raises again when it builds the model, with a better message
         return None
 
 

@@ -1,4 +1,4 @@
-"""A text read by a model that is not the shipped one, for ``text --model``: its exact weights, layer by layer."""
+"""Exact weights of every layer of a Hugging Face model on a text, for ``text --model``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from headscope.stats._layer import LayerStats
 
-MOST = 256  # tokens whose maps still fit a page and an eye, as many as the shipped model reads
+MOST = 256  # tokens: the context of the shipped model, and what fits a readable page
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Passed:
     """A forward pass.
 
     Attributes:
-        ids: the tokens, those that mark the ends among them.
-        cut: how many tokens of the text were left out, from its start.
-        layers: the names of the attention modules, in order.
-        weights: of each [H, T, T]; NaN in rows that could not be computed.
-        visible: of each the keys that its tokens may see, boolean [H, T, T].
-        logits: of the next token [V], or None if the model predicts none.
+        ids: token ids, with those of the ends.
+        cut: number of tokens left out at the start of the text.
+        layers: names of the attention modules, in order.
+        weights: for each layer [H, T, T]; NaN in rows that could not be computed.
+        visible: for each layer boolean [H, T, T], True = attend.
+        logits: of the next token [V], or None if the model does not predict tokens.
     """
 
     ids: list[int]
@@ -39,15 +39,15 @@ class Passed:
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """Whether later tokens are masked in every layer."""
         return not any(bool(visible.triu(1).any()) for visible in self.visible)
 
 
 def read(loaded: Loaded, text: str) -> Passed:
-    """Run a model on the end of a text, as much as fits.
+    """Run a model on the last tokens of a text, as many as fit.
 
     Raises:
-        Mistake: the model reads no text, has no tokenizer, or cannot be watched.
+        Mistake: the model does not read text, has no tokenizer, or cannot be watched.
     """
     import torch
 
@@ -55,16 +55,16 @@ def read(loaded: Loaded, text: str) -> Passed:
     from headscope.watching import WatchError
 
     if loaded.takes != "text" or loaded.paired:
-        what = "looks at images" if loaded.takes != "text" else "has an encoder and a decoder"
-        raise Mistake(f"--model: {loaded.name} {what}; headscope watch can show it")
+        what = "reads images" if loaded.takes != "text" else "has an encoder and a decoder"
+        raise Mistake(f"--model: {loaded.name} {what}, expected a decoder or an encoder of text; use headscope watch")
     if loaded.encode is None:
-        raise Mistake(f"--model: {loaded.name} has no tokenizer that can be read")
+        raise Mistake(f"--model: {loaded.name} has no readable tokenizer; use headscope watch --ids")
     before, after = loaded.ends
     every = loaded.encode(text)
     room = min(MOST, loaded.context) - len(before) - len(after)
     end = every[-room:] if room > 0 else []
     if not end:
-        raise Mistake("the text has no tokens")
+        raise Mistake("TEXT: has no tokens, expected at least 1")
     ids = [*before, *end, *after]
     what = headscope.Observe(received=False, keep_qk=True)
     try:
@@ -86,14 +86,14 @@ def read(loaded: Loaded, text: str) -> Passed:
 
 
 def _layer_weights(part: LayerStats) -> tuple[Tensor, Tensor]:
-    """Return the weights of a layer, and which keys its tokens may see."""
+    """Return the weights of a layer, and its visible pairs (True = attend)."""
     import torch
 
     from headscope.stats._kept_weights import weights_of
 
     tiles = weights_of(part.last_tiles)
     whole = (0, tiles.queries)
-    # a weight is NaN where it is hidden, and where it could not be computed; of zeros nothing but the mask hides one
+    # NaN marks masked pairs and broken rows; with q, k and lse of zeros, only masked pairs are NaN
     zeros = {name: torch.zeros_like(tiles.parts[name]) for name in ("q", "k", "lse")}
     p, blank = (
         torch.stack([each.piece(0, head, whole, whole) for head in range(part.heads)])

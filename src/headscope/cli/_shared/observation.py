@@ -1,4 +1,4 @@
-"""What ``text`` and ``image`` share: run a model and record the calls of its layers, choose a head, write the page."""
+"""What ``text`` and ``image`` share: options, running a model with its calls recorded, choosing a head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import click
 
 from headscope.cli._shared.console import INDEX
 from headscope.cli._shared.mistakes import Mistake
-from headscope.cli._shared.pages import PAGE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,29 +21,36 @@ if TYPE_CHECKING:
     from headscope.tracing import Trace
 
 SHARP = ("previous", "next", "self", "duplicate", "induction")  # patterns of single tokens
-OF_OBJECT = ("centre", "edges", "boundary", "texture")  # regions that depend on the image, not on places alone
+OF_OBJECT = ("centre", "edges", "boundary", "texture")  # regions that depend on the image, not only on positions
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-OPTIONS = (
-    click.option("--layer", type=INDEX, help="The layer to show step by step.  [default: that of the head]"),
-    click.option("--head", type=INDEX, help="The head to draw.  [default: the most striking one]"),
-    click.option(
-        "--explain", is_flag=True, help="Show steps in full (code, values, why, common mistakes) and all statistics."
-    ),
-    click.option("--out", metavar="PATH", help=f"Where to write the page.  [default: {PAGE}]"),
-    click.option("--no-page", is_flag=True, help="Write no page."),
-    click.option("--force", is_flag=True, help="Replace the file there, even if it is no page of headscope's."),
-    click.option("--seed-random", is_flag=True, help="Leave the model untrained: weights as drawn."),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else; a page only with --out."),
-)
+FORCE = "Overwrite an existing file, even if headscope did not write it."
 
 
-def looking_options(command: Command) -> Command:
-    """The options that ``text`` and ``image`` have in common."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+def looking_options(page: str) -> Callable[[Command], Command]:
+    """Return a decorator that adds the options of ``text`` and ``image``; ``page`` is the default path of the page."""
+    options = (
+        click.option("--layer", type=INDEX, help="Layer to show step by step.  [default: the layer of the head]"),
+        click.option("--head", type=INDEX, help="Head to draw.  [default: the most striking one]"),
+        click.option(
+            "--explain",
+            is_flag=True,
+            help="Show each step in full (code, values, why, common mistakes), all statistics, and how to read them.",
+        ),
+        click.option("--out", metavar="PATH", help=f"Where to write the page.  [default: {page}]"),
+        click.option("--no-page", is_flag=True, help="Do not write a page."),
+        click.option("--force", is_flag=True, help=FORCE),
+        click.option("--seed-random", is_flag=True, help="Use random weights instead of trained ones."),
+        click.option("--json", "as_json", is_flag=True, help="Print only JSON; write a page only with --out."),
+    )
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class HeadOptions:
     """The options that ``text`` and ``image`` have in common.
 
     Attributes:
-        page: where the page goes, or None for no page.
+        page: path of the page, or None for no page.
     """
 
     layer: int | None
@@ -64,26 +70,26 @@ class HeadOptions:
     as_json: bool
 
     @classmethod
-    def of(cls, out: str | None, no_page: bool, as_json: bool, **rest: Any) -> HeadOptions:
-        """Return the options of the command line, checked.
+    def of(cls, default: str, out: str | None, no_page: bool, as_json: bool, **rest: Any) -> HeadOptions:
+        """Return the options of the command line, checked; ``default`` is the path of the page without --out.
 
         Raises:
             Mistake: --out together with --no-page.
         """
         if no_page and out is not None:
-            raise Mistake("--no-page: expected either it or --out")
+            raise Mistake("--no-page: got --out too, expected one of the two")
         has_page = not no_page and (out is not None or not as_json)
-        return cls(page=(PAGE if out is None else out) if has_page else None, as_json=as_json, **rest)
+        return cls(page=(default if out is None else out) if has_page else None, as_json=as_json, **rest)
 
     def describe(self) -> str:
-        """Return the options that decide what the page shows, for its footer."""
+        """Return the options that determine what the page shows, for its footer."""
         options = {"layer": self.layer, "head": self.head, "seed_random": self.seed_random or None}
         return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None) or "none"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What the attention of one layer was called with."""
+    """The arguments of one layer's attention."""
 
     module: MultiHeadAttention
     x: Tensor
@@ -92,7 +98,7 @@ class LayerCall:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass and what it takes to trace any of its layers.
+    """One forward pass, with the recorded calls that ``trace_layer`` needs.
 
     Attributes:
         logits: what the model returned.
@@ -116,7 +122,7 @@ class Choice:
 
 @contextmanager
 def one_thread() -> Generator[None]:
-    """For the shipped models: they are so small that a second thread costs more in waiting than it saves."""
+    """Run the block on one thread: for the small shipped models, synchronising two threads costs more than it saves."""
     import torch
 
     before = torch.get_num_threads()
@@ -128,7 +134,7 @@ def one_thread() -> Generator[None]:
 
 
 def run_model(model: nn.Module, inputs: Tensor) -> Pass:
-    """Run a forward pass with weights, and record the call of each layer's attention."""
+    """Run a forward pass that returns weights, and record the call of each layer's attention."""
     import torch
 
     from headscope import MultiHeadAttention
@@ -150,7 +156,7 @@ def run_model(model: nn.Module, inputs: Tensor) -> Pass:
 
 
 def trace_layer(passed: Pass, layer: int) -> Trace:
-    """The steps of one layer's attention, on the input it had."""
+    """Trace one layer's attention on its recorded input."""
     import torch
 
     from headscope.tracing import trace
@@ -161,25 +167,29 @@ def trace_layer(passed: Pass, layer: int) -> Trace:
 
 
 def check_range(option: str, value: int | None, count: int) -> None:
-    """Raises: Mistake: there is no such layer, head or sample."""
+    """Check a number of a layer, head or sample.
+
+    Raises:
+        Mistake: it is not from 0 to ``count - 1``.
+    """
     if value is not None and not 0 <= value < count:
         raise Mistake(f"{option}: got {value}, expected 0 to {count - 1}")
 
 
 def choose_head(sheet: Sheet, options: HeadOptions, ids: list[int] | None = None) -> Choice:
-    """The head to draw: the one that was asked for, or the most striking among those that the options leave.
+    """Return the head to draw: the selected one, or the most striking one that the options allow.
 
-    Striking is, over text, the highest score of a pattern of single tokens (previous, next, self, duplicate,
-    induction): that a head rests on the first token, or looks everywhere, is seen in most models. Over an image it is
-    the highest ratio to chance of what falls on a region of the object itself.
+    For text, the most striking head has the highest score of a single-token pattern (previous, next, self, duplicate,
+    induction); heads that rest on the first token or spread evenly are common in most models, so they do not count.
+    For an image, it has the highest ratio to chance on a region of the object.
 
     Args:
-        sheet: what was measured.
+        sheet: the measurements.
         options: the options --layer and --head.
         ids: the token ids of a text.
     """
     if options.layer is not None and options.head is not None:
-        return Choice(options.layer, options.head, "the one you asked for")
+        return Choice(options.layer, options.head, "the head you selected")
     layers = range(sheet.layers) if options.layer is None else (options.layer,)
     heads = range(sheet.heads) if options.head is None else (options.head,)
     places = [(layer, head) for layer in layers for head in heads if head < len(sheet.weights[layer])]
@@ -204,37 +214,37 @@ def _striking_over_text(sheet: Sheet, places: list[tuple[int, int]], ids: list[i
             if at == layer and not scores[name][head].isnan()
         ]
     if not matches:
-        return Choice(*places[0], "of so few tokens no pattern can be told")
+        return Choice(*places[0], "too few tokens to match a pattern")
     score, name, best = max(matches, key=lambda each: each[0])
-    return Choice(*best, f"the most striking one: “{name}”, score {score:.2f}")
+    return Choice(*best, f"the most striking head: {name}, score {score:.2f}")
 
 
 def _striking_over_image(sheet: Sheet, places: list[tuple[int, int]]) -> Choice:
     looks = {at: look for at in places if (look := strongest(sheet, *at)) is not None}
     if not looks:
-        return Choice(*places[0], "the image has no object to look at")
+        return Choice(*places[0], "the image has no object")
     best = max(looks, key=lambda at: looks[at].ratio)
     return Choice(
-        *best, f"the most striking one: {looks[best].ratio:.1f} times as much on {looks[best].region} as chance"
+        *best, f"the most striking head: {looks[best].region} {looks[best].ratio:.1f} times as much as chance"
     )
 
 
 class OnObject(NamedTuple):
-    """The region of the object that a head looks at most, and how many times as much as chance."""
+    """The region of the object that a head looks at most, and its ratio to chance."""
 
     region: str
     ratio: float
 
 
 def strongest(sheet: Sheet, layer: int, head: int) -> OnObject | None:
-    """What a head looks at most of what depends on the image; None where the image has no such regions."""
+    """Return the region of the object with the largest ratio; None where the image has no such regions."""
     ratios = {name: values[head] for name, values in sheet.regions[layer].items() if name in OF_OBJECT}
     looks = [OnObject(name, ratio) for name, ratio in ratios.items() if ratio is not None]
     return max(looks, key=lambda look: look.ratio, default=None)
 
 
 def heads_as_dict(sheet: Sheet, choice: Choice) -> dict[str, Any]:
-    """All heads for a program, and the weights of the one that was chosen."""
+    """Return all heads as JSON, and the weights of the chosen head."""
     heads: list[dict[str, Any]] = []
     for layer in range(sheet.layers):
         for head, match in enumerate(sheet.patterns[layer]):

@@ -1,4 +1,4 @@
-"""Where a command writes a page: whole or not at all, over nothing but pages of headscope's own."""
+"""Where a command writes a page: atomically, and without --force only over pages that headscope wrote."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from headscope.cli._shared.mistakes import Mistake, name_options
 if TYPE_CHECKING:
     from headscope.report import Sheet
 
-PAGE = "headscope-report.html"
+PAGE = "headscope-report.html"  # of ``watch`` and ``report``
+TEXT_PAGE = "headscope-text.html"
+IMAGE_PAGE = "headscope-image.html"
 
 
 def save_page(sheet: Sheet, path: str | None, force: bool) -> str | None:
-    """Write the page of a sheet, and return where it is; None stands for no page.
+    """Write the page of a sheet and return its path; for the path None, write nothing.
 
     Raises:
-        Mistake: it cannot be written there.
+        Mistake: the page cannot be written there.
     """
     if path is None:
         return None
@@ -32,10 +34,10 @@ def save_page(sheet: Sheet, path: str | None, force: bool) -> str | None:
 
 
 def write_page(path: str, html: str, force: bool, option: str = "--html") -> str:
-    """Write a page that is made already, and return where it is; ``option`` is what named the path.
+    """Write the HTML of a page and return its path; ``option`` is the option that specified the path.
 
     Raises:
-        Mistake: it cannot be written there.
+        Mistake: the page cannot be written there.
     """
     from headscope.report.page import write
 
@@ -44,10 +46,10 @@ def write_page(path: str, html: str, force: bool, option: str = "--html") -> str
 
 
 def check_page(path: str, force: bool, option: str = "--page") -> None:
-    """See to it, before any long work, that a page may go there; ``option`` is what named the path.
+    """Check before any long work that a page can be written; ``option`` is the option that specified the path.
 
     Raises:
-        Mistake: it may not.
+        Mistake: it cannot.
     """
     from headscope.report.page import check
 
@@ -56,33 +58,38 @@ def check_page(path: str, force: bool, option: str = "--page") -> None:
 
 
 def check_name(option: str, path: str) -> None:
-    """Raises: Mistake: there is no such name of a file that is to be written."""
+    """Check that a path to write names a file.
+
+    Raises:
+        Mistake: the path is empty or "-".
+    """
     if path in ("", "-"):
         raise Mistake(f"{option}: {'got -' if path else 'is empty'}, expected the name of a file")
 
 
 def check_apart(option: str, path: str | None, read: Mapping[str, str | None], model: str | None = None) -> None:
-    """See to it that nothing is written over what is read, which is gone then: also with --force.
+    """Check that the output would not overwrite an input, also with --force.
 
     Args:
-        option: what named the path of what is written.
-        read: what is read -> its path, or None or "-" where that is no file.
-        model: what may be a folder with a model; in it, nothing but pages and recordings is written over.
+        option: the option that specified the output.
+        path: of the output, or None for no output.
+        read: name of each input -> its path; None or "-" where it is not a file.
+        model: a name that may be a folder with a model; in it, only pages and recordings may be overwritten.
 
     Raises:
-        Mistake: it would be.
+        Mistake: it would.
     """
     if path is None:
         return
     for what, other in read.items():
         if other is not None and _is_one(path, other):
-            raise Mistake(f"{option}: {path}: is {what} itself")
+            raise Mistake(f"{option}: {path}: is {what} itself, expected another file")
     if model is not None and _is_one(os.path.dirname(os.path.realpath(path)), model) and not _is_ours(path):
-        raise Mistake(f"{option}: {path}: is a file of the model itself")
+        raise Mistake(f"{option}: {path}: is a file of the model itself, expected another file")
 
 
 def _is_one(path: str, other: str) -> bool:
-    """Whether both are there and are the same file, by whatever names."""
+    """Return whether both paths exist and lead to the same file."""
     try:
         return os.path.samefile(path, other)
     except (OSError, ValueError):  # ValueError: a zero byte in the path
@@ -90,7 +97,7 @@ def _is_one(path: str, other: str) -> bool:
 
 
 def _is_ours(path: str) -> bool:
-    """Whether a page or a recording is there, or nothing."""
+    """Return whether the path holds a page or a recording of headscope, or nothing."""
     from headscope.report.page import SaveError, check
     from headscope.stats import _statistics_file
 
@@ -103,7 +110,7 @@ def _is_ours(path: str) -> bool:
 
 @contextmanager
 def _written_as_option(option: str, path: str) -> Generator[None]:
-    """Write without interruption; an error becomes a mistake of the option that named the path."""
+    """Run the block without interruption, and turn an OSError into a mistake of the option that specified the path."""
     check_name(option, path)
     try:
         with uninterrupted():

@@ -1,4 +1,4 @@
-"""Small pictures for ``image``: the digit, and what each head of a layer looks at."""
+"""Small pictures for ``image``: the digit, and where each head of a layer looks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from headscope.cli._shared.observation import strongest
 from headscope.report import Sheet
 from headscope.report.terminal import Ink, ability, brightness, largest, looked_at, patches
 
-GAP = 3  # blanks between pictures
+GAP = 3  # spaces between pictures
 
 
 @dataclass(frozen=True)
 class Digit:
-    """The image, two characters a patch."""
+    """The image, two characters for each patch."""
 
     sheet: Sheet
 
@@ -29,7 +29,7 @@ class Digit:
 
 @dataclass(frozen=True)
 class Gallery:
-    """For each head of a layer where its patches look on average, as many side by side as there is room for."""
+    """Mean weight on each patch for every head of a layer, as many heads side by side as the width allows."""
 
     sheet: Sheet
     layer: int

@@ -1,4 +1,4 @@
-"""What ``watch`` shows of a recording: in the terminal the heads at a glance, on the page every table."""
+"""What ``watch`` shows of a recording: an overview of the heads in the terminal, every table on the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headscope._analysis.answers import TEXTS, Answer, decimal, plural, share, short_layers
 from headscope._support.text import visible
-from headscope.cli._shared.headings import heading, meanings
+from headscope.cli._shared.headings import CAVEAT, heading, meanings
 from headscope.report.words import PATTERNS, STRONG, strength
 
 if TYPE_CHECKING:
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 LINES = 48  # of heads in the terminal; the page has all
 MOVES = 20
 
-COLUMNS = ("layer", "head", "pattern", "score", "entropy", "first", "distance", "window", "kept")
+COLUMNS = ("layer", "head", "pattern", "score", "normalized entropy", "first", "distance", "window", "top")
+TOP = COLUMNS[-1]  # shown with the number of keys
 
 
 def show(out: Console, result: WatchResult, recording: str | None, page: str | None) -> None:
-    """Print the heads of a recording, and what follows from it."""
+    """Print the heads of a recording, and a summary."""
     from rich.table import Table
     from rich.text import Text
 
-    from headscope.report import NOT_EXPLANATION
     from headscope.report.sheet import broken_layers
 
     out.print(Text(visible(f"headscope watch: {_title(result)}"), style="dim"))
     out.print(Text(visible(_lead(result))))
-    rows = "a sample of the rows" if result.recording.stats.sampled else "all rows"
-    heading(out, "All heads", f"where each spreads its attention, over {rows}")
+    rows = "a sample of the queries" if result.recording.stats.sampled else "all queries"
+    heading(out, "All heads", f"best-matching pattern, and means over {rows}")
     cells = _cells(result)
     shown = _striking(cells)
-    out.print(_table(shown))
+    out.print(_table(shown, result))
     if len(shown) < len(cells):
-        left = f"The {len(shown)} of {len(cells)} heads with the highest scores; the page has all."
+        left = f"The {len(shown)} of {len(cells)} heads with the highest scores; the page has all heads."
         out.print(Text(left, style="dim"))
     out.print(_reading(result))
     if broken := broken_layers(result.recording.stats.parts):
         out.print(Text(visible(broken)))
-    heading(out, "What follows", "from this input; more on the page and in docs/guides/decide.md")
+    heading(out, "Summary", "of this input; more on the page and in docs/guides/decide.md")
     bullets = Table.grid(padding=(0, 1, 0, 0))
     for line in _conclusions(result):
         bullets.add_row("•", Text(visible(line)))
@@ -59,10 +59,10 @@ def show(out: Console, result: WatchResult, recording: str | None, page: str | N
         else:
             out.print(Text(visible(result.comparison.caption())))
     out.print()
-    out.print(Text(NOT_EXPLANATION, style="dim"))
-    for what, path in (("The recording", recording), ("All tables, to be opened in a browser", page)):
+    out.print(Text(CAVEAT, style="dim"))
+    for what, path, note in (("Recording", recording, ""), ("Open in a browser", page, " (all tables)")):
         if path is not None:
-            out.print(Text.assemble(f"{what}: ", (visible(path), "bold")), soft_wrap=True)
+            out.print(Text.assemble(f"{what}: ", (visible(path), "bold"), note), soft_wrap=True)
 
 
 def _title(result: WatchResult) -> str:
@@ -84,7 +84,7 @@ def _lead(result: WatchResult) -> str:
 
 
 def _cells(result: WatchResult) -> list[tuple[str, ...]]:
-    """A line for each head."""
+    """Return a line for each head."""
     stats = result.recording.stats
     names, _ = short_layers(stats.layers)
     best = {(each.layer, each.head): each for each in result.patterns.best}
@@ -111,14 +111,15 @@ def _cells(result: WatchResult) -> list[tuple[str, ...]]:
     return lines
 
 
-def _table(cells: list[tuple[str, ...]]) -> Table:
-    """The lines as a table without frames: as many as there are heads."""
+def _table(cells: list[tuple[str, ...]], result: WatchResult) -> Table:
+    """Return the lines as a table without frames."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=name != "layer", overflow="fold")
+        title = f"top {result.budget.budgets[0]:,}" if name == TOP else name.replace(" ", "\n")
+        table.add_column(title, justify="left" if name in TEXTS else "right", no_wrap=name != "layer", overflow="fold")
     for line in cells:
         score = _as_number(line[COLUMNS.index("score")])
         table.add_row(*(Text(visible(cell)) for cell in line), style=strength(score))
@@ -126,7 +127,7 @@ def _table(cells: list[tuple[str, ...]]) -> Table:
 
 
 def _striking(cells: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The heads with the highest scores, in the order of the model; all where there are no more lines than fit."""
+    """Return the heads with the highest scores, ``LINES`` at most, in the order of the model."""
     order = sorted(range(len(cells)), key=lambda at: _as_number(cells[at][COLUMNS.index("score")]), reverse=True)
     return [cells[at] for at in sorted(order[:LINES])]
 
@@ -136,21 +137,24 @@ def _as_number(cell: str) -> float:
 
 
 def _reading(result: WatchResult) -> object:
-    """What the columns mean."""
+    """Return a legend of the patterns and the columns."""
     from rich.text import Text
 
     _, note = short_layers(result.recording.layers)
     matched = {each.pattern for each in result.patterns.best}
     explained = meanings((name for name in PATTERNS if name in matched), PATTERNS)
-    columns = f"{visible(note)}{_columns()} Kept: mass that the {_keys(result.budget.budgets[0])} with the most keep."
+    most = result.budget.budgets[0]
+    top = f"top {most:,}: mass on the {_keys(most)} with the most"
+    columns = f"{visible(note)}{_columns()} · {top}"
     return Text("\n").join([explained, Text(columns, style="dim")] if explained else [Text(columns, "dim")])
 
 
 def _columns() -> str:
-    """What the columns mean, but for the last."""
+    """Return the legend of all columns except the last."""
     return (
-        "Score 1: exactly so; 0: no closer than chance. Entropy: of an even row's. First: mass on the first token. "
-        "Distance: mean, in positions. Window: the smallest that, with the first token, keeps 95% of the mass."
+        "score: 1 = exact match, 0 = no closer than chance · normalized entropy: 1 = spread evenly, 0 = one token · "
+        "first: mass on the first token · distance: mean, in positions · window: the smallest that, with the first "
+        "token, holds 95% of the mass"
     )
 
 
@@ -158,16 +162,16 @@ def _columns() -> str:
 
 
 def _conclusions(result: WatchResult) -> list[str]:
-    """Return a sentence for each decision; none for a decision that no row supports."""
+    """Return a sentence for each decision that the recorded rows support."""
     sentences = [_pattern_sentence(result)]
     if result.streaming is not None and any(head.sees for head in result.streaming.heads):
         counts = Counter(head.window for head in result.streaming.streaming)
-        windows = ", ".join(f"{counts[w]} in {w:g}" for w in sorted(w for w in counts if w is not None))
+        windows = ", ".join(f"{counts[w]} within {w:g}" for w in sorted(w for w in counts if w is not None))
         every = result.streaming.heads
         sentences.append(
-            f"Streaming: {len(result.streaming.streaming)} of {len(every)} heads keep {result.streaming.keep:.0%} of "
-            f"their mass in a window and on the first token{f' ({windows} positions)' if windows else ''}; "
-            f"a row sees at most {_keys(max(head.sees for head in every))}."
+            f"Streaming: {len(result.streaming.streaming)} of {len(every)} heads hold {result.streaming.keep:.0%} of "
+            f"their mass in a window plus the first token{f' ({windows} positions)' if windows else ''}; "
+            f"at most {_keys(max(head.sees for head in every))} are visible to a query."
         )
     sentences += _cache_sentences(result)
     pairs, closest = result.duplicates.pairs, result.duplicates.closest
@@ -178,7 +182,7 @@ def _conclusions(result: WatchResult) -> list[str]:
         names, _ = short_layers(result.recording.layers)
         one = f"layer {names[closest.layer]} head {closest.head}"
         other = f"layer {names[closest.other_layer]} head {closest.other_head}"
-        sentence += f"; the closest are {one} and {other}, {closest.distance:.2f} apart"
+        sentence += f"; the closest, {one} and {other}, differ by {closest.distance:.2f}"
     return [*sentences, f"{sentence}."]
 
 
@@ -186,7 +190,9 @@ def _pattern_sentence(result: WatchResult) -> str:
     best = [each for each in result.patterns.best if each.score >= STRONG]
     counts = Counter(each.pattern for each in best)
     named = ", ".join(f"{counts[name]} {name}" for name in PATTERNS if name in counts)
-    return f"Patterns: {len(best)} heads match one with {STRONG} or more" + (f": {named}." if named else ".")
+    return f"Patterns: {len(best)} {plural('head', len(best))} with a score of at least {STRONG}" + (
+        f": {named}." if named else "."
+    )
 
 
 def _cache_sentences(result: WatchResult) -> list[str]:
@@ -195,13 +201,13 @@ def _cache_sentences(result: WatchResult) -> list[str]:
     for at, budget in enumerate(result.budget.budgets):
         shares = [head.kept[at] for head in heads if not math.isnan(head.kept[at])]
         if shares:
-            keep = "keeps" if budget == 1 else "keep"
-            lines.append(f"{_keys(budget)} {keep} {sum(shares) / len(shares):.0%} ({min(shares):.0%} at least)")
+            hold = "holds" if budget == 1 else "hold"
+            lines.append(f"{_keys(budget)} {hold} {sum(shares) / len(shares):.0%} (worst head {min(shares):.0%})")
     if not lines:
         return []
-    pooled = ", chosen once for all windows" if result.budget.pooled else ""
-    sample = ", too much where few rows are sampled" if result.budget.basis.sampled else ""
-    return [f"Cache: of the attention mass, {'; '.join(lines)}; by hindsight{pooled}{sample}."]
+    pooled = ", once for all windows" if result.budget.pooled else ""
+    sample = "; too high if few queries are sampled" if result.budget.basis.sampled else ""
+    return [f"Cache: of the attention mass, the best {'; '.join(lines)}; chosen in hindsight{pooled}{sample}."]
 
 
 def _keys(count: int) -> str:
@@ -212,7 +218,7 @@ def _keys(count: int) -> str:
 
 
 def page(result: WatchResult) -> str:
-    """The page with every head and every table."""
+    """Return the page with every head and every table."""
     from headscope.report._viewer.from_recording import reading
     from headscope.report.sheet import versions
     from headscope.report.viewer import render_shown, shown_recording
@@ -231,7 +237,7 @@ def page(result: WatchResult) -> str:
 
 
 def _image(result: WatchResult) -> dict[str, Any]:
-    """The image that was looked at, and its patches, if it was one and the keys are those."""
+    """Return the image and its patches, if the input is one image and the keys are its patches."""
     from headscope.cli._shared.watch_run import patches_of
     from headscope.report._viewer.from_recording import few_before
 
@@ -254,7 +260,7 @@ def _image(result: WatchResult) -> dict[str, Any]:
 
 
 def _as_bytes(pixels: Tensor) -> Any:
-    """What the model was given, [h, w] or [channels, h, w], from its least to its largest value as 0 to 255."""
+    """Return the model's input, [h, w] or [channels, h, w], scaled so that its range is 0 to 255."""
     if pixels.ndim == 3:
         pixels = pixels.movedim(0, -1) if pixels.shape[0] == 3 else pixels[0]
     low, high = pixels.min(), pixels.max()
@@ -273,18 +279,18 @@ def _sections(result: WatchResult) -> list[Section]:
     from headscope.report.tables import Section
 
     _, note = short_layers(result.recording.layers)
-    columns = [*COLUMNS[:-1], f"kept by {_keys(result.budget.budgets[0])}"]
-    caption, below = "The pattern that each comes closest to.", f"{note}{_columns()}"
+    columns = [*COLUMNS[:-1], f"top {_keys(result.budget.budgets[0])}"]
+    caption, below = "The best-matching pattern of each head, and means over its queries.", f"{note}{_columns()}"
     sections = [Section("Every head", caption, columns, _cells(result), below, TEXTS)]
     if result.comparison is not None:
         sections.insert(0, _section("What moved", f"Since {result.against}.", result.comparison))
-    sections.append(_section("Patterns", "The best and the next best match of each head.", result.patterns))
+    sections.append(_section("Patterns", "The best and the second-best pattern of each head.", result.patterns))
     if result.streaming is not None:
-        caption = "Heads that a window and the first token would serve, the smallest windows first."
+        caption = "The window that, with the first token, suffices for each head; the smallest windows first."
         sections.append(_section("Streaming", caption, result.streaming))
-    caption = "The share of the mass on the keys that receive the most."
-    sections.append(_section("What a smaller cache keeps", caption, result.budget))
-    sections.append(_section("Near-duplicates", "Pairs of heads that spread alike.", result.duplicates))
+    caption = "Share of the mass on the keys that receive the most."
+    sections.append(_section("Smaller caches", caption, result.budget))
+    sections.append(_section("Near-duplicates", "Pairs of heads with similar attention.", result.duplicates))
     return sections
 
 

@@ -1,4 +1,4 @@
-"""The text a user gives: as an argument, from a file or from stdin, of any length, in constant memory."""
+"""Read the user's text from an argument, a file or stdin; any length, in constant memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from headscope._support.text import visible
 from headscope.cli._shared.mistakes import Mistake
 
 CHUNK = 1 << 20  # bytes read at once
-FEWEST = 1 << 16  # characters of the end that are read at least: far more than the shipped model reads
-MOST = 1 << 26  # characters of a text that is read whole
+FEWEST = 1 << 16  # characters of the end: far more than the context of the shipped model
+MOST = 1 << 26  # characters, where the whole text is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class TextInput:
 
     Attributes:
         text: the text, or its last characters if it is longer.
-        dropped: how many characters stand before it.
+        dropped: number of characters before it.
         source: where it came from, in a few words.
     """
 
@@ -33,21 +33,21 @@ class TextInput:
 
 
 def clipped(text: str) -> str:
-    """As much of a text as a title shows."""
+    """Return at most 60 characters of a text, for a title."""
     shown = visible(text)
     return shown if len(shown) <= 60 else f"{shown[:59]}…"
 
 
 def describe_source(text_input: TextInput, argument: str | None) -> str:
-    """Return where a text came from, for a page: how an argument begins, or the name of the file."""
+    """Return the source of a text for a page: the start of the argument, or the name of the file."""
     return f"“{clipped(text_input.text)}”" if argument not in (None, "-") else visible(text_input.source)
 
 
 def read_text(argument: str | None, file: str | None) -> TextInput:
-    """The text of the one source that was given: an argument ("-" = stdin), or a file.
+    """Return the end of the text from one source: an argument ("-" = stdin), or a file.
 
     Raises:
-        Mistake: no source or two, nothing in it, a file that cannot be read, or bytes that are not UTF-8.
+        Mistake: there is no source or two, it is empty or cannot be read, or it is not UTF-8.
     """
     if (argument is None) == (file is None):
         raise Mistake('expected one text: "your text" as an argument, --file PATH, or - to read from stdin')
@@ -55,14 +55,14 @@ def read_text(argument: str | None, file: str | None) -> TextInput:
 
 
 def read_whole(argument: str | None, file: str | None) -> TextInput:
-    """The whole text of one source; nothing of it is dropped.
+    """Return the whole text of one source.
 
     Raises:
         Mistake: as ``read_text``, or more than ``MOST`` characters.
     """
     whole = _decode_end(*_source(argument, file), MOST)
     if whole.dropped:
-        raise Mistake(f"{whole.source}: has more than {MOST:,} characters")
+        raise Mistake(f"{whole.source}: expected at most {MOST:,} characters, got more")
     return whole
 
 
@@ -73,14 +73,14 @@ def _source(argument: str | None, file: str | None) -> tuple[Iterable[bytes], st
         return [os.fsencode(argument)], "text"
     assert file is not None
     if not file:
-        raise Mistake("--file: is empty, expected a path")
+        raise Mistake("--file: expected a path, got an empty one")
     return _file(file), file
 
 
 def _stdin() -> Iterator[bytes]:
-    stdin = cast("TextIO | None", sys.stdin)  # it is None where it was closed
+    stdin = cast("TextIO | None", sys.stdin)  # None if it was closed
     if stdin is None:
-        raise Mistake("stdin: is closed")
+        raise Mistake("stdin: is closed, expected a text")
     yield from _chunks(stdin.buffer, "stdin")
 
 
@@ -105,10 +105,10 @@ def _chunks(stream: BinaryIO, source: str) -> Iterator[bytes]:
 def _decode_end(chunks: Iterable[bytes], source: str, fewest: int) -> TextInput:
     """Decode chunk by chunk and return at least so many characters of the end.
 
-    A byte order mark at the start is no part of the text.
+    A byte order mark at the start is skipped.
     """
     text, dropped = "", 0
-    done, pending = 0, b""  # bytes decoded so far; bytes of a character that goes on in the next chunk
+    done, pending = 0, b""  # bytes decoded so far; bytes of a character that continues in the next chunk
     for chunk in chunks:
         data = pending + chunk
         if done == 0 and data.startswith(codecs.BOM_UTF8):
@@ -120,7 +120,7 @@ def _decode_end(chunks: Iterable[bytes], source: str, fewest: int) -> TextInput:
             dropped, text = dropped + len(text) - fewest, text[-fewest:]
     _decode(pending, done, source, final=True)
     if not text:
-        raise Mistake(f"{source}: is empty")
+        raise Mistake(f"{source}: is empty, expected a text")
     return TextInput(text, dropped, source)
 
 

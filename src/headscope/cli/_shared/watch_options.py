@@ -21,7 +21,7 @@ class WatchOptions:
     Attributes:
         page: the path of the page, or None for no page.
         old: the statistics to compare with.
-        thresholds: from where on a change counts.
+        thresholds: the smallest changes that count.
     """
 
     rows: int | None
@@ -40,17 +40,17 @@ def parse_options(
     out: str | None, keep_qk: bool, page: str | None, no_page: bool, force: bool, as_json: bool,
     against: str | None, limits: tuple[str, ...], **rest: Any,
 ) -> WatchOptions:  # fmt: skip
-    """Return the options, checked.
+    """Return the checked options.
 
     Raises:
         Mistake: options exclude each other, or a file cannot be written or read.
     """
     if no_page and page is not None:
-        raise Mistake("--no-page: expected either it or --page")
+        raise Mistake("--no-page: got --page too, expected one of the two")
     if limits and against is None:
-        raise Mistake("--threshold: expected --against with it")
+        raise Mistake("--threshold: requires --against")
     if keep_qk and out is None:
-        raise Mistake("--keep-qk: expected --out with it")
+        raise Mistake("--keep-qk: requires --out")
     page = None if no_page or (page is None and as_json) else PAGE if page is None else page
     thresholds = _parse_thresholds(limits) if against is not None else None
     if out is not None:
@@ -59,7 +59,7 @@ def parse_options(
     if page is not None:
         check_page(page, force)
     if out is not None and page is not None and Path(out).resolve() == Path(page).resolve():
-        raise Mistake(f"--page: {page}: is where --out puts the recording")
+        raise Mistake(f"--page: {page}: expected another file than that of --out")
     old = None if against is None else _load_old(against)
     return WatchOptions(
         out=out,
@@ -96,7 +96,7 @@ def _parse_thresholds(limits: tuple[str, ...]) -> Thresholds:
 
 
 def _check_recording_path(path: Path, force: bool) -> None:
-    """Check, before any long work, that the recording can be written there.
+    """Check before any long work that the recording can be written.
 
     Raises:
         Mistake: it cannot.
@@ -104,28 +104,30 @@ def _check_recording_path(path: Path, force: bool) -> None:
     from headscope.stats import _statistics_file
 
     if "\0" in str(path):
-        raise Mistake(f"--out: {path}: no file can have this name")
+        raise Mistake(f"--out: {path}: not a valid file name")
     try:
         there = path.exists()
-    except OSError as error:  # the name is too long, say
+    except OSError as error:  # for example, the name is too long
         raise Mistake(f"--out: {path}: cannot be written: {error.strerror}") from error
     if not path.parent.is_dir():
-        raise Mistake(f"--out: {path}: there is no such folder")
+        raise Mistake(f"--out: {path}: no such folder")
     if there and not path.is_file():
-        raise Mistake(f"--out: {path}: is no regular file")
+        raise Mistake(f"--out: {path}: is not a regular file")
     try:
         _statistics_file.check_utf8(path)
     except ValueError as error:
         raise Mistake(f"--out: {error}") from error
     if there and not force and not _statistics_file.is_statistics(path):
-        raise Mistake(f"--out: {path}: holds a file that is no recording; choose another name, or give --force")
+        raise Mistake(
+            f"--out: {path}: exists and is not a recording; choose another name, or overwrite it with --force"
+        )
 
 
 def _load_old(path: str) -> HeadStats:
     from headscope.stats import HeadStats
 
     if not path:
-        raise Mistake("--against: is empty, expected a path")
+        raise Mistake("--against: expected a path, got an empty one")
     try:
         return HeadStats.load(path)
     except (OSError, ValueError, KeyError) as error:

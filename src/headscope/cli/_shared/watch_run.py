@@ -1,4 +1,4 @@
-"""What ``headscope watch`` does: run a model on an input, record its heads, and draw the conclusions."""
+"""Run a model on an input, record its heads, and draw conclusions, for ``headscope watch``."""
 
 from __future__ import annotations
 
@@ -21,22 +21,29 @@ if TYPE_CHECKING:
     from headscope.stats import HeadStats
     from headscope.watching import Recording
 
-WINDOWS = (3, 16, 64, 256, 1024, 4096)  # the first, and those up to a third of the input: wider ones tell little
+WINDOWS = (
+    3,
+    16,
+    64,
+    256,
+    1024,
+    4096,
+)  # the first, and those up to a third of the input: nearly every head fits a wider one
 BUDGETS = (16, 64, 256, 1024)
 BINS = 64
 WHOLE = 128  # up to this many tokens, and
 PATCHES = 256  # up to this many patches, every weight is in the map
-ROWS = 2048  # up to this many tokens the rows are kept, for the entropy beside the map
+ROWS = 2048  # up to this many tokens, rows are recorded for the entropy next to the map
 EDGES = 16
 ARGUMENTS = {"layers": "--layers"}  # of ``headscope.watch``, and the option that each comes from
 
 
 @dataclass(frozen=True)
 class WatchResult:
-    """The recording of a model on an input, and the conclusions; a conclusion that needs more data is None.
+    """The recording of a model on an input, and the conclusions; one that requires more data is None.
 
     Attributes:
-        against: the path of the older recording, as it is shown.
+        against: the path of the older recording, escaped for a terminal.
     """
 
     loaded: Loaded
@@ -52,7 +59,7 @@ class WatchResult:
 
 
 def run_watch(loaded: Loaded, model_input: Input, options: WatchOptions) -> WatchResult:
-    """Return the recording of a model on an input, and what follows from it.
+    """Return the recording of a model on an input, and the conclusions.
 
     Raises:
         Mistake: the model cannot be watched or fails, or the older recording is of another model.
@@ -64,7 +71,7 @@ def run_watch(loaded: Loaded, model_input: Input, options: WatchOptions) -> Watc
     keys = max((part.received.shape[-1] for part in stats.parts.values() if part.received is not None), default=0)
     budgets = tuple(k for k in BUDGETS if k < keys) or (max(1, keys // 4),)
     groups = loaded.key_heads if _are_grouped(loaded.key_heads, stats) else None
-    # below that not even the first window is up to a third of the input: it is there for "local" alone
+    # with fewer keys the first window exceeds a third of the input; it is recorded only for the pattern "local"
     windowed = any(name.startswith("streaming_") for name in stats.names) and keys >= 3 * WINDOWS[0]
     return WatchResult(
         loaded,
@@ -81,7 +88,7 @@ def run_watch(loaded: Loaded, model_input: Input, options: WatchOptions) -> Watc
 
 
 def _compare(options: WatchOptions, stats: HeadStats) -> Comparison | None:
-    """Return what moved since the recording of --against, if there is one.
+    """Return the comparison with the recording of --against, if there is one.
 
     Raises:
         Mistake: it is of another model, or of other heads.
@@ -93,7 +100,7 @@ def _compare(options: WatchOptions, stats: HeadStats) -> Comparison | None:
     try:
         return compare(options.old, stats, options.thresholds)
     except ValueError as error:
-        problem = str(error).partition("; compare recordings")[0]  # the remedy is one of Python's
+        problem = str(error).partition("; compare recordings")[0]  # the remedy in it applies to Python
         raise Mistake(f"--against: {visible(options.against or '')}: {problem}") from error
 
 
@@ -107,15 +114,15 @@ def _notes(loaded: Loaded, model_input: Input, options: WatchOptions) -> Iterato
         sizes = sorted({part.shape[1] for part in model_input.parts})
         size = " or ".join(f"{n:,}" for n in sizes)
         count = f"{len(model_input.parts):,}"
-        yield f"the text is read in {count} windows of {size} tokens, each from position 0, and merged"
+        yield f"the text is read in {count} windows of {size} tokens, each from position 0; their statistics are merged"
     if loaded.takes == "image":
-        yield "distances, previous and next are along the sequence of patches, not on their grid"
+        yield "distance, previous and next follow the sequence of patches, not their grid"
     if loaded.paired:
-        yield "the decoder reads the same tokens as the encoder, one place later"
+        yield "the decoder reads the same tokens as the encoder, shifted by one"
     if options.old is not None and options.against is not None:
         before = _input_digest(options.against)
         if before is not None and before != model_input.digest:
-            yield f"the input is not the one of {visible(options.against)}"
+            yield f"the input differs from that of {visible(options.against)}"
 
 
 def _input_digest(path: str) -> str | None:
@@ -124,7 +131,7 @@ def _input_digest(path: str) -> str | None:
 
     try:
         source = Recording.load(path).about.options.get("input")
-    except ValueError:  # statistics alone
+    except ValueError:  # the file holds statistics without a description
         return None
     return source.get("digest") if isinstance(source, dict) else None
 
@@ -190,7 +197,7 @@ def _record_window(loaded: Loaded, model_input: Input, part: Any, options: Watch
         keep_qk=options.keep_qk,
     )
     arguments: dict[str, Any] = {"layers": options.layers or None}
-    arguments |= {"tokens": "inputs"} if loaded.paired else {}  # its two halves read different ids
+    arguments |= {"tokens": "inputs"} if loaded.paired else {}  # encoder and decoder read different ids
     with (
         quiet_transformers(),
         torch.inference_mode(),
@@ -201,7 +208,7 @@ def _record_window(loaded: Loaded, model_input: Input, part: Any, options: Watch
 
 
 def _patches(loaded: Loaded, images: Any) -> int:
-    """Return how many bins an image's map has: one for each patch, CLS and register, if the model has their number."""
+    """Return the bins of an image's map: one for each patch, CLS and register, if their number is known."""
     patches = patches_of(loaded, images)
     if patches is None:
         return BINS
@@ -210,7 +217,7 @@ def _patches(loaded: Loaded, images: Any) -> int:
 
 
 class Patches(NamedTuple):
-    """The patches of a picture, and how many keys there may be before them at most: CLS and registers."""
+    """The patches of a picture, and the most keys before them: CLS and registers."""
 
     rows: int
     columns: int
@@ -218,7 +225,7 @@ class Patches(NamedTuple):
 
 
 def patches_of(loaded: Loaded, images: Any) -> Patches | None:
-    """Return the patches that a model cuts pictures [..., height, width] into; None where it does not say."""
+    """Return the patches of pictures [..., height, width]; None if the configuration does not have their size."""
     config = getattr(loaded.model, "config", None)
     size = getattr(config, "patch_size", None)
     sides = (size, size) if isinstance(size, int) else size

@@ -1,4 +1,4 @@
-"""The input of a model, cut into windows of what it reads at once."""
+"""The input of a model, split into windows of its context."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Input:
     Attributes:
         source: where it came from, in a few words.
         parts: one for each forward pass: token ids [1, T], or images.
-        tokens: how many there are in all, without those that mark ends; of images how many of these.
-        digest: the same for the same input.
+        tokens: number of tokens in all, without those of the ends; for images, their number.
+        digest: equal for equal inputs.
     """
 
     source: str
@@ -39,17 +39,17 @@ class Input:
 def read_input(
     loaded: Loaded, text: str | None, file: str | None, ids: str | None, image: str | None, context: int | None
 ) -> Input:
-    """The one input that was given, made ready.
+    """Return the input of the options.
 
     Raises:
-        Mistake: none or several, of the wrong kind, or one that cannot be read.
+        Mistake: there is none or more than one, or it has the wrong kind or cannot be read.
     """
     options = [name for name, value in zip(SOURCES, (text, file, ids, image), strict=True) if value is not None]
     if len(options) > 1:
         raise Mistake(f"expected one input, got {' and '.join(options)}")
     if loaded.takes == "image":
         if context is not None:
-            raise Mistake("--context: this model looks at images, each as a whole")
+            raise Mistake("--context: applies to text, and this model reads images")
         return _images(loaded, options, image)
     if image is not None:
         raise Mistake("--image: this model reads text, expected --text, --file or --ids")
@@ -60,7 +60,7 @@ def read_input(
 
 def _images(loaded: Loaded, options: list[str], image: str | None) -> Input:
     if options and image is None:
-        raise Mistake(f"{options[0]}: this model looks at images, expected --image")
+        raise Mistake(f"{options[0]}: this model reads images, expected --image")
     if image is not None:
         assert loaded.prepare is not None
         pixels, source = loaded.prepare(image), visible(image)
@@ -91,35 +91,39 @@ def _tokens(loaded: Loaded, text: str | None, file: str | None, ids: str | None,
             f"expected token ids from 0 to {most}, got {largest}; use the tokenizer of these weights, or --ids"
         )
     if context is not None and context > loaded.context:
-        raise Mistake(f"--context: got {context}, expected at most {loaded.context}, as many as are read at once")
+        raise Mistake(f"--context: got {context}, expected at most {loaded.context}, the context of the model")
     parts = windows(every, context or loaded.context, ends)
     return Input(source, parts, len(every), _digest(*parts))
 
 
 def _numbers(ids: str) -> list[int]:
-    """Raises: Mistake: not whole numbers from 0, separated by blanks or commas."""
+    """Return the numbers in --ids.
+
+    Raises:
+        Mistake: they are not whole numbers from 0, separated by commas or spaces.
+    """
     words = re.split(r"[\s,]+", ids.strip(" \t\n,"))
     if words == [""]:
-        raise Mistake("--ids: is empty, expected whole numbers such as 5,7,9")
+        raise Mistake("--ids: expected whole numbers such as 5,7,9, got none")
     if wrong := next((word for word in words if not re.fullmatch(r"[0-9]{1,9}", word)), None):
-        raise Mistake(f"--ids: got {wrong[:40]}, expected whole numbers from 0, separated by commas or blanks")
+        raise Mistake(f"--ids: got {wrong[:40]}, expected whole numbers from 0, separated by commas or spaces")
     return [int(word) for word in words]
 
 
 def windows(ids: list[int], context: int, ends: tuple[list[int], list[int]]) -> tuple[Tensor, ...]:
-    """As few windows as fit the context, as long as each other to one token, without overlap; each with its ends.
+    """Split token ids into the fewest windows that fit the context, without overlap, and add the ends to each.
 
-    So no token is counted twice, and no window is a short rest in which every row sees little.
+    Their lengths differ by at most one, so no window is a short rest whose rows have few visible keys.
 
     Raises:
-        Mistake: the ends alone fill the context.
+        Mistake: the ends fill the context.
     """
     import torch
 
     before, after = ends
     room = context - len(before) - len(after)
     if room < 1:
-        raise Mistake(f"--context: got {context}, expected more than the {len(before) + len(after)} that mark the ends")
+        raise Mistake(f"--context: got {context}, expected more than the {len(before) + len(after)} tokens of the ends")
     count = -(-len(ids) // room)
     cuts = [n * len(ids) // count for n in range(count + 1)]
     parts = [[*before, *ids[start:stop], *after] for start, stop in pairwise(cuts)]
