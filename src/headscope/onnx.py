@@ -17,6 +17,7 @@ import torch
 
 from headscope import _linear as projections  # noqa: F401  # pyright: ignore[reportUnusedImport]  # so does this
 from headscope import functional  # noqa: F401  # pyright: ignore[reportUnusedImport]  # it registers the operators
+from headscope._support.onnx_export import mark_translated
 from headscope.masks import FAR, UNBOUNDED, Code, offset_limits, unknown_code
 
 __all__ = ["translations"]
@@ -40,7 +41,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         ValueError: on export, where there is dropout.
     """
     import_module("onnxscript")  # to say now that it is missing, and not while a graph is made
-
+    mark_translated()
     return {torch.ops.headscope.attend_forward.default: _attend, torch.ops.headscope.linear.default: _linear}
 
 

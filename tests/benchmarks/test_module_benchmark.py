@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def timing(**medians: float) -> _benchmark.Timing:
 
 @pytest.mark.parametrize("mode", _benchmark.MODES)
 def test_every_competitor_is_timed(mode: str) -> None:
-    measured = _benchmark.measure(SMALL, mode, "fp32", seconds=0.0)
+    measured = _benchmark.measure(_benchmark.Line(SMALL, mode, "fp32"), seconds=0.0)
+    assert measured is not None
     assert set(measured.median_us) == {_benchmark.OURS, *_benchmark.PEERS}
     assert measured.rounds == 5
     assert min(measured.median_us.values()) > 0
@@ -69,21 +71,19 @@ def test_saved_for_others_to_read_and_nothing_left_behind(tmp_path: Path) -> Non
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_benchmark, "SHAPES", (SMALL,))
-    shown = CliRunner().invoke(commands, ["bench", "--seconds", "0.001", "--dtype", "fp32"])
+    monkeypatch.setattr(_benchmark, "PER_LINE", 0.001)
+    shown = CliRunner().invoke(commands, ["bench", "--dtype", "fp32"])
     assert shown.exit_code == 0, shown.output
     assert [line.split("  ")[0] for line in shown.stdout.splitlines() if line.startswith("(2")] == ["(2, 5, 6, 3)"] * 2
-    found = json.loads(
-        CliRunner().invoke(commands, ["bench", "--seconds", "0.001", "--dtype", "fp32", "--json"]).stdout
-    )
+    found = json.loads(CliRunner().invoke(commands, ["bench", "--dtype", "fp32", "--json"]).stdout)
     assert [row["mode"] for row in found["timings"]] == list(_benchmark.MODES)
 
 
 def test_no_line_of_the_table_is_longer_than_80_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object) -> Iterator[_benchmark.Timing]:
-        for shape in _benchmark.SHAPES:
-            for mode in _benchmark.MODES:
-                medians = {_benchmark.OURS: 9_999_999.0, **dict.fromkeys(_benchmark.PEERS, 5e8)}
-                yield _benchmark.Timing(*shape, mode, "fp32", 5, medians)
+    def run(every: list[_benchmark.Line], *_: object) -> Iterator[_benchmark.Timing]:
+        medians = {_benchmark.OURS: 9_999_999.0, **dict.fromkeys(_benchmark.PEERS, 5e8)}
+        for line in every:
+            yield _benchmark.Timing(*line.shape, line.mode, line.dtype, 5, medians)
 
     monkeypatch.setattr(_benchmark, "run", run)
     for columns in ("80", "40"):  # a line is one line, also where the terminal is narrower
@@ -96,11 +96,11 @@ def test_no_line_of_the_table_is_longer_than_80_characters(monkeypatch: pytest.M
             "H)",
             "mode",
             "dtype",
-            "ours,",
+            "headscope,",
             "ms",
             *"×torch ×need_weights ×plain".replace("×", "× ").split(),
         ]
-        assert len(rows) == len(_benchmark.SHAPES) * len(_benchmark.MODES)
+        assert len(rows) == len(_benchmark.SHAPES) * len(_benchmark.MODES) * len(_benchmark.DTYPES)
         assert all(row.endswith("50.00") for row in rows)
         assert max(map(len, [head, *rows])) <= 80
 
@@ -108,4 +108,22 @@ def test_no_line_of_the_table_is_longer_than_80_characters(monkeypatch: pytest.M
 def test_seconds_out_of_range() -> None:
     refused = CliRunner().invoke(commands, ["bench", "--seconds", "0"])
     assert refused.exit_code == 2
-    assert "--seconds: got 0.0, expected a number above 0 and up to 600" in refused.stderr
+    assert "--seconds: got 0.0, expected a number above 0 and up to 3600" in refused.stderr
+
+
+def test_seconds_limit_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = (1, 1 << 20, 8, 2)  # its plain attention would take 4 TiB
+    monkeypatch.setattr(_benchmark, "SHAPES", (SMALL, (1, 8192, 64, 2), large))
+    arguments = ["bench", "--seconds", "2", "--dtype", "fp32"]
+    started = time.perf_counter()
+    shown = CliRunner().invoke(commands, [*arguments, "--json"])
+    assert time.perf_counter() - started < 30
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    assert [row["length"] for row in found["timings"]] == [5, 5]
+    assert [line["shape"] for line in found["skipped"]] == [[1, 8192, 64, 2], list(large)] * 2
+    note = (
+        "headscope bench: skipped 4 of 6 lines, which do not fit in --seconds 2; without --seconds all are measured\n"
+    )
+    assert note in shown.stderr
+    assert len([line for line in CliRunner().invoke(commands, arguments).stdout.splitlines() if line[:2] == "(2"]) == 2

@@ -91,7 +91,7 @@ def test_an_extension_that_is_not_built_is_told_from_one_that_cannot_be_loaded(
     assert str(tmp_path) in why
     for name, value in (("extension", extension), ("unloadable", why)):
         monkeypatch.setattr(cpu, name, value)
-    assert machine()["native kernels"] == {"target": f"built, and cannot be loaded: {why}"}
+    assert machine()["native kernels"] == {"target": f"built, but cannot be loaded: {why}"}
     refusals = judge(TYPICAL["plain"], torch.float32, "cpu").refusals
     assert refusals["cpu"] == [f"build: the native extension cannot be loaded: {why}"]
 

@@ -160,18 +160,18 @@ def test_eight_by_eight_is_taken_as_it_is() -> None:
     picture = Image.fromarray((image * 255).round().byte().numpy())
     prepared = prepare(picture)
     assert np.abs(prepared.pixels - image.numpy()).max() < 1 / 255
-    assert prepared.done == ("8 x 8 L", "bright strokes on a dark ground: kept")
+    assert prepared.done == ("8 x 8 L", "bright strokes on a dark ground, unchanged")
 
 
 @pytest.mark.parametrize("size", [(1, 1), (9, 1), (2, 300)])
 def test_an_even_picture_is_empty(size: tuple[int, int]) -> None:
     prepared = prepare(Image.new("L", size, 77))
     assert not prepared.pixels.any()
-    assert prepared.done[-1] == "one even grey: there is no stroke to be found"
+    assert prepared.done[-1] == "one even grey, no strokes"
 
 
 def test_all_transparent_is_said() -> None:
-    assert "all of it is transparent" in prepare(Image.new("RGBA", (20, 20), (255, 0, 0, 0))).done
+    assert "fully transparent" in prepare(Image.new("RGBA", (20, 20), (255, 0, 0, 0))).done
 
 
 @pytest.mark.parametrize("mode", ["LA", "RGBA"])
@@ -213,7 +213,7 @@ def test_other_formats_are_not_opened(name: str, kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("command", [("image",), ("watch", "digits", "--no-page", "--image")], ids=lambda c: c[0])
 def test_a_pipe_in_the_place_of_a_picture_is_refused(command: tuple[str, ...], run: Run) -> None:
     os.mkfifo("pipe.png")
-    message = f"headscope {command[0]}: pipe.png: is no regular file, expected a PNG or a JPEG\n"
+    message = f"headscope {command[0]}: pipe.png: is not a regular file, expected a PNG or a JPEG\n"
     assert run(*command, "pipe.png") == Ran(2, "", message)
 
 
@@ -231,11 +231,11 @@ def png(width: int, height: int, extra: bytes = b"") -> bytes:
     ("data", "message"),
     [
         (png(60_000, 60_000), "has too many pixels"),
-        (png(9_000, 9_000), "9000 x 9000 pixels, expected at most 50000000"),
+        (png(9_000, 9_000), "9000 x 9000 pixels, expected at most 50,000,000"),
         (png(30, 30, bytes(2 << 20) * 40), "is damaged"),
         (png(300, 300), "cannot be read"),
-        (b"", "is no picture"),
-        (b"\x89PNG\r\n\x1a\n", "is no picture"),
+        (b"", "not a readable picture"),
+        (b"\x89PNG\r\n\x1a\n", "not a readable picture"),
     ],
     ids=["bomb", "large", "bomb in a text", "cut off", "empty", "header alone"],
 )

@@ -226,7 +226,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"model_type": "timm_wrapper", "architecture": "vit", "model_args": {"checkpoint_path": "a.pth"}},
         "model_args: checkpoint_path",
     ),
-    "code": ("llama", {"model_type": "zork", "auto_map": {"AutoConfig": "a.A"}}, "Python code of its own repository"),
+    "code": ("llama", {"model_type": "zork", "auto_map": {"AutoConfig": "a.A"}}, "Python code of its repository"),
 }
 
 
@@ -297,7 +297,7 @@ def test_nobody_is_asked_whether_code_of_a_repository_may_run(
     monkeypatch.setattr(auto_factory._BaseAutoModelClass, "_model_mapping", {}, raising=False)
     monkeypatch.setattr(transformers.AutoModel, "_model_mapping", {})
     at = changed(llama, tmp_path / "at", architectures=["Zork"], auto_map={"AutoModel": "a.A"})
-    with pytest.raises(Mistake, match="needs Python code of its own repository"):
+    with pytest.raises(Mistake, match="requires Python code of its repository"):
         load(str(at))
     assert reached == []
 

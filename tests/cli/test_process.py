@@ -84,7 +84,11 @@ def test_help_imports_no_more_than_click(arguments: str, tmp_path: Path) -> None
 def test_a_mistake_in_the_text_waits_for_nothing(tmp_path: Path) -> None:
     setup = "import atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
     ran = headscope("text", "", cwd=tmp_path, setup=setup, fresh=True)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", "headscope text: text: is empty\nFalse\n")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (
+        2,
+        "",
+        "headscope text: text: is empty, expected a text\nFalse\n",
+    )
 
 
 @POSIX
@@ -100,8 +104,8 @@ def test_ctrl_c_is_one_line_and_130(setup: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "code", "arguments", "written"),
     [
-        ("SIGINT", 130, "text a", "headscope-report.html"),
-        ("SIGHUP", -1, "text a", "headscope-report.html"),
+        ("SIGINT", 130, "text a", "headscope-text.html"),
+        ("SIGHUP", -1, "text a", "headscope-text.html"),
         ("SIGTERM", -15, "watch digits --no-page --out a.safetensors", "a.safetensors"),
     ],
 )
@@ -125,7 +129,7 @@ def test_a_signal_that_is_ignored_stays_so_while_a_file_is_written(tmp_path: Pat
     setup = "signal.signal(signal.SIGHUP, signal.SIG_IGN)" + WHILE_WRITING.replace("SIGINT", "SIGHUP")
     ran = headscope("text", "a", cwd=tmp_path, setup=setup)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert names(tmp_path) == ["headscope-report.html"]
+    assert names(tmp_path) == ["headscope-text.html"]
 
 
 @POSIX
@@ -133,7 +137,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     setup = "import errno\ndef fail(*paths): raise OSError(errno.ENOSPC, 'No space left on device')\nos.replace = fail"
     ran = headscope("text", "a", cwd=tmp_path, setup=setup)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr == "headscope text: --out: headscope-report.html: cannot be written: No space left on device\n"
+    assert ran.stderr == "headscope text: --out: headscope-text.html: cannot be written: No space left on device\n"
     assert names(tmp_path) == []
 
 
@@ -146,7 +150,7 @@ def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...], tmp_path: Path) -
     process = run_program(program, *arguments, cwd=tmp_path, timeout=120, streams=(None, writer, None))
     os.close(writer)
     assert (process.returncode, process.stderr) == (141, "")
-    assert names(tmp_path) == (["headscope-report.html"] if arguments[0] == "text" else []), (
+    assert names(tmp_path) == (["headscope-text.html"] if arguments[0] == "text" else []), (
         "the page is there all the same"
     )
 
@@ -222,7 +226,7 @@ def test_what_click_prints_in_ascii_is_ascii() -> None:
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with contextlib.redirect_stdout(shown):
         assert main(["check", "--help"]) == 0
-    assert "q.k that was meant" in shown.buffer.getvalue().decode("ascii")
+    assert "Intended factor of q.k" in shown.buffer.getvalue().decode("ascii")
 
 
 class Full(io.StringIO):

@@ -36,7 +36,7 @@ def saved(run: Run) -> Path:
 def test_a_page_is_written(run: Run) -> None:
     ran = run("report", "seen.safetensors", "--out", "page.html", "--title", "<b>mine</b>")
     assert (ran.code, ran.err) == (0, "")
-    assert re.fullmatch(r"The page, to be opened in a browser: page\.html \(\d\.\d MiB\)\n", ran.out)
+    assert re.fullmatch(r"Open in a browser: page\.html \(\d\.\d MiB\)\n", ran.out)
     html = Path("page.html").read_text(encoding="utf-8")
     assert MARKER in html[:256]
     page = Page(html)
@@ -68,7 +68,7 @@ def test_an_image_lies_below(run: Run) -> None:
         f"headscope report: {fit}, got 3 x 3 patches and 3 keys before them\n",
     )
     ran = run("report", "seen.safetensors", "--special", "4")
-    assert ran == Ran(2, "", "headscope report: --special: expected --image with it\n")
+    assert ran == Ran(2, "", "headscope report: --special: requires --image\n")
     ran = run("report", "seen.safetensors", "--image", "photo.png", "--grid", "5x5")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err == f"headscope report: {fit}, got 5 x 5 patches\n"
@@ -80,7 +80,11 @@ def test_what_is_read_is_not_replaced(read: str, out: str, saved: Path, run: Run
     Path("link.safetensors").symlink_to(saved)
     before = saved.read_bytes()
     ran = run("report", read, "--out", out, "--force")
-    assert (ran.code, ran.out, ran.err) == (2, "", f"headscope report: --out: {out}: is the recording itself\n")
+    assert (ran.code, ran.out, ran.err) == (
+        2,
+        "",
+        f"headscope report: --out: {out}: is the recording itself, expected another file\n",
+    )
     Image.new("RGB", (8, 6)).save("photo.png")
     ran = run(
         "report", "seen.safetensors", "--image", "photo.png", "--out", f"../{Path.cwd().name}/photo.png", "--force"
@@ -97,13 +101,16 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no recording": (("other.txt",), "RECORDING: other.txt: no file of headscope's statistics"),
     "no name": (("",), "RECORDING: is empty, expected a path\n"),
     "page without a name": (("seen.safetensors", "--out", ""), "--out: is empty, expected the name of a file\n"),
-    "over a file": (("seen.safetensors", "--out", "other.txt"), "--out: other.txt: holds a file that is no page"),
-    "both": (("seen.safetensors", "--serve", "--out", "a.html"), "--serve: expected either it or --out"),
+    "over a file": (
+        ("seen.safetensors", "--out", "other.txt"),
+        "--out: other.txt: exists and is not a page that headscope wrote",
+    ),
+    "both": (("seen.safetensors", "--serve", "--out", "a.html"), "--serve: got --out too, expected one of the two"),
     "grid": (("seen.safetensors", "--grid", "14"), "--grid: got 14, expected rows and columns, as 14x14"),
-    "grid alone": (("seen.safetensors", "--grid", "2x5"), "--grid: expected --image with it"),
+    "grid alone": (("seen.safetensors", "--grid", "2x5"), "--grid: requires --image"),
     "image": (
         ("seen.safetensors", "--image", "other.txt"),
-        "other.txt: is no picture that can be read, expected a PNG",
+        "other.txt: not a readable picture, expected a PNG",
     ),
     "no image": (("seen.safetensors", "--image", "no.png"), "no.png: cannot be read: No such file or directory"),
     "strip": (("seen.safetensors", "--strip", "a.1"), "--strip: got a.1, expected a layer and a head, counted from 0"),
@@ -113,7 +120,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no such layer": (("seen.safetensors", "--strip", "1.0"), "--strip: got 1.0, expected a layer from 0 to 0\n"),
     "17 strips": (("seen.safetensors", *("--strip", "0.1") * 17), "--strip: got 17 heads, expected at most 16\n"),
-    "port": (("seen.safetensors", "--port", "80"), "--port: expected --serve with it\n"),
+    "port": (("seen.safetensors", "--port", "80"), "--port: requires --serve\n"),
     "no such port": (
         ("seen.safetensors", "--serve", "--port", "65536"),
         "--port: got 65536, expected a whole number from 0 to 65535\n",
@@ -124,7 +131,8 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "force": (
         ("seen.safetensors", "--out", "other.txt"),
-        "--out: other.txt: holds a file that is no page of headscope's own; choose another name, or give --force\n",
+        "--out: other.txt: exists and is not a page that headscope wrote; choose another name, or overwrite it with "
+        "--force\n",
     ),
     "served strips": (("seen.safetensors", "--serve", "--strip", "0.1"), "--strip: expected none with --serve"),
 }
@@ -148,14 +156,14 @@ def test_a_mistake_is_one_line(name: str, run: Run) -> None:
 @pytest.mark.usefixtures("saved")
 def test_a_pipe_in_the_place_of_a_picture_is_refused(run: Run) -> None:
     os.mkfifo("pipe.png")
-    message = "headscope report: pipe.png: is no regular file, expected a PNG or a JPEG\n"
+    message = "headscope report: pipe.png: is not a regular file, expected a PNG or a JPEG\n"
     assert run("report", "seen.safetensors", "--image", "pipe.png") == Ran(2, "", message)
 
 
 def test_strips_need_q_and_k(run: Run, saved: Path) -> None:
     Recording.load(saved).save("plain.safetensors")
     ran = run("report", "plain.safetensors", "--strip", "0.0")
-    said = "--strip: got 0.0, expected a recording with q and k, as watch --keep-qk writes it"
+    said = "--strip: got 0.0, expected a recording with q and k; record it with watch --keep-qk"
     assert (ran.code, ran.out, ran.err) == (2, "", f"headscope report: {said}\n")
 
 
@@ -165,7 +173,7 @@ def test_a_map_with_every_weight_needs_no_strips(run: Run) -> None:
     stats = HeadStats({name: each.parts["0"] for name, each in found.items()})
     Recording(stats, About("m", {}, {}, {"a": "self", "b": "self"}, None, 1, 1)).save("seen.safetensors", qk=True)
     ran = run("report", "seen.safetensors", "--strip", "0.2", "--strip", "1.1", "--strip", "0.0")
-    said = "--strip: 0.2, 0.0: the map holds every weight of the layer, so the page has no strip beside it"
+    said = "--strip: 0.2, 0.0: the map already holds every weight of the layer, so the page has no strip for it"
     assert (ran.code, ran.err) == (0, f"headscope report: {said}\n")
     layers = Page(Path("headscope-report.html").read_text(encoding="utf-8")).data["layers"]
     assert [list(layer["strips"]["heads"]) for layer in layers] == [[], ["1"]]
@@ -196,7 +204,7 @@ def test_serving_needs_q_and_k(run: Run, saved: Path) -> None:
     Recording.load(saved).save("plain.safetensors")
     ran = run("report", "plain.safetensors", "--serve")
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("headscope report: --serve: q and k were not kept; expected watch --keep-qk")
+    assert ran.err.startswith("headscope report: --serve: expected a recording with q and k: watch --keep-qk")
 
 
 @POSIX
@@ -223,7 +231,7 @@ def test_it_serves_until_ctrl_c(saved: Path) -> None:
 
 def test_watch_keeps_q_and_k_in_the_recording(run: Run) -> None:
     ran = run("watch", "text", "--text", "abc", "--keep-qk", "--no-page")
-    assert (ran.code, ran.err) == (2, "headscope watch: --keep-qk: expected --out with it\n")
+    assert (ran.code, ran.err) == (2, "headscope watch: --keep-qk: requires --out\n")
     ran = run(
         "watch", "text", "--text", "i love to code", "--keep-qk", "--out", "seen.safetensors", "--no-page", "--json"
     )

@@ -81,7 +81,9 @@ def test_a_long_text_is_read_in_windows_and_merged_exactly(folder: Path, start: 
     assert said["about"]["options"]["input"]["windows"] == 3
     assert said["about"]["forwards"] == 3
     assert said["kv_budget"]["pooled"] is True
-    assert said["notes"] == ["the text is read in 3 windows of 24 or 25 tokens, each from position 0, and merged"]
+    assert said["notes"] == [
+        "the text is read in 3 windows of 24 or 25 tokens, each from position 0; their statistics are merged"
+    ]
 
 
 def test_transformers_has_nothing_to_say_of_a_long_text(folder: Path, tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_windows_are_even_and_hold_every_token_once() -> None:
         [90, *range(15, 23), 91, 92],
     ]
     assert [part.shape for part in windows([5], 7, ([], []))] == [(1, 1)]
-    with pytest.raises(Mistake, match=r"--context: got 3, expected more than the 3 that mark the ends"):
+    with pytest.raises(Mistake, match=r"--context: got 3, expected more than the 3 tokens of the ends"):
         windows([1], 3, ([90], [91, 92]))
 
 
@@ -130,10 +132,10 @@ def test_what_is_printed_and_written(run: Run, folder: Path) -> None:
     assert recording.texts == ("<s>", *TEXT[:24])
     page = Path("headscope-report.html").read_text(encoding="utf-8")
     assert MARKER in page[:256]
-    assert "Window: the smallest that, with the first token, keeps 95% of the mass." in page
+    assert "window: the smallest that, with the first token, holds 95% of the mass" in page
     tables = Page(page).data["tables"]
     assert [table["title"] for table in tables if table["cells"]] == [
-        "Every head", "Patterns", "Streaming", "What a smaller cache keeps"
+        "Every head", "Patterns", "Streaming", "Smaller caches"
     ], "no two heads are near-duplicates"  # fmt: skip
     assert sorted(path.name for path in Path().iterdir()) == ["dog.txt", "headscope-report.html", "seen.safetensors"]
     assert run("watch", str(folder), "--text", "a", "--out", "seen.safetensors").code == 0, "its own files are replaced"
@@ -149,7 +151,7 @@ def test_the_shipped_models(start: Start) -> None:
     digits = start("digits")
     assert digits["streaming"] is None
     assert digits["layers"]["layers.0.attention"]["rows"] == [20 * 64] * 8
-    assert "not on their grid" in digits["notes"][0]
+    assert "follow the sequence of patches, not their grid" in digits["notes"][0]
 
 
 def test_encoders_with_decoders_grouped_heads_and_images(tmp_path: Path, start: Start) -> None:
@@ -160,7 +162,7 @@ def test_encoders_with_decoders_grouped_heads_and_images(tmp_path: Path, start: 
     said = start(save(transformers.T5ForConditionalGeneration(t5), tmp_path / "t5"), "--text", TEXT)
     assert set(said["about"]["kinds"].values()) == {"self", "cross"}
     assert len(said["layers"]) == 3
-    assert "one place later" in said["notes"][0]
+    assert "shifted by one" in said["notes"][0]
     llama = transformers.LlamaConfig(num_key_value_heads=2, intermediate_size=24, **plain, **SIZES)
     said = start(save(transformers.LlamaForCausalLM(llama), tmp_path / "llama"), "--ids", "3 4,5, 6", "--rows", 2)
     assert [each["name"] for each in said["kv_budget"]["heads"][4:]] == ["kv 0 (heads 0-1)", "kv 1 (heads 2-3)"]
@@ -192,7 +194,7 @@ def test_little_text_tells_nothing_of_windows(run: Run, start: Start) -> None:
     assert "window_3" in said["layers"]["layers.0.attention"]["heads"][0], "local is told by it"
     assert start("text", "--ids", "5,6,7,8,9,10,11,12,13")["streaming"] is not None
     one = run("watch", "text", "--ids", "5", "--no-page").out
-    assert "1 key keeps 100%" in one
+    assert "1 key holds 100%" in one
     assert "Streaming" not in one
 
 
@@ -205,7 +207,7 @@ def test_some_layers_and_less_context(folder: Path, start: Start) -> None:
 def test_many_heads_are_cut_in_the_terminal(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headscope.cli._shared.recording_view.LINES", 2)
     ran = run("watch", str(folder), "--text", "abc abc", "--no-page")
-    assert "The 2 of 6 heads with the highest scores; the page has all." in ran.out
+    assert "The 2 of 6 heads with the highest scores; the page has all heads." in ran.out
     assert len(re.findall(r"^[01] +[012] +\w+ +[01]\.\d\d ", ran.out, re.MULTILINE)) == 2
 
 
@@ -225,7 +227,7 @@ def test_broken_rows_are_counted_and_nothing_is_told_of_none(
     model.save_pretrained(tmp_path / "broken")
     out = run("watch", str(tmp_path / "broken"), "--ids", "3,4,5,6,7,8,9,10,11,12", "--no-page").out
     assert said in out
-    assert ("Cache: of the attention mass, 2 keys keep" in out) == ("Cache:" in out) == (name != "wpe.weight")
+    assert ("Cache: of the attention mass, the best 2 keys hold" in out) == ("Cache:" in out) == (name != "wpe.weight")
     assert ("Streaming:" in out) == (name != "wpe.weight")
     ran = run("watch", str(tmp_path / "broken"), "--ids", "3,4,5,6,7,8,9,10,11,12", "--json")
     assert answer(ran)["notes"] == [said.removesuffix(".")]
@@ -267,7 +269,7 @@ def test_against_an_older_recording(run: Run, folder: Path, other: Path) -> None
     loose = [f"--threshold={name}=99" for name in ("share", "entropy", "logits", "ratio", "map", "received")]
     assert run("watch", str(other), *watched[2:], "--against", "old.safetensors", "--json", *loose).code == 0
     ran = run("watch", str(folder), "--text", TEXT[:27], "--against", "old.safetensors", "--json")
-    assert "the input is not the one of old.safetensors" in ran.err
+    assert "the input differs from that of old.safetensors" in ran.err
     HeadStats.load("old.safetensors").save("stats.safetensors")
     assert run(*watched, "--against", "stats.safetensors", "--json").code == 0, "statistics alone will do"
     foreign = run("watch", "text", "--text", "a", "--against", "old.safetensors", "--no-page")
@@ -291,53 +293,77 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no input": (["watch", "text"], "expected an input: --text, --file or --ids"),
     "two inputs": (["watch", "text", "--text", "a", "--ids", "3"], "expected one input, got --text and --ids"),
     "an image for a reader": (["watch", "text", "--image", "p.png"], "--image: this model reads text"),
-    "a text for a viewer": (["watch", "digits", "--text", "a"], "--text: this model looks at images"),
-    "no picture": (["watch", "digits", "--image", "given.txt"], "given.txt: is no picture"),
+    "a text for a viewer": (["watch", "digits", "--text", "a"], "--text: this model reads images"),
+    "no picture": (["watch", "digits", "--image", "given.txt"], "given.txt: not a readable picture"),
     "empty text": (["watch", "text", "--text", ""], "text: is empty"),
     "missing file": (["watch", "text", "--file", "no.txt"], "no.txt: cannot be read"),
     "ids in words": (["watch", "text", "--ids", "3 x"], "--ids: got x, expected whole numbers from 0"),
-    "no ids": (["watch", "text", "--ids", " ,"], "--ids: is empty"),
+    "no ids": (["watch", "text", "--ids", " ,"], "--ids: expected whole numbers such as 5,7,9, got none"),
     "unknown ids": (["watch", "text", "--ids", "2048"], "--ids: got 2048, expected 0 to 2047"),
     "no such layers": (["watch", "text", "--text", "a", "--layers", "zork"], "layers: 'zork' fits no module"),
     "rows": (["watch", "text", "--text", "a", "--rows", "0"], "--rows: got 0, expected a whole number from 1"),
     "context": (
         ["watch", "text", "--text", "a", "--context", "257"],
-        "--context: got 257, expected at most 256, as many",
+        "--context: got 257, expected at most 256, the context of the model",
     ),
-    "a context for pictures": (["watch", "digits", "--context", "3"], "--context: this model looks at images"),
-    "no such folder": (["watch", "./nowhere", "--text", "a"], r"\./nowhere: is no folder with a model"),
-    "a file": (["watch", "given.txt", "--text", "a"], "given.txt: is no folder with a model"),
-    "an empty folder": (["watch", "empty", "--text", "a"], "empty: holds no config.json"),
-    "a name that is not there": (["watch", "no/such", "--text", "a"], "no/such: neither a folder here nor found on"),
-    "page and no page": (["watch", "text", "--page", "a.html", "--no-page"], "--no-page: expected either it or --page"),
-    "page over a file": (["watch", "text", "--page", "given.txt"], "--page: given.txt: holds a file that is no page"),
+    "a context for pictures": (
+        ["watch", "digits", "--context", "3"],
+        "--context: applies to text, and",
+    ),
+    "no such folder": (
+        ["watch", "./nowhere", "--text", "a"],
+        r"\./nowhere: is not a folder, expected the folder of a model",
+    ),
+    "a file": (["watch", "given.txt", "--text", "a"], "given.txt: is not a folder, expected the folder of a model"),
+    "an empty folder": (["watch", "empty", "--text", "a"], "empty: has no config.json"),
+    "a name that is not there": (["watch", "no/such", "--text", "a"], "no/such: expected a folder or a name on"),
+    "page and no page": (
+        ["watch", "text", "--page", "a.html", "--no-page"],
+        "--no-page: got --page too, expected one of the two",
+    ),
+    "page over a file": (
+        ["watch", "text", "--page", "given.txt"],
+        "--page: given.txt: exists and is not a page that headscope wrote",
+    ),
     "page in no folder": (["watch", "text", "--page", "no/a.html"], "--page: no/a.html: cannot be written"),
-    "recording over a file": (["watch", "text", "--out", "given.txt"], "--out: given.txt: holds a .* give --force$"),
-    "recording in no folder": (["watch", "text", "--out", "no/a"], "--out: no/a: there is no such folder"),
-    "recording over a folder": (["watch", "text", "--out", "empty"], "--out: empty: is no regular file"),
+    "recording over a file": (
+        ["watch", "text", "--out", "given.txt"],
+        "--out: given.txt: exists and is not a recording; .* overwrite it with --force$",
+    ),
+    "recording in no folder": (["watch", "text", "--out", "no/a"], "--out: no/a: no such folder"),
+    "recording over a folder": (["watch", "text", "--out", "empty"], "--out: empty: is not a regular file"),
     "zero byte": (["watch", "text", "--out", "a\0b"], r"--out: a\\x00b: "),
-    "one file for both": (["watch", "text", "--out", "a", "--page", "./a"], r"--page: \./a: is where --out puts the"),
+    "one file for both": (
+        ["watch", "text", "--out", "a", "--page", "./a"],
+        r"--page: \./a: expected another file than that of --out",
+    ),
     "recording without a name": (["watch", "text", "--out", ""], "--out: is empty, expected the name of a file"),
     "recording named -": (["watch", "text", "--out", "-"], "--out: got -, expected the name of a file"),
     "page without a name": (["watch", "text", "--page", ""], "--page: is empty, expected the name of a file"),
-    "older one without a name": (["watch", "text", "--against", ""], "--against: is empty, expected a path"),
+    "older one without a name": (["watch", "text", "--against", ""], "--against: expected a path, got an empty one"),
     "no older one": (["watch", "text", "--against", "no.safetensors"], "--against: no.safetensors: no such file"),
     "older one of 300": (["watch", "text", "--against", "a" * 300], "--against: a{300}: cannot be read: File name too"),
     "older one is none": (["watch", "text", "--against", "given.txt"], "--against: given.txt: no file of headscope"),
-    "a name of 300": (["watch", "a" * 300, "--ids", "5"], "a{300}: neither a folder here nor found on the hub"),
-    "a path of 300": (["watch", "./" + "a" * 300, "--ids", "5"], r"\./a{300}: is no folder with a model"),
-    "text with 300": (["text", "a", "--model", "a" * 300], "a{300}: neither a folder here nor found on"),
+    "a name of 300": (["watch", "a" * 300, "--ids", "5"], "a{300}: expected a folder or a name on the hub"),
+    "a path of 300": (
+        ["watch", "./" + "a" * 300, "--ids", "5"],
+        r"\./a{300}: is not a folder, expected the folder of a model",
+    ),
+    "text with 300": (["text", "a", "--model", "a" * 300], "a{300}: expected a folder or a name on"),
     "a recording of 300": (["watch", "text", "--out", "a" * 300], "--out: a{300}: cannot be written: File name too"),
     "no name of a model": (
         ["watch", "", "--ids", "5"],
-        'model: is empty, expected "text", "digits", a folder or a name',
+        'MODEL: expected "text", "digits", a folder or a name on the hub, got an empty name',
     ),
-    "no name of a file": (["watch", "text", "--file", ""], "--file: is empty, expected a path"),
-    "no name of a picture": (["watch", "digits", "--image", ""], "image: is empty, expected the path of a picture"),
-    "no name of a digit": (["image", ""], "image: is empty, expected the path of a picture"),
-    "threshold alone": (["watch", "text", "--threshold", "map=1"], "--threshold: expected --against with it"),
+    "no name of a file": (["watch", "text", "--file", ""], "--file: expected a path, got an empty one"),
+    "no name of a picture": (
+        ["watch", "digits", "--image", ""],
+        "image: expected the path of a picture, got an empty path",
+    ),
+    "no name of a digit": (["image", ""], "image: expected the path of a picture, got an empty path"),
+    "threshold alone": (["watch", "text", "--threshold", "map=1"], "--threshold: requires --against"),
     "no such layer": (["watch", "text", "--text", "a", "--layers", "x"], "model: --layers: 'x' fits no module"),
-    "text with digits": (["text", "a", "--model", "digits"], "--model: the shipped vision model looks at images"),
+    "text with digits": (["text", "a", "--model", "digits"], "--model: the shipped vision model reads images"),
     "text drawn": (["text", "a", "--model", "x", "--seed-random"], "--seed-random: expected the shipped model"),
 }
 
@@ -358,7 +384,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(mistake: str, run: Run, offline: 
 OVER: dict[str, tuple[list[str], str]] = {
     "text": (["text", "--file", "a", "--out", "./a"], "--out: ./a: is the text itself"),
     "text, through a link": (["text", "--file", "link", "--out", "a"], "--out: a: is the text itself"),
-    "text, the default": (["text", "--file", "headscope-report.html"], "--out: headscope-report.html: is the text"),
+    "text, the default": (["text", "--file", "headscope-text.html"], "--out: headscope-text.html: is the text"),
     "image": (["image", "a", "--out", "link"], "--out: link: is the picture itself"),
     "watched text": (["watch", "text", "--file", "a", "--out", "a"], "--out: a: is the text itself"),
     "watched text, page": (["watch", "text", "--file", "a", "--page", "a"], "--page: a: is the text itself"),
@@ -375,7 +401,7 @@ OVER: dict[str, tuple[list[str], str]] = {
 @pytest.mark.parametrize("case", OVER)
 def test_what_is_read_is_not_written_over(case: str, run: Run, offline: None) -> None:
     Path("model").mkdir()
-    for name in ("a", "headscope-report.html", "model/w.safetensors", "model/config.json"):
+    for name in ("a", "headscope-text.html", "model/w.safetensors", "model/config.json"):
         Path(name).write_text(f"{MARKER if name[0] == 'h' else ''}given", encoding="utf-8")
     Path("link").symlink_to("a")
     q = torch.randn(1, 2, 3, 4)
@@ -427,7 +453,7 @@ def test_nothing_is_unpickled(folder: Path, tmp_path: Path) -> None:
     at.mkdir()
     (at / "config.json").write_bytes((folder / "config.json").read_bytes())
     torch.save({"x": Trap()}, at / "pytorch_model.bin")
-    assert re.search(r"holds no weights in \.safetensors; pytorch_model\.bin is a pickle", refused(at))
+    assert re.search(r"has no weights in \.safetensors; pytorch_model\.bin is a pickle", refused(at))
     (at / "adapter.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     assert "cannot be loaded" in refused(at), "another name than that of the weights"
     assert not (tmp_path / "ran").exists()
@@ -439,7 +465,7 @@ def test_no_code_of_a_repository_runs(folder: Path, tmp_path: Path) -> None:
     (at / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     (at / "zork.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", encoding="utf-8")
     (at / "config.json").write_text('{"model_type": "zork", "auto_map": {"AutoConfig": "zork.Zork"}}', encoding="utf-8")
-    assert "needs Python code of its own repository, which is not run here" in refused(at)
+    assert "requires Python code of its repository, which headscope does not run" in refused(at)
     (at / "config.json").write_text('{"model_type": "gpt2", "architectures": ["Trainer"]}', encoding="utf-8")
     assert "cannot be loaded" in refused(at), "the weights do not fit, and what is named is no model"
     (at / "config.json").write_text("{", encoding="utf-8")
@@ -457,7 +483,7 @@ def test_missing_weights_are_said(folder: Path, tmp_path: Path, run: Run) -> Non
     save_file(weights, at / "model.safetensors", {"format": "pt"})
     ran = run("watch", str(at), "--ids", "3 4 5", "--json")
     assert ran.code == 0
-    assert "were drawn at random: transformer.h.1.attn" in ran.err
+    assert "missing from the files are random: transformer.h.1.attn" in ran.err
     assert "no tokenizer" in run("watch", str(at), "--text", "a").err
 
 
@@ -466,7 +492,7 @@ def test_weights_that_are_left_over_are_said(folder: Path, tmp_path: Path, run: 
     config = json.loads((at / "config.json").read_text(encoding="utf-8"))
     (at / "config.json").write_text(json.dumps({**config, "n_layer": 1}), encoding="utf-8")
     ran = run("watch", str(at), "--ids", "3 4 5", "--json")
-    left = "weights in the files have no place in this model and were left out: transformer.h.1.attn.c_attn.weight, "
+    left = "weights in the files that this model does not have are ignored: transformer.h.1.attn.c_attn.weight, "
     assert left in ran.err
     assert ran.err.endswith(" and 8 more\n")
     assert list(answer(ran)["layers"]) == ["transformer.h.0.attn"]
@@ -575,8 +601,8 @@ def test_text_with_an_encoder(run: Run, tmp_path: Path) -> None:
     at = save(transformers.BertModel(config), tmp_path / "bert")
     ran = run("text", "abc, abc", "--model", str(at), "--no-page")
     assert ran.code == 0, ran.err
-    assert "Each token looks at all of them." in ran.out
-    assert "What it expects next" not in ran.out
+    assert "Here each token looks at all tokens." in ran.out
+    assert "Likely next tokens" not in ran.out
     assert "step by step" not in ran.out
 
 
@@ -603,17 +629,17 @@ def test_what_a_broken_model_did_is_in_no_statistic(run: Run, folder: Path, tmp_
     rows = [head["rows"]["entropy"] for head in answer(ran)["heads"]]
     assert rows == [5] * 3 + [0] * 3
     assert "39 rows of 6 heads contain NaN or infinity and are in no statistic: layer 0 head 0, " in ran.err
-    untold = "what comes next cannot be told: the output of the model holds NaN or infinity"
+    untold = "the next token is not predicted, because the output of the model holds NaN or infinity"
     assert (answer(ran)["next"], untold in answer(ran)["notes"], untold in ran.err) == ([], True, True)
     ran = run("text", "abc, abc", "--model", str(tmp_path / "broken"), "--no-page", "--layer", "1", "--head", "0")
-    assert "Its weights are not finite." in ran.out
-    assert "What it expects next" not in ran.out
+    assert "The weights of this head are not finite." in ran.out
+    assert "Likely next tokens" not in ran.out
     assert untold in ran.err
 
 
 def test_what_text_cannot_show_is_said(run: Run, folder: Path, tmp_path: Path) -> None:
     at = save(gpt2(), tmp_path / "bare", tokenizer=False)
     ran = run("text", "a", "--model", str(at))
-    assert (ran.code, "has no tokenizer that can be read" in ran.err) == (2, True)
+    assert (ran.code, "has no readable tokenizer; use headscope watch --ids" in ran.err) == (2, True)
     ran = run("text", "a", "--model", str(folder), "--layer", "2")
     assert (ran.code, "--layer: got 2, expected 0 to 1" in ran.err) == (2, True)

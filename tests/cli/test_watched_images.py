@@ -132,9 +132,9 @@ def test_settings_of_a_whole_processor_come_first(at: Path, picture: Path) -> No
 
 def test_what_is_guessed_is_said(at: Path) -> None:
     assert notes(at) == (
-        "there is no preprocessor_config.json: the picture is scaled to 12 x 12 (bilinear), multiplied by 0.00392157, "
-        "normalised with mean 0.5 and standard deviation 0.5, which is a guess; save the image processor beside the "
-        "model for others"
+        "preprocessor_config.json is missing, so the preparation is a guess: the picture is scaled to 12 x 12 "
+        "(bilinear), multiplied by 0.00392157, normalised with mean 0.5 and standard deviation 0.5; save the image "
+        "processor in the folder of the model to change it"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.export import Dim
 import headscope
 import headscope.onnx
 from headscope import MultiHeadAttention, masks
+from headscope._support import onnx_export
 from headscope.positions import NTK, LinearScaling, Llama3, Rotary, YaRN
 
 pytestmark = [
@@ -288,3 +290,21 @@ def test_masks_of_another_version_are_refused(codes: list[int]) -> None:
     masks_of_call = headscope.onnx._Masks(MagicMock(), MagicMock(), MagicMock())
     with pytest.raises(ValueError, match=r"mask: got the code \d, expected one of those of this version"):
         masks_of_call.of(codes, [])
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_an_export_without_translations_names_them(reproducible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_export, "_translated", False)  # as in a process that has not called translations()
+    model = MultiHeadAttention(8, 2, reproducible=reproducible).eval()
+    remedy = r"expected custom_translation_table=headscope\.onnx\.translations\(\) and opset_version=23"
+    with (
+        pytest.warns(UserWarning, match=remedy),
+        pytest.raises(torch.onnx.OnnxExporterError, match=r"headscope\.(attend_forward|linear)"),
+    ):
+        torch.onnx.export(model, (torch.randn(1, 4, 8),), dynamo=True, opset_version=23, verbose=False)
+
+
+def test_an_export_with_translations_gives_no_warning(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=r"torch\.onnx\.export: headscope")
+        exported(MultiHeadAttention(8, 2), (torch.randn(1, 4, 8),), None, tmp_path / "a.onnx")

@@ -76,15 +76,15 @@ def test_plots_refuse_what_does_not_fit(pyplot: Any) -> None:
     weights = softmax(3, 7)
     with pytest.raises(ValueError, match=r"weights: has 3 axes, expected 2 \(\[Q, K\]\); weights \[3, 7, 7\]"):
         plot_head(weights)
-    with pytest.raises(ValueError, match=r"tokens: has 2 entries, weights has 7 keys; weights \[7, 7\]"):
+    with pytest.raises(ValueError, match=r"tokens: expected 7 entries, one for each key, got 2; weights \[7, 7\]"):
         plot_head(weights[0], ["a", "b"])
-    with pytest.raises(ValueError, match=r"tokens: the queries are the last Q of 3 \(K\), and there are 7; weights"):
+    with pytest.raises(ValueError, match=r"tokens: expected at most 3 queries \(K\), the last tokens, got 7; weights"):
         plot_head(weights[0, :, :3], ["a", "b", "c"])
     with pytest.raises(ValueError, match=r"weights\[0\]: has 2 axes, expected 3 \(\[H, Q, K\]\)"):
         plot_grid([weights[0]])
-    with pytest.raises(ValueError, match=r"weights: there is no layer"):
+    with pytest.raises(ValueError, match=r"weights: expected at least 1 layer, got none"):
         plot_grid([])
-    with pytest.raises(ValueError, match=r"weights: there is no head, expected at least 1"):
+    with pytest.raises(ValueError, match=r"weights: expected at least 1 head, got none"):
         plot_grid([weights[:0]])
     with pytest.raises(
         ValueError, match=r"weights: has 3 axes, expected 4 \(\[layers, H, Q, K\]\); weights \[3, 7, 7\]"
@@ -92,7 +92,7 @@ def test_plots_refuse_what_does_not_fit(pyplot: Any) -> None:
         plot_grid(weights)
     with pytest.raises(ValueError, match=r"axes: shape is \[1, 2\], expected at least \[1, 3\] \(layers, heads\)"):
         plot_grid([weights], axes=pyplot.subplots(1, 2, squeeze=False)[1])
-    with pytest.raises(ValueError, match=r"statistics: there is no layer"):
+    with pytest.raises(ValueError, match=r"statistics: expected at least 1 layer, got none"):
         plot_statistics([], "x")
     with pytest.raises(ValueError, match=r"name: layer 0 has no 'y', it has x"):
         plot_statistics([{"x": [1.0]}], "y")
@@ -108,7 +108,7 @@ SQUARE = torch.full((4, 4), 0.25)
 @pytest.mark.parametrize(
     ("weights", "error", "message"),
     [
-        (-SQUARE, ValueError, "got -0.25, expected weights, of at least 0"),
+        (-SQUARE, ValueError, "expected weights of at least 0, got -0.25"),
         (SQUARE + 1j, TypeError, "dtype is complex64, expected real numbers"),
         ((SQUARE + 1j).numpy(), TypeError, "dtype is complex64, expected real numbers"),
         ([["a"]], TypeError, "dtype is <U1, expected real numbers"),
@@ -137,7 +137,7 @@ def test_plots_refuse_what_are_no_weights(pyplot: Any, weights: Any, error: type
         ({"grid": 4}, TypeError, r"grid: got 4, expected two numbers \(rows, columns\)"),
         ({"image": torch.ones(3, 8, 8)}, ValueError, r"image: shape is \[3, 8, 8\], expected \[h, w\] or \[h, w, 3\]"),
         ({"image": torch.ones(8, 8) * 1j}, TypeError, r"image: dtype is complex64, expected real numbers"),
-        ({"weights": torch.ones(0, 0)}, ValueError, r"weights: there is no patch, expected at least 1"),
+        ({"weights": torch.ones(0, 0)}, ValueError, r"weights: expected at least 1 patch, got none"),
     ],
 )
 def test_plots_of_patches_refuse_what_does_not_fit(
@@ -154,10 +154,12 @@ def test_plots_refuse_other_kinds(pyplot: Any) -> None:
 
     layers: Any = {}
     numbers: Any = [1, 2, 3, 4]
-    with pytest.raises(TypeError, match=r"^weights: got dict, expected an entry for each layer, or what was observed$"):
+    with pytest.raises(
+        TypeError, match=r"^weights: got dict, expected an entry for each layer, HeadStats, or a recording$"
+    ):
         plot_grid(layers)
     with pytest.raises(
-        TypeError, match=r"^statistics: got dict, expected an entry for each layer, or what was observed"
+        TypeError, match=r"^statistics: got dict, expected an entry for each layer, HeadStats, or a recording"
     ):
         plot_statistics(layers, "x")
     with pytest.raises(TypeError, match=r"^tokens\[0\]: got int, expected a str$"):
@@ -202,7 +204,7 @@ def test_what_was_observed_is_drawn(pyplot: Any) -> None:
         pyplot.close("all")
     with pytest.raises(ValueError, match=r"weights: 0 has no map; observe with Observe\(map=64\)"):
         plot_grid(observe(q, k))
-    with pytest.raises(ValueError, match=r"name: layer 0 has no 'entropi', it has "):
+    with pytest.raises(ValueError, match=r"name: expected a statistic of layer 0, one of lse, .*; got 'entropi'$"):
         plot_statistics(stats, "entropi")
 
 

@@ -129,7 +129,7 @@ def test_without_qk_none_is_saved(tmp_path: Path) -> None:
     plain = Recording.load(recorded().save(tmp_path / "r.safetensors")).stats
     with pytest.raises(ValueError, match=r"tile: q and k were not kept"):
         plain.tile(0, 1, 0, 1)
-    with pytest.raises(ValueError, match=r"q and k were not kept; expected watch --keep-qk"):
+    with pytest.raises(ValueError, match=r"expected a recording with q and k: watch --keep-qk"):
         Server(Recording(plain, About()))
 
 

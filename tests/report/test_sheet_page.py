@@ -241,16 +241,14 @@ def test_save_leaves_other_files_alone(tmp_path: Path) -> None:
     path = tmp_path / "thesis.html"
     path.write_text("<!DOCTYPE html><p>mine" + " " * 500 + page.MARKER, encoding="utf-8")
     before = path.read_bytes()
-    with pytest.raises(
-        SaveError,
-        match=r"thesis\.html: holds a file that is no page of headscope's own; choose another name, or give force=True",
-    ):
+    problem = "exists and is not a page that headscope wrote; choose another name, or overwrite it with force=True"
+    with pytest.raises(SaveError, match=rf"thesis\.html: {problem}"):
         save(text(words(3)), path)
     assert path.read_bytes() == before
     save(text(words(3)), path, force=True)
     assert page.MARKER in path.read_text(encoding="utf-8")[:256]
     (tmp_path / "empty.html").touch()
-    with pytest.raises(SaveError, match=r"empty\.html: holds a file"):
+    with pytest.raises(SaveError, match=r"empty\.html: exists and is not a page"):
         save(text(words(3)), tmp_path / "empty.html")
 
 

@@ -44,7 +44,7 @@ def test_the_terminal_shows_a_few_tokens_as_numbers() -> None:
         label, *numbers = lines[1 + i].split()
         assert label == f"␣w{i % 5}"
         assert numbers == [f"{weights[i, j]:.2f}" for j in range(i + 1)], "row = query; what is hidden is blank"
-    assert "strongest: " + f"{weights[1:].max():.2f}" in lines[8]
+    assert "strongest weight " + f"{weights[1:].max():.2f}" in lines[8]
 
 
 def test_the_terminals_colours_are_the_weights() -> None:
@@ -87,7 +87,7 @@ def test_a_long_map_is_pooled_and_says_so() -> None:
     pooled = printed(terminal.map_picture(sheet, 0, 0), width=60, encoding="ascii")
     room = 60 - 3 - 1
     note = " ".join(pooled.splitlines()[-2:]).split()
-    assert f"{length} tokens in {room} places: each shows the largest weight" in " ".join(note)
+    assert f"{length} tokens in {room} cells: each cell shows its largest weight" in " ".join(note)
     assert pooled.count("@") == room, "the largest of a place, not the mean"
     halves = printed(terminal.map_picture(sheet, 0, 0), width=60, colour="truecolor")
     assert "▀" in halves
@@ -136,13 +136,13 @@ def test_the_image_in_the_terminal() -> None:
             assert got == grey + [colour_at(looked[7 * row + column] / looked.max()) for column in range(7)]
         assert shown.count("[]") == (0 if query is None else 3)
         best = int(looked.argmax())
-        assert f"Most on row {best // 7}, column {best % 7}: {looked[best]:.3f}" in re.sub(
+        assert f"Strongest: row {best // 7}, column {best % 7} with {looked[best]:.3f}" in re.sub(
             r"\x1b\[[\d;]*m", "", shown
         ).replace("\n", " ")
     assert printed(terminal.image_picture(sheet, 0, 1), encoding="ascii", width=20).isascii()
-    with pytest.raises(ValueError, match=r"query: got 35, expected 0 to 34"):
+    with pytest.raises(ValueError, match=r"query: expected 0 to 34, got 35"):
         terminal.image_picture(sheet, 0, 1, query=35)
-    with pytest.raises(ValueError, match=r"sheet: is of kind 'text', expected an image"):
+    with pytest.raises(ValueError, match=r"sheet: expected the sheet of an image, got kind 'text'"):
         terminal.image_picture(text(words(3)), 0, 1)
 
 
@@ -153,4 +153,4 @@ def test_weights_that_are_not_finite_in_the_terminal() -> None:
     assert shown.splitlines()[4].split()[3] == "nan"
     blank = image_sheet("x", digit(), (5, 7), [torch.full((1, 35, 35), torch.nan)])
     assert "the weights are not finite" in printed(terminal.image_picture(blank, 0, 0))
-    assert printed(terminal.statistics_table(blank)).splitlines()[1].split() == ["0.0", *"-" * 8]
+    assert printed(terminal.statistics_table(blank)).splitlines()[1].split() == ["0.0", *"-" * 9]

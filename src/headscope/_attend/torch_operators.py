@@ -33,6 +33,7 @@ from headscope._attend.interface import (
 )
 from headscope._attend.vmap import run_each_entry
 from headscope._support.autograd import Function
+from headscope._support.onnx_export import warn_if_untranslated
 from headscope.masks import Mask
 
 FORWARD, BACKWARD = "headscope::attend_forward", "headscope::attend_backward"
@@ -120,6 +121,7 @@ def lay_out(x: Tensor, backend: str) -> Tensor:
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    warn_if_untranslated()
     batch, heads, queries, _width = q.shape
     lse = q.new_empty((batch, heads, queries), dtype=accumulate_dtype(q.dtype))
     return _rows(q, heads, queries, v.shape[3], rest[-1]), lse

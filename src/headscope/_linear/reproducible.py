@@ -19,6 +19,7 @@ from headscope._attend.backends import native
 from headscope._attend.interface import readable
 from headscope._linear.product import multiply
 from headscope._support.autograd import Function
+from headscope._support.onnx_export import warn_if_untranslated
 from headscope._support.tensor_classes import to_ordinary
 from headscope._support.torch_state import is_traced
 
@@ -154,6 +155,7 @@ def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    warn_if_untranslated()
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 

@@ -25,7 +25,7 @@ from headscope._support.cpuinfo import processor
 from headscope._support.files import replace_file
 from headscope.module import MultiHeadAttention
 
-SHAPES = ((32, 10, 512, 8), (2, 10, 6, 2), (1, 64, 128, 8), (1, 1024, 512, 8), (8, 512, 768, 12), (1, 4096, 512, 8))
+SHAPES = ((2, 10, 6, 2), (1, 64, 128, 8), (32, 10, 512, 8), (1, 1024, 512, 8), (8, 512, 768, 12), (1, 4096, 512, 8))
 MODES = ("inference", "forward + backward")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS = "headscope"

@@ -196,7 +196,7 @@ def _by_patch(values: NDArray[np.float64], grid: tuple[int, int]) -> NDArray[np.
 
 
 def _largest(score: Tensor) -> Tensor:
-    """Return the membership, 0 to 1, in the ``AREA`` of the last axis with the largest scores."""
+    """Return the membership, 0 to 1, in the ``AREA`` of the last axis with the largest scores; ties share."""
     score = score.double()
     span = (score.amax(-1, keepdim=True) - score.amin(-1, keepdim=True)).clamp_min(1e-300)
     score = ((score - score.amin(-1, keepdim=True)) / span).round(
@@ -221,9 +221,9 @@ def _distances(grid: tuple[int, int]) -> Tensor:
 
 
 def _by_offset(p: Tensor, usable: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Predict each weight, [H, T, T], from the rows of other queries: the mean of all p with the same offset to the key.
+    """Predict each weight from the rows of other queries: the mean of all p with the same offset to the key.
 
-    If no other usable row has that offset, the prediction is an even spread.
+    Shape [H, T, T]. If no other usable row has that offset, the prediction is an even spread.
     """
     places = _places(grid)
     way = places[None] - places[:, None] + torch.tensor(grid, device="cpu") - 1  # [T, T, 2], from 0

@@ -104,7 +104,7 @@ class Server(ThreadingHTTPServer):
         runs = [part.last_tiles for part in parts]
         if not any(runs):
             raise ValueError(
-                "has no q and k, expected those of watch --keep-qk, or Observe(keep_qk=True) and save(path, qk=True)"
+                "expected a recording with q and k: watch --keep-qk, or Observe(keep_qk=True) and save(path, qk=True)"
             )
         self.weights = [None if each is None else weights_if_any(each) for each in runs]
         if not any(self.weights):
