@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,19 +111,33 @@ def test_seconds_out_of_range() -> None:
     assert "--seconds: got 0.0, expected a number above 0 and up to 3600" in refused.stderr
 
 
+def test_a_line_that_does_not_fit_is_not_measured() -> None:
+    assert _benchmark.measure(_benchmark.Line((1, 1024, 64, 2), "inference", "fp32"), 0.0, most=1e-3) is None
+
+
 def test_seconds_limit_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    large = (1, 1 << 20, 8, 2)  # its plain attention would take 4 TiB
-    monkeypatch.setattr(_benchmark, "SHAPES", (SMALL, (1, 8192, 64, 2), large))
-    arguments = ["bench", "--seconds", "2", "--dtype", "fp32"]
-    started = time.perf_counter()
-    shown = CliRunner().invoke(commands, [*arguments, "--json"])
-    assert time.perf_counter() - started < 30
+    middle, large = (1, 512, 8, 2), (1, 1 << 20, 8, 2)
+    measured: list[tuple[int, ...]] = []
+
+    def measure(line: _benchmark.Line, seconds: float, most: float = math.inf) -> _benchmark.Timing | None:
+        measured.append(line.shape)
+        assert seconds <= most <= 600 or most == math.inf
+        medians = dict.fromkeys((_benchmark.OURS, *_benchmark.PEERS), 1.0)
+        return None if line.shape == middle else _benchmark.Timing(*line.shape, line.mode, line.dtype, 5, medians)
+
+    monkeypatch.setattr(_benchmark, "SHAPES", (SMALL, middle, large))
+    monkeypatch.setattr(_benchmark, "measure", measure)
+    shown = CliRunner().invoke(commands, ["bench", "--seconds", "600", "--dtype", "fp32", "--json"])
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout)
     assert [row["length"] for row in found["timings"]] == [5, 5]
-    assert [line["shape"] for line in found["skipped"]] == [[1, 8192, 64, 2], list(large)] * 2
+    assert [line["shape"] for line in found["skipped"]] == [list(middle), list(large)] * 2
+    assert large not in measured, "what is larger than a line that does not fit is not tried"
     note = (
-        "headscope bench: skipped 4 of 6 lines, which do not fit in --seconds 2; without --seconds all are measured\n"
+        "headscope bench: skipped 4 of 6 lines, which do not fit in --seconds 600; without --seconds all are measured\n"
     )
     assert note in shown.stderr
-    assert len([line for line in CliRunner().invoke(commands, arguments).stdout.splitlines() if line[:2] == "(2"]) == 2
+    measured.clear()
+    shown = CliRunner().invoke(commands, ["bench", "--seconds", "1e-9", "--dtype", "fp32"])
+    assert "skipped 6 of 6 lines" in shown.stderr
+    assert set(measured) == {(1, 2, 8, 2)}, "the first calls warm up"

@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from headscope import attention, masks
 from headscope._attend.backends import native as cpu
 from headscope._attend.select import BACKENDS
 from headscope._observe import native_observer
+from headscope.cli._commands import commands
 from headscope.cli._doctor.machine import DTYPES, TYPICAL, CallSpec, judge, machine
 from headscope.cli._doctor.matrix import OPTIONS, matrix
+from headscope.cli._doctor.verdict import summarise
 from support.paths import DOCS
 
 SMALL = {
@@ -163,3 +166,49 @@ def test_what_the_matrix_says_of_tensors_of_a_subclass_is_so() -> None:
     (said,) = reasons
     with pytest.raises(ValueError, match=f"backend: cpu refuses this call: .*{said[-1].partition(':')[0]}"):
         attention(q, q, q, backend="cpu")
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def verdict(device: str = "cpu", titles: tuple[str, ...] = tuple(TYPICAL), dtype: torch.dtype = torch.float32) -> str:
+    return " ".join(summarise(device, {title: {"x": judge(TYPICAL[title], dtype, device)} for title in titles}))
+
+
+@pytest.mark.skipif(cpu.extension is None, reason="the native extension is not installed")
+def test_the_verdict_names_the_target_where_all_runs_natively() -> None:
+    assert cpu.extension is not None
+    target = cpu.extension.target()
+    assert verdict() == f"All calls run natively ({target}). Nothing to do."
+    assert verdict(titles=("sinks",)) == f"This call runs natively ({target}). Nothing to do."
+
+
+def test_the_verdict_names_the_remedy_where_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "extension", None)
+    missing = verdict()
+    assert missing.startswith("No native kernels: no C++ compiler was available when headscope was built. ")
+    assert re.search(r"Calls run on torch instead: sdpa \d+, blocked \d+\. To fix: install a C\+\+ compiler", missing)
+    monkeypatch.setattr(cpu, "unloadable", "a.so: file too short")
+    assert "they are built, but cannot be loaded (a.so: file too short)" in verdict()
+    assert "To fix: pip install --force-reinstall" in verdict()
+
+
+def test_the_verdict_counts_the_calls_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = verdict("cuda")
+    assert other.startswith("On cuda the native kernels do not run, because they are for the CPU. Calls run on: ")
+    assert sum(map(int, re.findall(r"[a-z]+ (\d+)", other.partition("run on: ")[2]))) == len(TYPICAL)
+    if cpu.extension is not None:
+        calls = {form: {"x": judge(replace(TYPICAL["plain"], form=form), torch.float32, "cpu")}
+                 for form in ("plain", "subclass")}  # fmt: skip
+        assert re.fullmatch(
+            r"1 of 2 calls run natively \(\w+\); the others: \w+ 1\. The reasons .*", *summarise("cpu", calls)
+        )
+
+
+def test_doctor_begins_with_the_verdict() -> None:
+    shown = CliRunner().invoke(commands, ["doctor", "--dtype", "float32"], env={"COLUMNS": "120"}).stdout
+    assert shown.splitlines()[0] == verdict().split(" To fix")[0]
+    if cpu.extension is not None:
+        assert "does not run it" not in shown, "no refusals of torch where the native kernels run every call"
+    alone = CliRunner().invoke(commands, ["doctor", "--sinks", "--dtype", "float32"]).stdout
+    assert alone.splitlines()[0].startswith("This call runs" if cpu.extension is not None else "No native")

@@ -250,7 +250,8 @@ def test_the_footer_of_a_page_says_of_what_it_is(run: Run) -> None:
     def footer(*arguments: str) -> dict[str, str]:
         ran = run(*arguments)
         assert ran.code == 0, ran.err
-        page = Page(Path("headscope-report.html").read_text(encoding="utf-8"))
+        file = "headscope-report.html" if arguments[0] == "watch" else f"headscope-{arguments[0]}.html"
+        page = Page(Path(file).read_text(encoding="utf-8"))
         return {name.text: value.text for name, value in zip(page.all("dt"), page.all("dd"), strict=True)}
 
     found = footer("text", "i love\tto code")

@@ -94,9 +94,11 @@ def test_plots_refuse_what_does_not_fit(pyplot: Any) -> None:
         plot_grid([weights], axes=pyplot.subplots(1, 2, squeeze=False)[1])
     with pytest.raises(ValueError, match=r"statistics: expected at least 1 layer, got none"):
         plot_statistics([], "x")
-    with pytest.raises(ValueError, match=r"name: layer 0 has no 'y', it has x"):
+    with pytest.raises(ValueError, match=r"name: expected a statistic of layer 0, one of x; got 'y'"):
         plot_statistics([{"x": [1.0]}], "y")
-    with pytest.raises(ValueError, match=r"grid: 3 x 3 patches do not fit; weights \[7, 7\]"):
+    with pytest.raises(
+        ValueError, match=r"grid: 3 x 3 patches do not match weights, expected \[T, T\] with T = 9; weights \[7, 7\]"
+    ):
         plot_patches(weights[0], digit())
     with pytest.raises(ValueError, match=r"query: got 35, expected 0 to 34"):
         plot_patches(np.ones((35, 35)), digit(), query=35, grid=(5, 7))

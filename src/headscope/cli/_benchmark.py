@@ -32,7 +32,7 @@ OURS = "headscope"
 PEERS = ("torch", "torch, need_weights", "plain")
 
 PER_LINE = 0.5
-"""Seconds for a line of the table, where there is no limit in all."""
+"""Seconds for a line of the table, without a limit in all."""
 
 ROUNDS = 6
 """Rounds at least, of which the first warms up."""

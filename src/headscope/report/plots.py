@@ -83,7 +83,7 @@ def plot_grid(
 
     Raises:
         TypeError: weights has another type, or entries that are not real numbers.
-        ValueError: there is no layer or no head, a layer has no map, an entry does not have three axes or is negative,
+        ValueError: a layer or head is missing, a layer has no map, an entry does not have three axes or is negative,
             or ``axes`` is too small.
     """
     if isinstance(weights, (Tensor, np.ndarray)):
@@ -129,7 +129,7 @@ def plot_statistics(
 
     Raises:
         TypeError: statistics has another type.
-        ValueError: there is no layer, or a layer has no statistic of that name.
+        ValueError: the layers are missing, or a layer has no statistic of that name.
     """
     if not isinstance(statistics, Sequence):
         parts = _stats("statistics", statistics).parts.values()

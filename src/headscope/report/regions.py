@@ -79,7 +79,7 @@ def measure(
 
 
 def looks_most_at(measured: Mapping[str, Tensor]) -> list[tuple[str, float] | None]:
-    """Return for each head the region with the largest ratio, and the ratio; None if there is no region.
+    """Return for each head the region with the largest ratio, and the ratio; None if the image has no region.
 
     The layout counts only if it explains ``EXPLAINED`` of the map's variance: it is estimated from the head itself, so
     its ratio can be large even if it explains little.

@@ -32,6 +32,9 @@ WORTH = (
 )
 """The statistics of the table; a narrow console shows the first ones."""
 
+LONGEST_HEADING = 10
+"""Characters; a longer heading takes two lines."""
+
 Values = NDArray[np.float64]
 
 
@@ -121,8 +124,16 @@ class _Column:
     words: bool = False
 
     @cached_property
+    def lines(self) -> tuple[str, str]:
+        """The heading in two lines, the upper one empty if it is short."""
+        if len(self.heading) <= LONGEST_HEADING:
+            return "", self.heading
+        upper, _, lower = self.heading.rpartition(" ")
+        return upper, lower
+
+    @cached_property
     def width(self) -> int:
-        return max(map(len, (self.heading, *self.cells)))
+        return max(map(len, (*self.lines, *self.cells)))
 
     def aligned(self, text: str) -> str:
         """Return text padded to the width of the column: words on the left, numbers on the right."""
@@ -142,7 +153,9 @@ class _Statistics:
             if room < -2:  # the last needs no gap
                 break
             columns.append(column)
-        yield Text("  ".join(column.aligned(column.heading) for column in columns), "bold")
+        for line in (0, 1):
+            if line or any(column.lines[line] for column in columns):
+                yield Text("  ".join(column.aligned(column.lines[line]) for column in columns), "bold")
         number = 0
         for weights in self.sheet.weights:
             if number:

@@ -32,9 +32,9 @@ SHORT = {"forward + backward": "training"}  # modes whose name would make a line
 def bench(seconds: float | None, dtype: tuple[str, ...], as_json: bool) -> None:
     """Time MultiHeadAttention against nn.MultiheadAttention and plain softmax(QKᵀ)V.
 
-    The competitors take turns, A B C D A B C D ..., on shapes from (2, 10, 6) to (1, 4096, 512), in inference and in
-    training, at least five times each. The table shows headscope's median time, and how many times as fast it is as
-    torch's module, torch's module with need_weights, and the plain one.
+    The competitors take turns, A B C D A B C D ..., at least five times each, in inference and in training. Shapes
+    range from (2, 10, 6) to (1, 4096, 512). The table shows headscope's median time, and how many times as fast it is
+    as torch's module, torch's module with need_weights, and the plain one.
     """
     if seconds is not None and not 0 < seconds <= 3600:
         raise Mistake(f"--seconds: got {seconds}, expected a number above 0 and up to 3600")

@@ -50,7 +50,7 @@ main()
 @click.option(
     "--mask-means",
     type=click.Choice(["keep", "hide", "add"]),
-    help="What True in a mask means, or that a mask is added.",
+    help="What a mask means: True = keep (attend), True = hide, or add to the scores.",
 )
 @click.option("--scale", type=float, metavar="X", help="Intended factor of q·k.  [default: 1/√D]")
 @click.option("--length", type=SIZE, help="Intended sequence length; from 1024 on, slow paths are reported.")

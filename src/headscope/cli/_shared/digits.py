@@ -44,7 +44,7 @@ def read_picture(path: str) -> Prepared:
     """Read a PNG or JPEG and prepare it.
 
     Raises:
-        Mistake: there is no such file, it is no picture, it is damaged, or it is too large.
+        Mistake: the file does not exist, is not a picture, is damaged, or is too large.
     """
     return with_picture(path, prepare)
 
@@ -53,7 +53,7 @@ def with_picture(path: str, use: Callable[[Image], Result]) -> Result:
     """Return the result of ``use`` on a PNG or JPEG, rotated upright by its EXIF orientation.
 
     Raises:
-        Mistake: there is no such file, it is no picture, it is damaged, or it is too large.
+        Mistake: the file does not exist, is not a picture, is damaged, or is too large.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 

@@ -43,7 +43,7 @@ class Loaded:
         takes: "text", or "image".
         context: the most tokens of one forward pass.
         vocabulary: number of token ids.
-        encode: returns the token ids of a text, without the ids of its ends; None if there is no tokenizer.
+        encode: returns the token ids of a text, without the ids of its ends; None without a tokenizer.
         ends: the ids that the tokenizer sets before and after a text.
         piece: returns the text of a token.
         run: a forward pass over tokens [1, T], or over images.

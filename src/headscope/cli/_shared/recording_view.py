@@ -152,9 +152,9 @@ def _reading(result: WatchResult) -> object:
 def _columns() -> str:
     """Return the legend of all columns except the last."""
     return (
-        "score: 1 = exact match, 0 = no closer than chance · normalized entropy: 1 = spread evenly, 0 = one token · "
-        "first: mass on the first token · distance: mean, in positions · window: the smallest that, with the first "
-        "token, holds 95% of the mass"
+        "score: 1 = exact match, 0 = no closer than chance · "
+        "normalized entropy: entropy / ln n, 1 = spread evenly, 0 = one token · first: mass on the first token · "
+        "distance: mean, in positions · window: the smallest that, with the first token, holds 95% of the mass"
     )
 
 

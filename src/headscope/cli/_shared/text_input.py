@@ -47,7 +47,7 @@ def read_text(argument: str | None, file: str | None) -> TextInput:
     """Return the end of the text from one source: an argument ("-" = stdin), or a file.
 
     Raises:
-        Mistake: there is no source or two, it is empty or cannot be read, or it is not UTF-8.
+        Mistake: there are none or two sources, or the text is empty, cannot be read, or is not UTF-8.
     """
     if (argument is None) == (file is None):
         raise Mistake('expected one text: "your text" as an argument, --file PATH, or - to read from stdin')
