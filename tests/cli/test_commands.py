@@ -504,6 +504,8 @@ def test_doctor_shows_the_machine_and_every_typical_call(run: Run, monkeypatch: 
     assert re.search(r"^  plain +sdpa +sdpa$", ran.out, re.MULTILINE)
     assert re.search(r"^ +sdpa does not run it: softcap", ran.out, re.MULTILINE)
     assert "observe: portable (build: the native extension is not installed)\n" in ran.out
+    assert ran.out.startswith("No native kernels: no C++ compiler")
+    assert ran.out.count("the native extension is not installed") == 1, "not at each call"
 
 
 def test_doctor_judges_a_call_of_ones_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ def test_the_verdict_names_the_remedy_where_nothing_does(monkeypatch: pytest.Mon
     assert re.search(r"Calls run on torch instead: sdpa \d+, blocked \d+\. To fix: install a C\+\+ compiler", missing)
     monkeypatch.setattr(cpu, "unloadable", "a.so: file too short")
     assert "they are built, but cannot be loaded (a.so: file too short)" in verdict()
-    assert "To fix: pip install --force-reinstall" in verdict()
+    assert "To fix: install headscope again: pip install --force-reinstall" in verdict()
 
 
 def test_the_verdict_counts_the_calls_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

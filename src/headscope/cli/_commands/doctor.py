@@ -214,7 +214,8 @@ def _print(machine: dict[str, dict[str, Any]], device: str, specs: dict[str, Cal
 def _calls(verdicts: Verdicts, single: bool) -> Iterator[RenderableType]:
     """Yield a line for each call with its backend in each dtype; below it, why backends of higher preference refuse it.
 
-    In a list of calls, the refusals are shown only where the native kernels do not run the call.
+    In a list of calls, the refusals are shown only where the native kernels do not run the call, and not that the
+    kernels are missing, which the verdict states once.
     """
     from rich.padding import Padding
     from rich.text import Text
@@ -227,7 +228,7 @@ def _calls(verdicts: Verdicts, single: bool) -> Iterator[RenderableType]:
         reasons: dict[str, list[str]] = {}
         for name, verdict in row.items():
             for backend, why in verdict.refusals.items() if single or verdict.selected != NATIVE else ():
-                for reason in why:
+                for reason in why if single else [reason for reason in why if not reason.startswith("build:")]:
                     reasons.setdefault(f"{backend} does not run it: {reason}", []).append(name)
         for reason, where in reasons.items():
             only = "" if len(where) == len(row) else f" ({', '.join(where)})"

@@ -10,7 +10,7 @@ from headscope.cli._doctor.machine import Verdict
 
 __all__ = ["summarise"]
 
-REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps headscope"
+REINSTALL = "install headscope again: pip install --force-reinstall --no-deps . (in its source folder)"
 
 
 def summarise(device: str, verdicts: Mapping[str, Mapping[str, Verdict]]) -> list[str]:
