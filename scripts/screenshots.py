@@ -19,6 +19,7 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
 MOST = 400_000  # bytes of a picture
+REPEATED = "return the first line of the file. return the first line of the file."
 TEXT = "def load(path):\n    with open(path) as file:\n        return file.read()"
 
 
@@ -33,6 +34,7 @@ class Shot(NamedTuple):
 
 
 SHOTS = {
+    "home": Shot("repeated", "view=head&layer=3&head=3&row=10&column=3", height=1010),
     "viewer_grid": Shot("watch", "sort=induction"),
     "viewer_head": Shot("text", "view=head&layer=3&head=6&row=15&column=14", height=1010),
     "viewer_compare": Shot("text", "view=compare&layer=2&head=0&other=3&otherhead=3"),
@@ -46,17 +48,17 @@ SHOTS = {
 
 
 def headscope(*arguments: str) -> None:
-    """Run a verb."""
+    """Run a command."""
     subprocess.run([sys.executable, "-m", "headscope.cli", *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
-def made(name: str, folder: Path) -> Path:
-    """A page."""
+def make_page(name: str, folder: Path) -> Path:
+    """Return the page of that name, written at its first use."""
     path = folder / f"{name}.html"
     if path.exists():
         return path
-    if name == "text":
-        headscope("text", TEXT, "--out", str(path))
+    if name in ("text", "repeated"):
+        headscope("text", TEXT if name == "text" else REPEATED, "--out", str(path))
     elif name == "image":
         headscope("image", "--out", str(path))
     elif name == "watch":
@@ -71,7 +73,7 @@ def made(name: str, folder: Path) -> Path:
 
 
 def small(png: bytes) -> bytes:
-    """In as few bytes as all of its colours take: with fewer colours a scale would show others than its maps."""
+    """Compress a picture with all of its colours: with fewer, a scale would differ from its maps."""
     out = io.BytesIO()
     with Image.open(io.BytesIO(png)) as image:
         image.convert("RGB").save(out, "PNG", optimize=True)
@@ -83,20 +85,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--chromium", default="/usr/bin/chromium")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place, sync_playwright() as playwright:
-        browser: Any = playwright.chromium.launch(executable_path=asked.chromium, args=["--no-sandbox"])
+        browser: Any = playwright.chromium.launch(executable_path=options.chromium, args=["--no-sandbox"])
         for name, shot in SHOTS.items():
-            if asked.names and name not in asked.names:
+            if options.names and name not in options.names:
                 continue
             size = {"width": shot.width, "height": shot.height}
             page = browser.new_page(viewport=size, color_scheme=shot.scheme)
-            page.goto(f"{made(shot.page, Path(place)).as_uri()}#{shot.at}")
+            page.goto(f"{make_page(shot.page, Path(place)).as_uri()}#{shot.at}")
             page.wait_for_timeout(1500)
             png = small(page.screenshot())
             page.close()
             if len(png) > MOST:
-                raise SystemExit(f"{name}: {len(png):,} bytes, wanted at most {MOST:,}")
+                raise SystemExit(f"{name}: {len(png):,} bytes, expected at most {MOST:,}")
             (IMAGES / f"{name}.png").write_bytes(png)
             print(f"{name}: {len(png):,} bytes")
         browser.close()
