@@ -297,7 +297,7 @@ export const image = {
 export const strips = {
   title: "Nearby tokens",
   missing: (others: string[]) =>
-    `The page holds nearby tokens for at most 16 heads, and not for this one.${others.length > 0 ? ` In this layer it holds ${others.length === 1 ? "head" : "heads"} ${others.join(", ")}.` : ""}`,
+    `The page holds nearby tokens at full resolution for at most 16 heads, and not for this one.${others.length > 0 ? ` In this layer it holds ${others.length === 1 ? "head" : "heads"} ${others.join(", ")}.` : ""}`,
   label: (head: string, first: number, last: number) => `Nearby tokens of ${head}, queries ${first} to ${last}`,
   keys: (label: string) => `${label}. Arrow keys move to a weight.`,
   from: "Queries from",

@@ -162,8 +162,8 @@ def pack(layer_sources: Sequence[Source]) -> Packed:
             places.append(put(block, differs))
             if len(content) > MOST_BYTES:
                 raise ValueError(
-                    f"recording: expected at most {MOST_BYTES / 2**20:.0f} MiB on one page, got more for the maps of "
-                    f"{heads:,} heads; record with a smaller map=, or fewer layers"
+                    f"recording: the maps of {heads:,} heads do not fit on one page, which holds "
+                    f"{MOST_BYTES / 2**20:.0f} MiB; record with a smaller map=, or fewer layers"
                 )
         if strips is not None:
             of_heads = {str(head): put(np.ascontiguousarray(codes).tobytes()) for head, codes in strips.codes.items()}
