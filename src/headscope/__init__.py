@@ -1,13 +1,13 @@
 """Multi-head attention for PyTorch that is fast, exact, and open to inspection.
 
-The public names resolve on first use, so that ``import headscope`` costs next to nothing over ``import torch``.
+The public names resolve on first use, so ``import headscope`` adds almost no time to ``import torch``.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # as typing has it, which takes longer to import than all that is here
+TYPE_CHECKING = False  # as in typing, whose import takes longer than this whole module
 __version__ = "0.2.0.dev0"
 
 _HOME = {

@@ -1,8 +1,8 @@
 """Caches of keys and values, so that decoding projects each token once: growing, preallocated, rolling.
 
 One cache serves one layer: ``MultiHeadAttention.forward(x, cache=cache)`` appends the keys and values of x and attends
-to all that are held; until a call has its output the cache is as it was. What is given to the kernels is a view of the
-buffer; nothing is copied from step to step.
+to all cached tokens; until a call has its output the cache is unchanged. The kernels read a view of the buffer; steps
+do not copy it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LEAST = 64  # tokens for which a growing cache makes room at first
 
 
 class Held(NamedTuple):
-    """What the queries of a call may look at.
+    """The keys and values that the queries of a call attend to.
 
     Attributes:
         k: [B, Hkv, K, D]; v: [B, Hkv, K, Dv]. The call's own tokens are the last ones.
         first: how many tokens came before key 0.
-        mask: what may be seen, or None for everything.
+        mask: which keys are visible, or None for all.
     """
 
     k: Tensor
@@ -40,7 +40,7 @@ class Held(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """What a cache is to hold once a call has its output, and how many tokens had come in before."""
+    """The state of a cache once a call has its output, and the number of tokens before that call."""
 
     before: int
     k: Tensor
@@ -50,7 +50,7 @@ class Staged(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Keys and values to look at, the token that the first of them belongs to, and what is to be held."""
+    """Keys and values to attend to, the token that the first of them belongs to, and the next state of the cache."""
 
     keys: Tensor
     values: Tensor
@@ -59,19 +59,18 @@ class Placed(NamedTuple):
 
 
 class Cache(ABC):
-    """Keys and values of the tokens so far, of one layer.
+    """Cached keys and values of one layer.
 
-    Key j is that of the j-th token that came in, padding included, so that positions and masks mean what they mean
-    without a cache. The sizes, dtype and device are those of the first call. For inference: a call whose keys need
-    gradients is an error.
+    Key j belongs to the j-th token, padding included, so positions and masks mean the same as without a cache. The
+    first call determines sizes, dtype and device. For inference only: a call whose keys require gradients is an error.
 
     Args:
-        padding: how many of the first tokens of each row are padding, [B]: nobody sees those, and as queries they see
-            nothing. By default none.
+        padding: how many of the first tokens of each row are padding, [B]: they are masked as keys, and as queries they
+            attend to nothing. By default none.
     """
 
     forgets = False
-    """Whether it lets go of keys, so that key j is no longer that of token j."""
+    """Whether it drops keys, so that key j no longer belongs to token j."""
 
     def __init__(self, *, padding: Tensor | Sequence[int] | None = None) -> None:
         self._padding = _counts(padding)
@@ -84,27 +83,27 @@ class Cache(ABC):
 
     @property
     def length(self) -> int:
-        """How many tokens have come in, padding and forgotten ones included: the position of the next one."""
+        """The number of tokens so far, padding and dropped ones included: the position of the next one."""
         return self._length
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """How many of the first tokens of each row are padding; empty = none."""
+        """The number of padding tokens at the start of each row; empty = none."""
         return self._padding
 
     @property
     def capacity(self) -> int:
-        """How many tokens there is room for at present."""
+        """The number of tokens that the buffers have room for at present."""
         return 0 if self._k is None else self._k.shape[-2]
 
     @property
     def keys(self) -> Tensor:
-        """The keys that are held, [B, Hkv, tokens, D]; a view."""
+        """The cached keys, [B, Hkv, tokens, D]; a view."""
         return self._filled(self._k)[:, :, : self._length - self._first]
 
     @property
     def values(self) -> Tensor:
-        """The values that are held, [B, Hkv, tokens, Dv]; a view."""
+        """The cached values, [B, Hkv, tokens, Dv]; a view."""
         return self._filled(self._v)[:, :, : self._length - self._first]
 
     def __repr__(self) -> str:
@@ -114,21 +113,21 @@ class Cache(ABC):
     # ------------------------------------------------------------ writing
 
     def append(self, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None) -> Held:
-        """Add keys and values, turned to their positions already, and say what their queries may look at.
+        """Append keys and values, already rotated to their positions, and return the keys that their queries attend to.
 
         Args:
             k: [B, Hkv, T, D]; v: [B, Hkv, T, Dv].
-            mask: what may be seen beside what came before; see ``MultiHeadAttention.forward``.
+            mask: which keys are visible, in addition to the order of tokens; see ``MultiHeadAttention.forward``.
 
         Raises:
-            TypeError, ValueError: they do not fit what is held, need gradients, or there is no room for them.
+            TypeError, ValueError: they do not fit the cached ones, require gradients, or exceed the capacity.
         """
         held, staged = self._stage(k, v, mask)
         self._commit(staged)
         return held
 
     def _stage(self, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None) -> tuple[Held, Staged]:
-        """Check, mask and write k and v behind what is held. Only ``_commit`` makes them count: a call may fail."""
+        """Check, mask and write k and v after the cached tokens. Only ``_commit`` makes them count: a call may fail."""
         self._check(k, v)
         known = as_mask(mask)
         if self.forgets and known is not None:
@@ -138,15 +137,15 @@ class Cache(ABC):
 
     def _commit(self, staged: Staged) -> None:
         if self._length != staged.before:
-            raise RuntimeError("cache: tokens of another call came in while this one ran; use it in one call at a time")
+            raise RuntimeError("cache: another call added tokens while this one ran; use a cache in one call at a time")
         _, self._k, self._v, self._first, self._length = staged
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
-        """Row b becomes what row ``rows[b]`` was, as beam search wants it; there may be more or fewer than before.
+        """Replace row b by row ``rows[b]``, as beam search requires; there may be more or fewer rows than before.
 
         Raises:
             TypeError: rows are not whole numbers.
-            ValueError: there is no such row; nothing is held yet.
+            ValueError: such a row does not exist; the cache is empty.
         """
         k, v = self._filled(self._k), self._filled(self._v)
         rows = torch.as_tensor(rows, device=k.device)
@@ -163,33 +162,34 @@ class Cache(ABC):
             self._padding = tuple(self._padding[row] for row in rows.tolist())
 
     def reset(self, *, padding: Tensor | Sequence[int] | None = None) -> None:
-        """Forget all tokens. The buffers are used again for tokens of the same sizes; other sizes get new buffers.
+        """Remove all tokens. Tokens of the same sizes reuse the buffers; other sizes get new buffers.
 
         Args:
             padding: how many of the first of the next tokens of each row are padding, [B]. Required if the cache has
-                padding: that of the last tokens rarely fits the next ones. ``[0] * B`` means none.
+                padding, because the old padding rarely fits the next tokens. ``[0] * B`` means none.
 
         Raises:
             TypeError: padding is not integers.
-            ValueError: the cache has padding and the argument is missing; nothing has changed then.
+            ValueError: the cache has padding and the argument is missing; the cache is then unchanged.
         """
         if padding is None and self._padding:
             raise ValueError(
-                f"padding: expected that of the next tokens, for the cache has padding {list(self._padding)}; pass "
-                "reset(padding=[…]), or padding=[0, …] for none"
+                "padding: expected the padding of the next tokens, because the cache has padding "
+                f"{list(self._padding)}; pass reset(padding=[…]), or padding=[0, …] for none"
             )
         self._padding = _counts(padding)
         self._first = self._length = 0
 
     @abstractmethod
     def _place(self, k: Tensor, v: Tensor) -> Placed:
-        """Write k and v where this class of cache has room for them; return what is visible, and what ``_commit`` sets.
+        """Write k and v where this class of cache has room; return the visible keys and values, and what ``_commit``
+        sets.
 
-        What is held is not written over: k and v go behind it, or into other buffers.
+        Cached tokens are not overwritten: k and v go after them, or into other buffers.
         """
 
     def _write(self, into: tuple[Tensor, Tensor], first: int, k: Tensor, v: Tensor) -> Placed:
-        """Write k and v into buffers that begin with token ``first``, behind what is held; return all that is there."""
+        """Write k and v into buffers that begin with token ``first``, after the cached tokens; return all of them."""
         into_k, into_v = into
         start = self._length - first
         stop = start + k.shape[-2]
@@ -199,7 +199,7 @@ class Cache(ABC):
         return Placed(into_k[:, :, :stop], into_v[:, :, :stop], first, staged)
 
     def _allocate(self, k: Tensor, v: Tensor, tokens: int, retained: int) -> tuple[Tensor, Tensor]:
-        """Return new buffers for so many tokens, which begin with the last ``retained`` of those that are held."""
+        """Return new buffers for ``tokens`` tokens, which begin with the last ``retained`` cached ones."""
         held = self._length - self._first
         buffers: list[Tensor] = []
         with torch.inference_mode(False):  # later calls, outside of it, write here too
@@ -212,21 +212,21 @@ class Cache(ABC):
 
     def _filled(self, tensor: Tensor | None) -> Tensor:
         if tensor is None:
-            raise ValueError("cache: holds nothing yet; its sizes are those of the first call")
+            raise ValueError("cache: is empty; the first call determines its sizes")
         return tensor
 
     # ------------------------------------------------------------ masks
 
     def _sees(self, mask: Mask | None, queries: int, keys: int, first: int, device: torch.device) -> Mask | None:
-        """What T = ``queries`` tokens, the last of ``keys``, may see: nobody looks ahead, nor at padding."""
-        if queries > 1:  # the last one sees all anyway
+        """Return which keys the last T = ``queries`` of ``keys`` tokens attend to: neither later tokens nor padding."""
+        if queries > 1:  # every key is visible to the last one anyway
             early = isinstance(mask, Band) and mask.offset is None and mask.right is not None and mask.right <= 0
             mask = causal() if mask is None else mask if early else causal() & mask
         if not self._padding or max(self._padding) <= first:
             return mask
         starts = tuple(max(0, count - first) for count in self._padding)
         if queries == 1:
-            # from starts[b] on; where the query stands, which is at the end, that offset does not say
+            # from starts[b] on; this offset does not hold the query's position, which is the end
             real: Mask = causal() & Band(0, None, offset=starts)
         else:
             at = torch.arange(keys, device=device)
@@ -238,12 +238,14 @@ class Cache(ABC):
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         if torch.compiler.is_exporting() or (isinstance(k, FakeTensor) and not is_dynamo_compiling()):
-            raise ValueError("cache: a program of torch.export keeps none; hand k and v in and out, and call attention")
+            raise ValueError(
+                "cache: torch.export does not support a cache; pass k and v in and out, and call attention"
+            )
         if k.ndim != 4:
-            raise ValueError(f"cache: expected x with three axes, [B, T, E], and so k with four; {shapes(k=k, v=v)}")
+            raise ValueError(f"cache: expected x with three axes, [B, T, E], and k with four; {shapes(k=k, v=v)}")
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError(
-                "cache: k and v need gradients, which no cache keeps; decode under torch.no_grad() or "
+                "cache: k and v require gradients, which a cache does not store; decode under torch.no_grad() or "
                 "torch.inference_mode()"
             )
         if self._padding and len(self._padding) != len(k):
@@ -253,7 +255,7 @@ class Cache(ABC):
             return
         if self._length:
             raise error
-        self._k = self._v = None  # after a reset the buffers hold nothing: allocate others
+        self._k = self._v = None  # after a reset the buffers are empty: allocate others
 
     def _mismatch(self, k: Tensor, v: Tensor) -> TypeError | ValueError | None:
         """Return the error of keys and values, four axes each, that do not fit the buffers; None if they fit."""
@@ -262,15 +264,15 @@ class Cache(ABC):
                 continue
             if new.dtype != held.dtype or new.device != held.device:
                 got, expected = (f"{kind(x)} on {x.device}" for x in (new, held))
-                return TypeError(f"cache: {name} is {got}, what is held is {expected}")
+                return TypeError(f"cache: {name} is {got}, the cached one is {expected}")
             if (*new.shape[:2], new.shape[3]) != (*held.shape[:2], held.shape[3]):
                 sizes = f"[{held.shape[0]}, {held.shape[1]}, T, {held.shape[3]}]"
-                return ValueError(f"cache: {name} is {list(new.shape)}, expected {sizes} as what is held")
+                return ValueError(f"cache: {name} is {list(new.shape)}, expected {sizes} as the cached one")
         return None
 
 
 class GrowingCache(Cache):
-    """A cache without a limit: where it is full, its room doubles, so that tokens are copied less than twice in all."""
+    """A cache without a limit: its capacity doubles when it is full, so tokens are copied less than twice in all."""
 
     def _place(self, k: Tensor, v: Tensor) -> Placed:
         needed = self._length + k.shape[-2]
@@ -282,10 +284,10 @@ class GrowingCache(Cache):
 
 
 class StaticCache(Cache):
-    """A cache of fixed size, made once, at the first call; it never moves, and says when it is full.
+    """A cache of fixed size, allocated once, in the first call; it never moves, and raises when it is full.
 
     Args:
-        capacity: how many tokens there is room for, padding included, from 1.
+        capacity: the largest number of tokens, padding included, from 1.
         padding: see ``Cache``.
     """
 
@@ -295,15 +297,15 @@ class StaticCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """How many tokens there is room for."""
+        """The largest number of tokens."""
         return self._capacity
 
     def _place(self, k: Tensor, v: Tensor) -> Placed:
         needed = self._length + k.shape[-2]
         if needed > self._capacity:
             raise ValueError(
-                f"cache: is full: its capacity is {self._capacity}, it holds {self._length} tokens, got "
-                f"{k.shape[-2]} more, expected a capacity of at least {needed}"
+                f"cache: is full; it holds {self._length} of {self._capacity} tokens, got {k.shape[-2]} more; "
+                f"expected a capacity of at least {needed}"
             )
         into = (
             (self._k, self._v)
@@ -314,13 +316,14 @@ class StaticCache(Cache):
 
 
 class RollingCache(Cache):
-    """A cache for a sliding window: each query sees the last ``window`` tokens, its own included, as by ``window(n)``.
+    """A cache for a sliding window: each query attends to the last ``window`` tokens, its own included, as with
+    ``window(n)``.
 
-    What no later token may see is forgotten. It has room for twice the window; where that is full, the last ones move
-    to the front of another such buffer, so that a token is copied about once.
+    Tokens outside the window of all later tokens are dropped. The buffer has room for twice the window; when it is
+    full, the last tokens move to the front of another buffer, so each token is copied about once.
 
     Args:
-        window: how many tokens are seen, from 1. The layer attends by it, whether its mask says so or not.
+        window: number of visible tokens, from 1. The layer attends within it, whatever its mask is.
         padding: see ``Cache``.
     """
 
@@ -332,7 +335,7 @@ class RollingCache(Cache):
 
     def _place(self, k: Tensor, v: Tensor) -> Placed:
         new, held, room = k.shape[-2], self._length - self._first, 2 * self.window
-        retained = min(self.window - 1, held)  # what the first of the new ones may see
+        retained = min(self.window - 1, held)  # the keys that are visible to the first new token
         if retained + new > room:
             return self._pass_through(k, v, retained)
         if self._k is None or self._v is None or held + new > room:
@@ -344,7 +347,7 @@ class RollingCache(Cache):
         return Placed(keys[:, :, unseen:], values[:, :, unseen:], first + unseen, staged)
 
     def _pass_through(self, k: Tensor, v: Tensor, retained: int) -> Placed:
-        """More than there is room for: attend to a copy of what may be seen, and keep the end of it."""
+        """Attend to a copy of the visible tokens, which exceed the capacity, and retain the end of the copy."""
         length = self._length + k.shape[-2]
         all_k, all_v = self._allocate(k, v, retained + k.shape[-2], retained)
         all_k[:, :, retained:], all_v[:, :, retained:] = k, v
@@ -363,8 +366,8 @@ class RollingCache(Cache):
 def _check_reach(mask: Mask) -> None:
     if not all(isinstance(leaf, Band) and leaf.offset is None for leaf in mask.leaves()):
         raise ValueError(
-            f"mask: got {type(mask).__name__}, expected causal(), window(n) or another Band without offset: a "
-            "RollingCache forgets keys, so that numbers of keys mean nothing"
+            f"mask: got {type(mask).__name__}, expected causal(), window(n) or another Band without offset, because "
+            "a RollingCache drops keys, so key numbers change"
         )
 
 

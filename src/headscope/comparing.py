@@ -1,6 +1,6 @@
-"""Two observations, head by head: what moved, by how much, and whether that is more than the thresholds allow.
+"""Compare two observations head by head: what moved, by how much, and whether it exceeds the thresholds.
 
-docs/guides/decide.md says how a change is judged, and what the thresholds do not see.
+docs/guides/decide.md explains how a change is judged, and what the thresholds do not cover.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ NAMED = 6  # of what is on one side only, below the table; all of it is in the r
 
 @dataclass(frozen=True)
 class Thresholds:
-    """From where on a change counts. A mean has moved if its change reaches the threshold of its unit *and* ``errors``.
+    """The smallest changes that count. A mean has moved if its change reaches the threshold of its unit *and*
+    ``errors``.
 
     Attributes:
         share: for masses and all else from 0 to 1.
@@ -46,7 +47,7 @@ class Thresholds:
         received: total variation between what the keys receive, 0 to 1.
 
     Raises:
-        TypeError: one of them is no number.
+        TypeError: one of them is not a number.
         ValueError: a number is out of range.
     """
 
@@ -79,12 +80,12 @@ class Change:
         name: the quantity.
         before, after: its means; NaN where no row has it.
         change: after - before.
-        std: pooled standard deviation of its rows, by which the change can be judged against their spread.
-        error: standard error of the change, were rows independent.
-        rows: on how many rows either mean stands.
-        size: the change in thresholds of its unit: 1 is just at it.
-        moved: whether size is at least 1 and the change at least so many errors; or a number that both sides have is
-            not finite, so that they cannot be compared: then size is infinite.
+        std: pooled standard deviation of its rows, to compare the change with their spread.
+        error: standard error of the change, as if rows were independent.
+        rows: the number of rows of either mean.
+        size: the change in thresholds of its unit: 1 = equal to the threshold.
+        moved: whether size is at least 1 and the change at least ``errors`` standard errors; also True if a value that
+            both sides have is not finite, so the two cannot be compared: size is then infinite.
     """
 
     name: str
@@ -125,8 +126,8 @@ class Comparison(Answer):
     """What moved between two observations; see ``compare``.
 
     Attributes:
-        before, after: what each side rests on.
-        thresholds: from where on a change counted.
+        before, after: the data behind each side.
+        thresholds: the smallest changes that counted.
         heads: every head that both have, in the order of the first.
         only_before, only_after: layers, heads and quantities that one of them has.
         notes: how the two differ otherwise: rows, lengths, samples.
@@ -142,7 +143,7 @@ class Comparison(Answer):
 
     @property
     def moved(self) -> tuple[HeadChange, ...]:
-        """The heads of which something moved."""
+        """The heads that moved."""
         return tuple(head for head in self.heads if head.moved)
 
     @property
@@ -155,7 +156,7 @@ class Comparison(Answer):
         return ("layer", "head", "quantity", "before", "after", "change", "± error", "× threshold")
 
     def cells(self) -> list[tuple[str, ...]]:
-        """A line for each thing that moved, the largest change in thresholds first."""
+        """Return a line for each change, the largest in thresholds first."""
         lines = [line for head in self.moved for line in self._lines(head)]
         return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
 
@@ -176,7 +177,7 @@ class Comparison(Answer):
             yield math.inf, (*place, "broken rows", f"{before:,}", f"{after:,}", f"{after - before:+,}", "", "")
 
     def caption(self) -> str:
-        """What stands below the table."""
+        """Return the caption of the table."""
         count = len(self.moved)
         parts = [f"{count} of {len(self.heads)} {plural('head', len(self.heads))} moved."]
         if not count and (largest := self._largest()) is not None:
@@ -196,7 +197,7 @@ class Comparison(Answer):
         return max(every, key=lambda each: each[1].size, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer ready for JSON; what is not defined is None."""
+        """Return the answer ready for JSON; undefined values are None."""
         entries = super().to_dict()
         for side in ("before", "after"):
             entries[side]["sampled"] = getattr(self, side).sampled
@@ -210,17 +211,17 @@ def _number(value: float) -> str:
 def compare(
     before: HeadStats | HasStats, after: HeadStats | HasStats, thresholds: Thresholds | None = None
 ) -> Comparison:
-    """What moved from one observation to another, head by head: two checkpoints, or two inputs.
+    """Compare two observations head by head: two checkpoints, or two inputs.
 
-    Layers are matched by name and heads by number. Whatever only one side has is listed, never left out in silence.
+    Layers are matched by name and heads by number. Whatever only one side has is listed, never omitted silently.
 
     Args:
         before, after: changes are after - before.
-        thresholds: from where on a change counts; by default ``Thresholds()``.
+        thresholds: the smallest changes that count; by default ``Thresholds()``.
 
     Raises:
         TypeError: neither statistics nor a recording.
-        ValueError: recordings of another architecture, or of other heads of a layer.
+        ValueError: recordings of different architectures, or of different heads of a layer.
     """
     limits = Thresholds() if thresholds is None else thresholds
     old, new = stats_of(before, "before"), stats_of(after, "after")
@@ -245,7 +246,7 @@ def _basis(stats: HeadStats) -> Basis:
 
 
 def _missing(layer: str, part: LayerStats, other: LayerStats | None) -> Iterator[str]:
-    """What the other side does not have of a layer."""
+    """Return what the other side lacks of a layer."""
     if other is None:
         yield f"layer {layer}"
         return
@@ -281,7 +282,9 @@ def _heads(layer: str, old: LayerStats, new: LayerStats, limits: Thresholds) -> 
 
 
 def _is_one_measure(name: str, old: LayerStats, new: LayerStats) -> bool:
-    """Whether a name means the same on both sides: sums over other numbers of first keys are other quantities."""
+    """Return whether a name means the same on both sides: sums over different numbers of first keys are different
+    quantities.
+    """
     if name != "first" and not name.startswith("streaming_"):
         return True
     return old.first == new.first or old.first is None or new.first is None
@@ -296,14 +299,14 @@ def _change(name: str, old: Moments, new: Moments, head: int, limits: Thresholds
         math.sqrt(max(sum(s / n**2 for s, n in zip(squares, counts, strict=True)), 0.0)) if all(counts) else math.nan
     )
     size = _size(name, before, after, limits)
-    moved = size >= 1 and abs(after - before) >= limits.errors * error  # NaN: one side has no row with it
+    moved = size >= 1 and abs(after - before) >= limits.errors * error  # NaN: one side does not have a row with it
     if all(counts) and not (math.isfinite(after - before) and (math.isfinite(error) or before == after)):
-        size, moved = math.inf, True  # such numbers cannot be compared, so nothing shows that they are the same
+        size, moved = math.inf, True  # such numbers cannot be compared, so they may differ
     return Change(name, before, after, after - before, std, error, counts, size, moved)
 
 
 def _size(name: str, before: float, after: float, limits: Thresholds) -> float:
-    """A change in thresholds of its unit."""
+    """Return a change in thresholds of its unit."""
     unit = _unit(name)
     if unit == "ratio":
         low, high = sorted((before, after))
@@ -315,16 +318,16 @@ def _size(name: str, before: float, after: float, limits: Thresholds) -> float:
 
 
 def _unit(name: str) -> str:
-    """What a change of a row quantity is measured in; see ``Quantity``."""
+    """Return the unit of a row quantity's changes; see ``Quantity``."""
     quantity = quantity_of(name)
     return "share" if quantity is None else quantity.unit
 
 
 def _same_places(old: LayerStats, new: LayerStats) -> bool:
-    """Whether the same share of the rows was looked at.
+    """Return whether the same share of the rows was observed.
 
-    Maps and received of a sample hold the sampled rows alone: those of a head that looks at another key in each row lie
-    far from those of all its rows.
+    Maps and received of a sample hold the sampled rows only: if a head attends to a different key in each row, they
+        differ much from those of all its rows.
     """
     return old.looked_at * new.of == new.looked_at * old.of
 
@@ -344,9 +347,9 @@ def _received(old: LayerStats, new: LayerStats, count: int) -> Tensor | None:
 
 
 def _apart(old: Tensor, new: Tensor) -> Tensor:
-    """Total variation between the same head before and after, [H].
+    """Return the total variation between the same head before and after, [H].
 
-    NaN where one side has no weight; infinite where a weight is not finite, so that the two cannot be compared.
+    NaN where one side has no weight; infinite where a weight is not finite, so the two cannot be compared.
     """
     old, new = old.cpu(), new.cpu()
     undefined = ~(old.isfinite().all(-1) & new.isfinite().all(-1))
@@ -357,26 +360,26 @@ def _apart(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _notes(old: HeadStats, new: HeadStats) -> tuple[str, ...]:
-    """How the two differ in what was looked at."""
+    """Describe how the observed rows of the two differ."""
     shared = [(old.parts[layer], new.parts[layer]) for layer in old.parts if layer in new.parts]
     notes: list[str] = []
     for what in ("forwards", "rows looked at", "keys", "first keys", "bins of the map"):
         numbers = [tuple(_looked_at(part).get(what) for part in pair) for pair in shared]
         sides = [{n for n in side if n is not None} for side in zip(*numbers, strict=True)]
         if any(a != b for a, b in numbers) and all(sides):
-            notes.append(f"Other {what}: {_range(sides[0])} before, {_range(sides[1])} after")
+            notes.append(f"Different {what}: {_range(sides[0])} before, {_range(sides[1])} after")
     if not notes and any(_other_sights(a, b) for a, b in shared):  # other lengths would be the reason
-        notes.append("The rows may see other numbers of keys: other masks or lengths")
+        notes.append("The rows may have different numbers of visible keys: different masks or lengths")
     notes += [f"No row {when} has {', '.join(names)}" for when, names in _without_rows(shared) if names]
     if old.sampled != new.sampled:
         notes.append(f"Only {'before' if old.sampled else 'after'} is a sample of the rows")
     if not all(_same_places(a, b) for a, b in shared):
-        notes.append("Maps and received are not compared where other shares of the rows were looked at")
+        notes.append("Maps and received are not compared where different shares of the rows were observed")
     return (*notes, *unchecked(old.origin, new.origin))
 
 
 def _looked_at(part: LayerStats) -> dict[str, int]:
-    """How much a layer's statistics were made from."""
+    """Return how much data a layer's statistics are based on."""
     basis = {"forwards": part.runs, "rows looked at": part.looked_at}
     basis |= {"keys": part.received.shape[-1]} if part.received is not None else {}
     basis |= {"first keys": part.first} if part.first is not None else {}
@@ -384,7 +387,7 @@ def _looked_at(part: LayerStats) -> dict[str, int]:
 
 
 def _without_rows(shared: list[tuple[LayerStats, LayerStats]]) -> list[tuple[str, list[str]]]:
-    """Quantities that some layer has rows of on the other side only: it depends on the input which rows have them."""
+    """Return the quantities that some layer has on the other side only: the input determines which rows have them."""
     names_of: dict[str, dict[str, None]] = {"before": {}, "after": {}}
     for pair in shared:
         for name in pair[0].moments:

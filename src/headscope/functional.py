@@ -1,4 +1,4 @@
-"""attention, attend, observe: softmax(q kᵀ · scale) v, with every option, and a look at the weights behind it."""
+"""attention, attend and observe: softmax(q kᵀ · scale) v with every option, and statistics of its weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Attended", "attend", "attention", "observe"]
 
 
 class Attended(NamedTuple):
-    """What ``attend`` returns.
+    """The result of ``attend``.
 
     Attributes:
         out: [B, H, Q, Dv], in q's dtype.
-        lse: [B, H, Q], float32 (float64 for float64): log Σ exp of the logits each row may see, its sink included;
-            -inf for a row that may see nothing.
-        stats: what was asked for by ``observe=``; else None.
+        lse: [B, H, Q], float32 (float64 for float64): log Σ exp of the visible logits of each row, its sink included;
+            -inf for a row without visible keys.
+        stats: the statistics that ``observe=`` requests; else None.
     """
 
     out: Tensor
@@ -48,9 +48,9 @@ def attention(
     dropout: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention: each query's average of the values, weighted by softmax over the keys it may see.
+    """Return scaled dot-product attention: for each query, the values averaged with softmax weights over visible keys.
 
-    s[i, j] = scale · q_i·k_j, capped, plus bias[i, j]; p = softmax of s over what may be seen; out_i = Σ_j p[i, j] v_j.
+    s[i, j] = scale · q_i·k_j, capped, plus bias[i, j]; p = softmax of s over visible keys; out_i = Σ_j p[i, j] v_j.
 
     Shapes: q [B, H, Q, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv] -> [B, H, Q, Dv]. Leading axes broadcast; three axes are
     [H, Q, D]. Where Hkv < H, query head h uses key/value head h // (H / Hkv).
@@ -59,19 +59,20 @@ def attention(
         q: queries; float32, bfloat16, float16 or float64. Query i stands at position i + (K - Q).
         k: keys, dtype and device as q.
         v: values, dtype and device as q.
-        mask: what may be seen: a mask of ``headscope.masks``, or a boolean tensor that broadcasts to [B, H, Q, K], True
-            = attend (``nn.MultiheadAttention`` means the opposite).
-        bias: added to the logits after scale and cap; a floating tensor that broadcasts to [B, H, Q, K]; -inf = hidden.
+        mask: which keys are visible: a mask of ``headscope.masks``, or a boolean tensor that broadcasts to [B, H, Q,
+            K], True = attend (``nn.MultiheadAttention`` means the opposite).
+        bias: added to the logits after scale and cap; a floating tensor that broadcasts to [B, H, Q, K]; -inf = masked.
         scale: factor of the dot products; by default D ** -0.5.
         softcap: c > 0 replaces each scaled logit s by c · tanh(s / c).
-        sinks: one logit a head, [H], that takes part in the softmax and has no value: rows then sum to less than one.
+        sinks: one logit for each head, [H], that takes part in the softmax and has no value: rows then sum to less than
+            one.
         dropout: probability in [0, 1) with which a weight is dropped, whenever it is above 0; seeded from torch's
             generator.
-        backend: "cpu", "sdpa", "blocked", "reference" or "reproducible"; by default the fastest that takes the call.
+        backend: "cpu", "sdpa", "blocked", "reference" or "reproducible"; by default the fastest that supports the call.
 
-    A row that may see nothing gives 0, with zero gradients. NaN and infinity reach exactly the rows that may see them.
-    Softmax is computed in float32 or better. The second derivative exists for the reference backend only, and
-    where torch.func asks for it within a compiled function.
+    A row without visible keys gives 0, with zero gradients. NaN and infinity reach exactly the rows where they are
+    visible. Softmax is computed in float32 or better. Only the reference backend has a second derivative, and compiled
+    functions in which torch.func computes it.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -99,13 +100,13 @@ def attend(
     backend: str | None = None,
     observe: Observe | None = None,
 ) -> Attended:
-    """``attention`` that also returns the log-sum-exp of each row's logits; both are differentiable.
+    """Return ``attention`` and the log-sum-exp of each row's logits; both are differentiable.
 
-    Shapes: as ``attention``; lse is [B, H, Q]. From q, k and lse any weight can be had again: p = exp(s - lse).
+    Shapes: as ``attention``; lse is [B, H, Q]. q, k and lse determine each weight: p = exp(s - lse).
 
     Args:
-        observe: what to measure of the weights, as self-attention with default positions; ``stats`` then holds it. For
-            cross-attention, or other positions, call ``observe`` with this lse.
+        observe: what to measure of the weights, as self-attention with default positions; ``stats`` holds the result.
+            For cross-attention, or other positions, call ``observe`` with this lse.
     """
     if observe is not None:
         check_type("observe", observe, Observe, "a headscope.Observe or None")
@@ -116,7 +117,7 @@ def attend(
         if result is not None:
             return Attended(*result)
     out, lse = handler(q, k, v, mask, bias, sinks, scale, softcap, dropout, True, backend)
-    assert lse is not None  # every backend that takes a call with lse returns it
+    assert lse is not None  # every backend that supports a call with lse returns it
     if observe is None:
         return Attended(out, lse)
     return Attended(out, lse, observe_call(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, observe))
@@ -140,33 +141,34 @@ def observe(
     kind: Literal["self", "cross"] = "self",
     what: Observe | None = None,
 ) -> HeadStats:
-    """Measure the attention weights without filling their matrix: statistics of each head, in linear memory.
+    """Measure the attention weights without building their matrix: statistics of each head, in linear memory.
 
-    Shapes: as ``attention``. docs/concepts/statistics.md defines every number. q, k, v may need gradients; none flow.
+    Shapes: as ``attention``. docs/concepts/statistics.md defines every number. q, k and v may require gradients; none
+        flow.
 
     Args:
         q, k, mask, bias, scale, softcap, sinks: as for ``attention``.
-        v: values, for ``value_norm``; without them it is left out.
-        lse: log-sum-exp of each row, [B, H, Q], from ``attend`` or from another kernel. What agrees with q and k to
-            within rounding changes nothing; anything else is taken as it stands, p = exp(s - lse). It is at least the
+        v: values, for ``value_norm``; without them it is absent.
+        lse: log-sum-exp of each row, [B, H, Q], from ``attend`` or from another kernel. If it equals the row's own lse
+            within rounding, it changes nothing; else it is used as passed, p = exp(s - lse). It must be at least the
             row's largest logit.
         dropout: checked and ignored: the weights before dropout are measured.
         backend: checked and ignored: the backend that attended does not matter.
-        q_pos: where queries stand: numbers [Q], [Q, 2] on a grid, or [B, Q, 1 or 2]; NaN = has no position. By default
-            those of the last Q keys, or what ``Band(offset=...)`` in the mask says.
-        k_pos: where keys stand, likewise [K], [K, 2] or [B, K, 1 or 2]; by default 0, 1, 2, …
-        kind: "cross" where queries and keys share no axis: distance, self, previous, next, window, duplicate, induction
-            are then absent, positions mean nothing, and no row is padding unless ``what.rows`` says so.
+        q_pos: positions of the queries: numbers [Q], [Q, 2] on a grid, or [B, Q, 1 or 2]; NaN = has no position. By
+            default those of the last Q keys, or as ``Band(offset=...)`` in the mask specifies.
+        k_pos: positions of the keys, likewise [K], [K, 2] or [B, K, 1 or 2]; by default 0, 1, 2, …
+        kind: "cross" if queries and keys do not share an axis: distance, self, previous, next, window, duplicate and
+            induction are then absent, positions are ignored, and only ``what.rows`` marks padding.
         what: what to measure; by default ``Observe()``.
 
-    Rows that may see nothing take part in nothing; nor do, in self-attention, rows whose own key is hidden from the
-    whole batch entry (padding), and rows that hold NaN or infinity, which are counted in ``HeadStats.broken``.
+    Rows without visible keys do not count. In self-attention, rows whose own key is masked for the whole batch entry
+    (padding) do not count either. Rows that hold NaN or infinity are counted in ``HeadStats.broken`` only.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
-        ValueError: a size or option that does not fit; an ``lse`` by which a weight would be above 1.
+        ValueError: a size or option that does not fit; an ``lse`` that gives a weight above 1.
     """
-    if backend is not None:  # whether it takes the call
+    if backend is not None:  # raises if the backend does not support the call
         prepare(q, k, k if v is None else v, mask, bias, sinks, scale, softcap, dropout, False, backend)
     what = Observe() if what is None else what
     positions = Positions(q_pos, k_pos, kind)
@@ -183,9 +185,9 @@ def weights(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The attention weights themselves, by definition: a [B, H, Q, K] tensor, so its memory is quadratic.
+    """Return the attention weights themselves, by definition: a [B, H, Q, K] tensor, so memory is quadratic.
 
-    Arguments as ``attention``. float32 or better, whatever the dtype of q.
+    Arguments as for ``attention``. The result is float32 or better, whatever the dtype of q.
     """
     v = k[..., :1]
     prepared = prepare_with_plan(q, k, v, mask, bias, sinks, scale, softcap, 0.0, True, "reference")

@@ -1,4 +1,4 @@
-"""Heads as things one can act on: scale or ablate them in any model, and measure how much a loss needs each."""
+"""Interventions on heads: scale or ablate them in any model, and measure how much a loss depends on each."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ Loss = Callable[[Any], Tensor]
 def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> Ablation:
     """Multiply the outputs of single heads: ``with headscope.ablate(model, {"h.3.attn": [0, 7]}): model(**inputs)``.
 
-    What a head hands to the output projection is multiplied by ``scale``: with 0 the model computes what it would with
-    that head's slice of the projection set to zero. No parameter is touched, and on leaving the block all is as before.
+    ``scale`` multiplies the output of a head before the output projection: 0 has the same effect as setting that head's
+        slice of the projection to zero. No parameter changes, and after the block the model is as before.
     It reaches the modules that ``watch`` records (docs/guides/ablate.md). Blocks nest; their scales multiply.
     Where gradients are expected, call ``backward`` within the block.
 
     Args:
         model: any module, not compiled.
-        heads: module path or pattern, with all that is inside ("h.3", "decoder.*.self_attn") -> a head, heads, or
-            "all"; numbered from 0. Under tensor parallelism the numbers are those of the whole model: name the same
-            heads in every process.
+        heads: module path or pattern, which includes all modules inside ("h.3", "decoder.*.self_attn") -> a head,
+            heads, or "all"; numbered from 0. Under tensor parallelism heads are numbered over the whole model: pass the
+            same heads in every process.
         scale: 0 removes a head, 1 leaves it as it is; any finite number.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; a pattern that fits no module.
-        WatchError: the model runs compiled; later, a layer without such a head, one that cannot be reached, or one
-            that shares its heads with other processes in a way that is not known.
+        TypeError, ValueError: an argument that does not fit; a pattern that does not match any module.
+        WatchError: the model is compiled; later, a layer that lacks such a head, cannot be reached, or shares its heads
+            with other processes in an unknown way.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
     check_type("heads", heads, Mapping, "a mapping of module paths to heads")
@@ -108,7 +108,7 @@ def _is_list(value: object) -> bool:
 
 
 def _fitting(modules: Mapping[str, nn.Module], patterns: Collection[str]) -> set[str]:
-    """Return the names that some pattern fits."""
+    """Return the names that some pattern matches."""
     return {
         name
         for name in modules
@@ -117,7 +117,7 @@ def _fitting(modules: Mapping[str, nn.Module], patterns: Collection[str]) -> set
 
 
 class _Acting:
-    """Something that multiplies heads while it is open, and knows which layers it has reached."""
+    """A context that multiplies heads while it is open, and records which layers it has reached."""
 
     again = True
 
@@ -131,8 +131,8 @@ class _Acting:
     def open(self) -> None:
         if compiled := find_compiled(self.modules):
             raise WatchError(
-                "heads: the model, or a part of it, runs compiled, so that its heads cannot be reached; run it as it "
-                f"was before torch.compile or torch.jit; compiled: {', '.join(compiled[:8])}"
+                "heads: the model, or a part of it, is compiled, so its heads cannot be reached; run it without "
+                f"torch.compile or torch.jit; compiled: {', '.join(compiled[:8])}"
             )
         if refusal := transformers_refusal(self.modules):
             raise WatchError(refusal.replace("watch:", "heads:", 1))
@@ -142,19 +142,19 @@ class _Acting:
         close_watch(self, self.modules)
 
     def begin(self) -> _Pass:
-        """A forward pass starts.
+        """Start a forward pass.
 
         Raises:
-            WatchError: attention layers that are meant were replaced or added since the block was opened.
+            WatchError: selected attention layers were replaced or added since the block was opened.
         """
         self.layout.check()
         return _Pass(self)
 
     def end(self, forward: _Pass, *, finished: bool) -> None:
-        """It is over.
+        """End a forward pass.
 
         Raises:
-            WatchError: an attention layer that was meant ran in it and was not reached.
+            WatchError: a selected attention layer ran in it and was not reached.
         """
         if not finished:
             return
@@ -164,25 +164,25 @@ class _Acting:
         for name, text in texts.items():
             if self.means(name) and name not in self._warned:
                 self._warned.add(name)
-                warnings.warn(f"heads: {text}, whose heads are not reached", WatchWarning, stacklevel=2)
+                warnings.warn(f"heads: {text}, whose heads cannot be reached", WatchWarning, stacklevel=2)
         if missing:
             raise WatchError(
-                f"heads: of the attention layers that ran {len(missing)} could not be reached: "
-                f"{describe_modules(self.modules, missing)}. None calls scaled_dot_product_attention or "
-                "anything else that headscope knows"
+                f"heads: {len(missing)} of the attention layers that ran could not be reached: "
+                f"{describe_modules(self.modules, missing)}. They do not call scaled_dot_product_attention or "
+                "another function that headscope recognises"
             )
 
     def means(self, name: str) -> bool:
-        """Whether a layer is to be reached."""
+        """Return whether a layer is selected."""
         raise NotImplementedError
 
     def factors(self, name: str, heads: int, part: Part | None) -> Tensor | None:
-        """What a layer's heads are multiplied by.
+        """Return the factors of a layer's heads.
 
         Args:
             name: the layer.
-            heads: how many it has in this process.
-            part: which of the whole model's they are; None = all.
+            heads: the number of its heads in this process.
+            part: which heads of the whole model these are; None = all.
         """
         raise NotImplementedError
 
@@ -199,44 +199,44 @@ class _Pass:
         self.unrecorded: dict[str, str | None] = {}
 
     def note_unrecorded(self, name: str, operator: str | None) -> None:
-        """A module attends by an operator, or perhaps by a softmax of its own (None)."""
+        """Note that a module attends by an operator, or perhaps by a softmax of its own (None)."""
         self.unrecorded[name] = self.unrecorded.get(name) or operator
 
     def enter(self, name: str, module: nn.Module) -> None:
-        """A module starts to run."""
+        """Note that a module starts to run."""
         self.ran[name] = None
 
     def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
-        """A module has made its attention call."""
+        """Note that a module has made its attention call."""
         self.observed.add(name)
         self.acting.layout.attended.add(name)
 
     def factors(self, name: str, heads: int, widths: tuple[int, int]) -> Tensor | None:
-        """What a module's heads are multiplied by."""
+        """Return the factors of a module's heads."""
         if not self.acting.means(name):
             return None
         before = self.acting.reached.setdefault(name, heads)
         if before != heads:
             raise WatchError(
-                f"heads: layer {name} attends with {heads} heads and, in another call, with {before}; which are meant "
-                "cannot be said"
+                f"heads: layer {name} attends with {heads} heads and, in another call, with {before}, so head "
+                "numbers are ambiguous"
             )
         return self.acting.factors(name, heads, shared_part(self.acting.modules, name, heads, widths))
 
 
 def _span(name: str, heads: int, part: Part | None) -> tuple[int, int]:
-    """The number of a layer's first head in the whole model, and how many heads the layer has there.
+    """Return the number of a layer's first head in the whole model, and the number of its heads there.
 
     Raises:
-        WatchError: it is not known which heads these are.
+        WatchError: the numbers of these heads are unknown.
     """
     if part is None:
         return 0, heads
     if part.heads is None:
         raise WatchError(
             f"heads: layer {name} holds {part}, so its heads cannot be numbered; shard it as DTensors, with "
-            f'torch.distributed.tensor.parallel, ablate "all", or run the whole model in one process. If {heads} heads '
-            "are all that the layer has, let num_attention_heads of its configuration be that"
+            'torch.distributed.tensor.parallel, ablate "all", or run the whole model in one process. If the whole '
+            f"layer has {heads} heads, set num_attention_heads of its configuration to {heads}"
         )
     return part.heads[0], part.of
 
@@ -257,7 +257,7 @@ class Ablation(_Acting):
 
     def __enter__(self) -> Ablation:
         if self._entered:
-            raise WatchError("ablate: this one has been used; make another")
+            raise WatchError("ablate: was already used; create a new one")
         self.open()
         self._entered = True
         return self
@@ -272,25 +272,26 @@ class Ablation(_Acting):
         for pattern, names in self._patterns.items():
             if not any(name in self.reached for name in names):
                 raise WatchError(
-                    f"ablate: {pattern!r}: no attention call of it was seen within the block, so nothing was changed"
+                    f"ablate: {pattern!r}: no attention call of it was observed inside the `with` block; nothing was "
+                    "changed"
                 )
 
     def means(self, name: str) -> bool:
-        """Whether a layer has heads to be scaled."""
+        """Return whether a layer has heads to scale."""
         return name in self._chosen
 
     def factors(self, name: str, heads: int, part: Part | None) -> Tensor | None:
-        """``scale`` for those that were named, 1 for the others."""
+        """Return ``scale`` for the selected heads, 1 for the others."""
         if name not in self._factors:
             here = self._named(name, heads, part)
-            with torch.inference_mode(False):  # it outlives this pass: a later one may want gradients
+            with torch.inference_mode(False):  # it outlives this pass: a later one may require gradients
                 factors = torch.ones(heads, dtype=torch.float64, device="cpu")
                 factors[here] = self._scale
             self._factors[name] = factors
         return self._factors[name]
 
     def _named(self, name: str, heads: int, part: Part | None) -> list[int]:
-        """Which of the heads in this process were named, counted from the first one here."""
+        """Return which heads in this process are selected, counted from the first one here."""
         numbers = self._chosen[name]
         if numbers is None:
             return list(range(heads))
@@ -308,25 +309,25 @@ def head_importance(
     model: nn.Module, loss_fn: Loss, *, method: Literal["gradient", "ablation"] = "gradient",
     layers: Choice | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """How much a loss needs each head: layer -> [H], float64, in the order of the model.
+    """Measure how much a loss depends on each head: layer -> [H], float64, in the order of the model.
 
     "gradient": |d loss / d scale| at scale 1, where scale multiplies the head's output; one backward pass for each
-    loss. "ablation": the loss with the head at scale 0, less the loss as it is: above 0, the head helps; one forward
-    pass for each head. Under tensor parallelism "ablation" gives every process the numbers of all heads, if each
+    loss. "ablation": the loss with the head at scale 0 minus the unchanged loss: above 0, the head helps; one forward
+    pass for each head. Under tensor parallelism "ablation" returns the values of all heads in every process, if each
     calls it; "gradient" is an error there.
 
     Args:
-        model: any module that ``watch`` can see into, not compiled. No parameter and no ``.grad`` of it is changed; it
-            runs as it is, in training with dropout.
+        model: any module that ``watch`` can record, not compiled. Its parameters and ``.grad`` do not change; it runs
+            in its present mode, in training with dropout.
         loss_fn: runs the model and returns its loss: one number, or one for each example, [N]. Then "gradient" is the
             mean of |d loss_n / d scale|, as in the paper, and "ablation" that of the losses.
         method: see above.
-        layers: names or patterns, or a function of name and module, as for ``watch``; by default all that attend.
+        layers: names or patterns, or a function of name and module, as for ``watch``; by default all attention layers.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, or a loss without a gradient.
-        WatchError: a layer that cannot be reached, or no attention call at all; other processes hold heads of a
-            layer, and it is not known which, or gradients are to reach them.
+        WatchError: a layer that cannot be reached, or no attention call at all; other processes hold heads of a layer,
+            and their numbers are unknown or gradients must reach them.
 
     Source: Michel et al. 2019, "Are Sixteen Heads Really Better than One?", equation 2 and section 3.
     """
@@ -347,7 +348,7 @@ def head_importance(
 
 
 class _Gauge(_Acting):
-    """Factors of one that gradients can reach, or that can be set."""
+    """Factors of 1 that gradients reach, or that can be set."""
 
     def __init__(self, modules: Mapping[str, nn.Module], choose: Choose, *, learn: bool) -> None:
         super().__init__(modules, choose)
@@ -357,16 +358,16 @@ class _Gauge(_Acting):
         self.without_gradients: set[str] = set()  # layers that ran while gradients were disabled
 
     def means(self, name: str) -> bool:
-        """Whether a layer was chosen."""
+        """Return whether a layer was chosen."""
         return name in self.chosen
 
     def factors(self, name: str, heads: int, part: Part | None) -> Tensor | None:
-        """The layer's factors: those of its heads in this process."""
+        """Return the factors of the layer's heads in this process."""
         first, total = _span(name, heads, part)
         if self.learn and total > heads:
             raise WatchError(
-                f"head_importance: layer {name} holds {part}, the others are in other processes, which no gradient of "
-                'this one reaches; use method="ablation", or run the whole model in one process'
+                f"head_importance: layer {name} holds {part}; the other heads are in other processes, which "
+                'gradients of this one do not reach; use method="ablation", or run the whole model in one process'
             )
         if not torch.is_grad_enabled():
             self.without_gradients.add(name)
@@ -377,7 +378,7 @@ class _Gauge(_Acting):
         return self.scales[name][first : first + heads]
 
 
-@torch.inference_mode(False)  # which enable_grad does not end
+@torch.inference_mode(False)  # enable_grad does not end inference mode
 @torch.enable_grad()
 def _by_gradient(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Tensor]:
     losses = _losses(loss_fn(model), gauge)
@@ -402,8 +403,8 @@ def _by_gradient(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Te
         raise _missing_gradients(disabled)
     if lost:
         raise ValueError(
-            f"loss_fn: its loss does not depend on the heads of {', '.join(lost)}: their output is not used; leave "
-            "them out with layers="
+            f"loss_fn: its loss does not depend on the heads of {', '.join(lost)}: their output is not used; "
+            "exclude them with layers="
         )
     return importance
 
@@ -411,8 +412,8 @@ def _by_gradient(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Te
 def _missing_gradients(layers: list[str]) -> ValueError:
     return ValueError(
         f"loss_fn: no gradient reaches the heads of {', '.join(layers)}: they ran under torch.no_grad(), or in "
-        "activation checkpointing with use_reentrant=True, which disables gradients; pass use_reentrant=False to the "
-        'checkpoint, leave the layers out with layers=, or use method="ablation"'
+        "activation checkpointing with use_reentrant=True, which disables gradients; pass use_reentrant=False to "
+        'the checkpoint, exclude the layers with layers=, or use method="ablation"'
     )
 
 
@@ -432,7 +433,7 @@ def _by_ablation(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Te
 
 
 def _losses(loss: object, gauge: _Gauge) -> Tensor:
-    """One or several numbers, [N]."""
+    """Return one or several losses as a tensor [N]."""
     if not isinstance(loss, Tensor) or not loss.dtype.is_floating_point:
         raise TypeError(f"loss_fn: returned {kind(loss)}, expected a floating tensor")
     if loss.ndim > 1 or loss.numel() == 0:
@@ -441,5 +442,7 @@ def _losses(loss: object, gauge: _Gauge) -> Tensor:
         )
     if not gauge.scales:
         names = summarize_names(gauge.modules)
-        raise WatchError(f"head_importance: no attention call was seen while loss_fn ran; the model's modules: {names}")
+        raise WatchError(
+            f"head_importance: no attention call was observed while loss_fn ran; the model's modules: {names}"
+        )
     return loss.reshape(-1)

@@ -1,7 +1,8 @@
 """Weights from other modules and to them: which key holds what, and in what form.
 
-``MultiHeadAttention.from_module(module)`` and ``.from_state_dict(state, layout)`` make one of ours; ``to_state_dict``
-goes the other way. Nothing is unpickled: a state is a mapping of tensors or arrays, or a safetensors file.
+``MultiHeadAttention.from_module(module)`` and ``.from_state_dict(state, layout)`` make a headscope module;
+``to_state_dict`` converts in the other direction. headscope never unpickles: a state is a mapping of tensors or arrays,
+or a safetensors file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Built = TypeVar("Built", bound=MultiHeadAttention)
 
 
 def known() -> dict[str, str]:
-    """Return the names of the layouts, and the modules that have each."""
+    """Return the names of the layouts, and the modules that use each."""
     return {layout.name: layout.of for layout in LAYOUTS.values()}
 
 
@@ -30,20 +31,20 @@ def from_module(
     """Build a ``MultiHeadAttention`` with copies of another module's weights, in its dtype, on its device, in its mode.
 
     Args:
-        module: of a class that ``known`` layouts have; or of any class, where ``layout`` says which keys it has, or
-            its keys are those of a tutorial or of timm and leave no doubt.
+        module: of a class of the ``known`` layouts; or of any class, if ``layout`` specifies its keys, or its keys
+            match those of a tutorial or of timm unambiguously.
         layout: one of ``known()``.
-        into: the class to make.
-        options: of ``MultiHeadAttention``, where they are not to be read from the module, as ``num_heads``, ``rotary``.
+        into: the class to build.
+        options: of ``MultiHeadAttention``, which replace those read from the module, such as ``num_heads``, ``rotary``.
 
-    What a module's forward does around its attention (dropout of the output, residual, norm) is not part of it, and
-    neither are its hooks.
+    The result excludes what the module's forward does around its attention (dropout of the output, residual, norm), and
+    its hooks.
 
     Raises:
-        TypeError: it is no module, or already ours.
-        ValueError: no layout is known for it, or its weights do not fit; the message says which keys, and what is
-            known. Or no ``layout`` is given, and something else than its weights may say what it computes: a forward
-            of its own, in its class or set on it or on a part; a projection that is more than a linear, or has hooks.
+        TypeError: it is not a module, or already headscope's.
+        ValueError: no layout is known for it, or its weights do not fit; the message lists the keys and the known
+            layouts. Or ``layout`` is missing, and its output may depend on more than its weights: its class overrides
+            forward, a forward is set on it or a part, or a projection is more than a linear or has hooks.
     """
     return convert_module(module, layout, into, MultiHeadAttention, options)
 
@@ -55,20 +56,19 @@ def from_state_dict(
 
     Args:
         state: tensors or arrays by key; or the path of a safetensors file, or of the ``.index.json`` of several, of
-            which only what begins with ``prefix`` is read.
+            which only keys that begin with ``prefix`` are read.
         layout: one of ``known()``.
-        prefix: what the keys of this one attention begin with, as ``"model.layers.0.self_attn."``; other keys are left
-            alone.
-        into: the class to make.
-        options: of ``MultiHeadAttention``: what weights do not tell, as ``num_heads``, and ``rotary`` of a layout that
-            has it. Sizes and biases come from the weights.
+        prefix: the start of the keys of this attention, such as ``"model.layers.0.self_attn."``; other keys are
+            ignored.
+        into: the class to build.
+        options: of ``MultiHeadAttention``: those that the weights do not determine, such as ``num_heads``, and
+            ``rotary`` of a layout that has it. The weights determine sizes and biases.
 
     Raises:
         TypeError: a state or an option of the wrong kind.
         ValueError: an unknown layout, keys that are missing or unexpected, sizes that do not fit, an option that is
-            missing or contradicts the weights, a ``rotary`` that the layout does not have, an index that names what
-            its files do not have.
-        FileNotFoundError: there is no such file.
+            missing or contradicts the weights, a ``rotary`` that the layout does not have, an index that lists keys
+                that its files lack. FileNotFoundError: the file does not exist.
     """
     return convert_state(state, layout, prefix, into, options)
 
@@ -76,15 +76,15 @@ def from_state_dict(
 def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
     """Return copies of a module's weights under the keys of a layout.
 
-    A bias that the layout always has is zero where the module has none. A state dict holds weights alone: the other
-    side must set the number of heads, the scale, base and scaling of rotary, and dropout.
+    A bias that the layout requires is zero if the module lacks it. A state dict holds weights only: the other side must
+        set the number of heads, the scale, base and scaling of rotary, and dropout.
 
     Args:
         layout: one of ``known()``.
         prefix: put before each key.
 
     Raises:
-        ValueError: an unknown layout; an option of the module that this layout has no place for; a forward of its own,
-            in its class or set on it or on a part; or a part with hooks.
+        ValueError: an unknown layout; an option of the module that this layout lacks; a forward that its class
+            overrides or that is set on it or a part; or a part with hooks.
     """
     return export_state(module, layout, prefix, MultiHeadAttention)

@@ -1,7 +1,7 @@
-"""``nn.MultiheadAttention``, argument for argument, over headscope's attention.
+"""``nn.MultiheadAttention``, with the same arguments, on headscope's attention.
 
-The class has torch's parameters, so that state dicts go both ways, and torch's conventions, which are the opposite of
-headscope's in two places: True in a mask means *hidden*, and the batch comes second unless ``batch_first=True``.
+The class has torch's parameters, so state dicts convert both ways, and torch's conventions, which are the opposite of
+headscope's in two places: True in a mask means *masked*, and the batch comes second unless ``batch_first=True``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["MultiheadAttention", "replace"]
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention`` whose attention is headscope's: the same arguments, parameters and results.
+    """``torch.nn.MultiheadAttention`` with headscope's attention: the same arguments, parameters and results.
 
     Shapes: as torch's. Without batch, query [L, E], key [S, kdim], value [S, vdim]; else [L, N, E] and so on, or
     [N, L, E] with ``batch_first=True``.
@@ -35,15 +35,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
             ``torch.nn.MultiheadAttention``, with the same defaults.
 
-    What differs from torch: a row that may see nothing attends with 0 (its output is the output bias), never NaN; masks
-    of different kinds mix without a warning; where ``need_weights=False``, no [L, S] matrix is made, with any mask.
+    Differences from torch: a row without visible keys has weights 0 (its output is the output bias), never NaN; masks
+        of different kinds combine without a warning; ``need_weights=False`` never builds an [L, S] matrix, with any
+        mask.
 
     ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` have a fused forward for inference that reads the
-    weights of ``self_attn`` and calls no attention module. They skip it for this class, which says that it keeps its
-    projections apart (``_qkv_same_embed_dim``).
+    weights of ``self_attn`` and does not call the attention module. They skip it for this class, because
+    ``_qkv_same_embed_dim`` is False, as for separate projections.
 
     Raises:
-        AssertionError, ValueError: sizes that torch refuses, in torch's words.
+        AssertionError, ValueError: sizes that torch refuses, with torch's messages.
     """
 
     def __init__(
@@ -66,24 +67,22 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
 
     def _reset_parameters(self) -> None:
-        """As torch starts: the packed weight as one matrix."""
+        """Initialise as torch does: the packed weight as one matrix."""
         self._qkv_same_embed_dim = _optional(self.in_proj_weight) is not None
         super()._reset_parameters()
         self._qkv_same_embed_dim = False
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiheadAttention:
-        """The same module, over the same parameters (not copies of them), in the same mode, without its hooks.
+        """Return the same module, with the same parameters (not copies), in the same mode, without its hooks.
 
         Raises:
-            ValueError: a weight of it is no parameter: it has a pruning mask or a parametrization. Or its forward is
-                not torch's.
+            ValueError: a weight is not a parameter, because it has a pruning mask or a parametrization; or its forward
+                is not torch's.
         """
         check_own_parameters(module)
         if "forward" in vars(module) or type(module).forward not in (nn.MultiheadAttention.forward, cls.forward):
-            raise ValueError(
-                f"module: {type(module).__name__} has a forward of its own, expected nn.MultiheadAttention's"
-            )
+            raise ValueError(f"module: {type(module).__name__} overrides forward, expected nn.MultiheadAttention's")
         twin = cls(
             module.embed_dim, module.num_heads, module.dropout, module._parameters["in_proj_bias"] is not None,
             add_zero_attn=module.add_zero_attn, kdim=module.kdim, vdim=module.vdim, batch_first=module.batch_first,
@@ -109,19 +108,20 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Args:
             query, key, value: as above, all with a batch or all without.
-            key_padding_mask: [N, S], or [S] without batch: True = *hidden*, or numbers that are added to the logits.
-            need_weights: also return the weights, [N, L, S]: memory is then quadratic. In training they are those after
-                dropout, as in torch.
-            attn_mask: [L, S], or [N * num_heads, L, S]: True = *hidden*, or numbers that are added to the logits.
+            key_padding_mask: [N, S], or [S] without batch: True = *masked*, or numbers that are added to the logits.
+                need_weights: also return the weights, [N, L, S]: memory is then quadratic. In training they are those
+                after dropout, as in torch.
+            attn_mask: [L, S], or [N * num_heads, L, S]: True = *masked*, or numbers that are added to the logits.
             average_attn_weights: the weights are the mean over heads; else [N, num_heads, L, S].
-            is_causal: a promise that ``attn_mask``, which must be there, is the causal mask (query i sees keys up to
-                i). Where no weights are asked for, the promise is kept instead of reading the mask.
+            is_causal: a promise that ``attn_mask``, which is then required, is the causal mask (query i attends to keys
+                up to i). Without ``need_weights`` the module applies the promise instead of reading the mask.
 
-        Returns:
-            (output, weights or None); weights have a column more for each of ``add_bias_kv`` and ``add_zero_attn``.
+        Returns: (output, weights or None); weights have one more column for each of ``add_bias_kv`` and
+            ``add_zero_attn``.
 
         Raises:
-            TypeError, ValueError: an input or mask that does not fit; it names argument, axis, got and expected.
+            TypeError, ValueError: an input or mask that does not fit; the message names argument, axis, got and
+                expected.
         """
         _check_inputs(self, query, key, value)
         if is_causal and attn_mask is None:
@@ -149,7 +149,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, packed: bool, first: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [N, H, L, D], k and v [N, H, S, D]."""
+        """Return q [N, H, L, D], k and v [N, H, S, D]."""
         weight, bias = _optional(self.in_proj_weight), _optional(self.in_proj_bias)
         if packed and weight is not None:
             heads = linear(query, weight, bias).unflatten(-1, (3, self.num_heads, self.head_dim))  # [N, L, 3, H, D]
@@ -165,7 +165,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _more_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Put ``bias_k`` and ``bias_v``, and zeros, before the keys that come from tokens; and how many they are."""
+        """Put ``bias_k`` and ``bias_v``, and zeros, before the keys of the tokens; also return how many they are."""
         before: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
             own = (x.to(k.dtype).view(1, self.num_heads, 1, self.head_dim) for x in (self.bias_k, self.bias_v))
@@ -180,36 +180,40 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The heads' outputs [N, H, L, D], and the weights [N, H, L, S] if they are needed."""
+        """Return the heads' outputs [N, H, L, D], and the weights [N, H, L, S] if ``need_weights``."""
         dropout = self.dropout if self.training else 0.0
         if not need_weights:
             return functional.attention(q, k, v, mask=mask, bias=bias, dropout=dropout), None
         weights = functional.weights(q, k, mask=mask, bias=bias)
         if not dropout:
             return functional.attention(q, k, v, mask=mask, bias=bias), weights
-        if torch.compiler.is_compiling():  # which knows no fork of the generator
+        if torch.compiler.is_compiling():  # which does not support a fork of the generator
             weights = F.dropout(weights, dropout)
             return (weights @ v.to(weights.dtype)).to(v.dtype), weights
         with torch.random.fork_rng([q.device] if q.is_cuda else []):
             weights = F.dropout(weights, dropout)
-        # the generator is where it was: the same weights are dropped once more, and a watch sees the call
+        # the generator has its earlier state: the same weights are dropped again, and a watch records the call
         return functional.attention(q, k, v, mask=mask, bias=bias, dropout=dropout, backend="reference"), weights
 
 
 def replace(model: nn.Module) -> list[str]:
-    """Put a ``MultiheadAttention`` of this module in the place of each of torch's in a model, over the same parameters.
+    """Replace each ``nn.MultiheadAttention`` in a model by a ``MultiheadAttention`` with the same parameters.
 
-    A ``nn.TransformerEncoder`` in it stops making nested tensors of padded input, which only torch's fused layers take.
+    An ``nn.TransformerEncoder`` in it stops making nested tensors of padded input, which only torch's fused layers
+    support.
 
     Returns:
         The names of the modules that were replaced, as in ``model.named_modules()``.
 
     Raises:
-        TypeError: the model is itself a ``nn.MultiheadAttention``, which cannot be replaced where it is.
+        TypeError: the model is itself an ``nn.MultiheadAttention``, which cannot be replaced in place.
         ValueError: see ``MultiheadAttention.from_torch``; nothing is replaced then.
     """
     if _is_torchs(model):
-        raise TypeError("model: is itself a MultiheadAttention; expected a model that holds some. See from_torch")
+        raise TypeError(
+            "model: expected a model that contains nn.MultiheadAttention, got one itself; use "
+            "MultiheadAttention.from_torch"
+        )
     places = list(_places(model))
     twins: dict[nn.MultiheadAttention, MultiheadAttention] = {}  # a shared module stays shared
     for place in places:
@@ -224,7 +228,7 @@ def replace(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one of torch's modules is: the module that holds it, its name there, and its path in the model."""
+    """The place of one of torch's modules: its parent, its name there, and its path in the model."""
 
     parent: nn.Module
     name: str
@@ -241,7 +245,7 @@ def _places(model: nn.Module) -> Iterator[_Place]:
 
 
 def _is_torchs(module: nn.Module | None) -> TypeGuard[nn.MultiheadAttention]:
-    """Whether it is torch's own class; a parametrization makes a subclass of it."""
+    """Return whether it is torch's own class; a parametrization makes a subclass of it."""
     own = type(module)
     if module is not None and parametrize.is_parametrized(module):
         own = own.__base__
@@ -249,7 +253,7 @@ def _is_torchs(module: nn.Module | None) -> TypeGuard[nn.MultiheadAttention]:
 
 
 def _optional(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor that torch's annotation takes for one that is always there."""
+    """Return a tensor that may be None, though torch annotates it as a tensor."""
     return tensor
 
 
@@ -259,8 +263,9 @@ def _check_inputs(module: nn.MultiheadAttention, query: Tensor, key: Tensor, val
         check_type(name, x, Tensor, "a torch.Tensor")
         if x.is_nested:
             raise TypeError(
-                f"{name}: is a nested tensor, expected a padded one and key_padding_mask; an nn.TransformerEncoder "
-                "makes nested tensors unless it is built with enable_nested_tensor=False or passed to replace()"
+                f"{name}: is a nested tensor, expected a padded one and key_padding_mask; nn.TransformerEncoder "
+                "makes nested tensors unless it was created with enable_nested_tensor=False or converted by "
+                "replace()"
             )
     if query.ndim not in (2, 3):
         raise ValueError(f"query: has {query.ndim} axes, expected 2 ([L, E]) or 3 (with a batch); {shapes(**inputs)}")
@@ -270,7 +275,7 @@ def _check_inputs(module: nn.MultiheadAttention, query: Tensor, key: Tensor, val
         if x.shape[-1] != width:
             raise ValueError(f"{name}: axis {x.ndim - 1} (E) is {x.shape[-1]}, expected {width}; {shapes(**inputs)}")
     if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"value: its batch and length are not those of key; {shapes(**inputs)}")
+        raise ValueError(f"value: its batch and length differ from those of key; {shapes(**inputs)}")
     axis = 0 if module.batch_first else 1
     if query.ndim == 3 and key.shape[axis] != query.shape[axis]:
         raise ValueError(
@@ -288,8 +293,8 @@ def _check_masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[
     for name, (mask, allowed, axes) in expected.items():
         if mask is None:
             continue
-        check_no_causal_bias(name, mask, "pass a boolean tensor (True = hidden)")
-        text = "a tensor of bool (True = hidden) or of a floating type"
+        check_no_causal_bias(name, mask, "pass a boolean tensor (True = masked)")
+        text = "a tensor of bool (True = masked) or of a floating type"
         check_type(name, mask, Tensor, text)
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(f"{name}: got {kind(mask)}, expected {text}")
@@ -301,7 +306,9 @@ def _check_masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[
 def _to_mask_and_bias(
     attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, int, int, int], extra: int, *, hinted: bool
 ) -> tuple[Mask | None, Tensor | None]:
-    """torch's masks (True = hidden, or numbers to add) as mask and bias; ``extra`` keys come first, seen by all."""
+    """Convert torch's masks (True = masked, or numbers to add) to mask and bias; ``extra`` keys come first, always
+    visible.
+    """
     mask: Mask | None = None
     bias: Tensor | None = None
     if hinted:
@@ -317,7 +324,7 @@ def _to_mask_and_bias(
     for hidden in (attn_mask, padding):
         if hidden is None:
             continue
-        hidden = F.pad(hidden, (extra, 0)) if extra else hidden  # False, or 0: nothing is hidden
+        hidden = F.pad(hidden, (extra, 0)) if extra else hidden  # False, or 0: every key is visible
         if hidden.dtype == torch.bool:
             mask = _and(mask, Dense(~hidden))
         else:
@@ -326,14 +333,14 @@ def _to_mask_and_bias(
 
 
 def _and(mask: Mask | None, other: Mask) -> Mask:
-    """Both; two tensors become one, which every backend reads."""
+    """Return the conjunction of both; two tensors become one, which every backend reads."""
     if isinstance(mask, Dense) and isinstance(other, Dense):
         return Dense(mask.tensor & other.tensor)
     return other if mask is None else mask & other
 
 
 def _as_boolean(padding: Tensor) -> Tensor:
-    """Padding that adds 0 or -inf says what is hidden; ``nn.TransformerEncoderLayer`` turns all padding into that."""
+    """Convert padding that adds 0 or -inf to booleans; ``nn.TransformerEncoderLayer`` makes all padding additive."""
     if padding.dtype == torch.bool or not _readable(padding):
         return padding
     hidden = padding == -torch.inf
@@ -341,7 +348,7 @@ def _as_boolean(padding: Tensor) -> Tensor:
 
 
 def _lengths(padding: Tensor) -> Tensor | None:
-    """The lengths [N], if all padding is at the end: keys beyond are then never read."""
+    """Return the lengths [N], if all padding is at the end: the kernels then never read keys beyond."""
     if padding.dtype != torch.bool or not _readable(padding):
         return None
     lengths = (~padding).sum(-1)
@@ -350,5 +357,5 @@ def _lengths(padding: Tensor) -> Tensor | None:
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether to look at its values costs no wait for a device, and nobody traces or wants gradients."""
+    """Return whether its values can be read without waiting for a device, tracing or gradients."""
     return x.device.type == "cpu" and not x.requires_grad and not is_traced()

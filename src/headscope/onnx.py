@@ -1,4 +1,4 @@
-"""Export to ONNX: what the operator of the native kernels becomes there, the standard's own ``Attention``.
+"""Export to ONNX: the operator of the native kernels becomes the standard's own ``Attention``.
 
 torch.onnx.export(model, inputs, dynamo=True, opset_version=23, custom_translation_table=headscope.onnx.translations())
 """
@@ -23,30 +23,30 @@ from headscope.masks import FAR, UNBOUNDED, Code, offset_limits, unknown_code
 __all__ = ["translations"]
 
 Value = Any
-"""A tensor of the ONNX graph that is being made, or a number."""
+"""A tensor of the ONNX graph under construction, or a number."""
 
 _FLOAT, _INT64, _DOUBLE = 1, 7, 11  # as ONNX numbers dtypes
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """How headscope's operators are written in ONNX, for ``torch.onnx.export(custom_translation_table=...)``.
+    """Return the ONNX form of headscope's operators, for ``torch.onnx.export(custom_translation_table=...)``.
 
     ``headscope.attention`` with every mask of ``headscope.masks``, bias, scale, softcap, sinks, grouped heads and open
-    lengths becomes one ``Attention`` of opset 23 and the making of its mask; a row that may see nothing is zero there,
-    too. A causal mask over equal lengths is the operator's own. Give ``opset_version=23`` or higher, and a module in
-    eval mode.
+    lengths becomes one ``Attention`` of opset 23 and operators that build its mask; a row without visible keys is zero
+    there, too. A causal mask over equal lengths uses the operator's own option. Pass ``opset_version=23`` or higher,
+    and a module in eval mode.
 
     Raises:
         ImportError: onnxscript is not installed.
-        ValueError: on export, where there is dropout.
+        ValueError: on export, if dropout is above 0.
     """
-    import_module("onnxscript")  # to say now that it is missing, and not while a graph is made
+    import_module("onnxscript")  # raise now if it is missing, and not while a graph is built
     mark_translated()
     return {torch.ops.headscope.attend_forward.default: _attend, torch.ops.headscope.linear.default: _linear}
 
 
 def _linear(input: Value, weight: Value, bias: Value | None) -> Value:
-    """The product of a reproducible module; what runs the file sums it in an order of its own."""
+    """Translate the product of a reproducible module; the runtime that runs the file sums in its own order."""
     from onnxscript import opset23
 
     op: Any = opset23
@@ -58,13 +58,15 @@ def _attend(
     q: Value, k: Value, v: Value, bias: Value | None, sinks: Value | None, codes: Sequence[int], parts: Sequence[Value],
     scale: float, softcap: float, dropout: float, seed: Value | None, backend: str,
 ) -> tuple[Value, Value]:  # fmt: skip
-    """out and lse in operators of ONNX; what computes lse is dropped by the exporter where nobody reads it."""
+    """Return out and lse in ONNX operators; the exporter drops those of lse if lse is unused."""
     from onnxscript import opset23
 
     op: Any = opset23
     if dropout:
-        raise ValueError(f"dropout: got {dropout}, and ONNX's Attention has none; export the module in eval mode")
-    # what is made of q below has no shape and no dtype while the graph is made
+        raise ValueError(
+            f"dropout: got {dropout}, which ONNX's Attention does not support; export the module in eval mode"
+        )
+    # values computed from q below have neither shape nor dtype while the graph is built
     is_square = q.shape is not None and k.shape is not None and q.shape[2] == k.shape[2]
     added = _added(op, q, k, _Masks(op, q, k).of(codes, parts) if codes else None, bias)
     q, scale = _scaled(op, q, scale)
@@ -80,7 +82,7 @@ def _attend(
         return op.Attention(q, k, v, **settings)[0], lse
     out = op.Attention(q, k, v, added, **settings)[0]
     most = op.ReduceMax(op.Cast(added, to=_FLOAT), op.Constant(value_ints=[-1]), keepdims=1)
-    nothing = op.IsInf(most, detect_positive=0)  # a row that may see nothing: not every runtime makes it zero
+    nothing = op.IsInf(most, detect_positive=0)  # a row without visible keys: not every runtime makes it zero
     return op.Where(nothing, op.CastLike(0.0, out), out), lse
 
 
@@ -104,10 +106,10 @@ class _Masks:
         queries, keys = (op.Squeeze(_size(op, x, 2)) for x in (q, k))
         self.i = op.Unsqueeze(op.Range(0, queries, 1), [1])  # [Q, 1]
         self.j = op.Unsqueeze(op.Range(0, keys, 1), [0])  # [1, K]
-        self.last = op.Sub(keys, queries)  # what stands bottom-right
+        self.last = op.Sub(keys, queries)  # the position at the bottom right
 
     def of(self, codes: Sequence[int], parts: Sequence[Value]) -> Value:
-        """The mask that ``Mask.encode`` wrote."""
+        """Return the mask that ``Mask.encode`` wrote."""
         op, numbers, tensors, stack = self.op, iter(codes), iter(parts), list[Value]()
         for code in numbers:
             match code:
@@ -168,7 +170,7 @@ def _whole(op: Any, tensor: Value) -> Value:
 
 
 def _added(op: Any, q: Value, k: Value, visible: Value | None, bias: Value | None) -> Value | None:
-    """What is added to the logits, [B or 1, H or 1, Q, K] in q's dtype, or a wider one; None = nothing."""
+    """Return the tensor to add to the logits, [B or 1, H or 1, Q, K] in q's dtype, or a wider one; None = nothing."""
     if bias is not None and bias.dtype != q.dtype:
         bias = op.Cast(bias, to=_DOUBLE if q.dtype == _DOUBLE else _FLOAT)
     if visible is not None:
@@ -180,7 +182,7 @@ def _added(op: Any, q: Value, k: Value, visible: Value | None, bias: Value | Non
 
 
 def _with_sink(op: Any, q: Value, k: Value, v: Value, sinks: Value, added: Value | None) -> tuple[Value, Value, Value]:
-    """A sink as one more key: its logit is added, its vectors are zero. Returns keys, values and what is added."""
+    """Append a sink as one more key, with zero vectors and its logit in the bias; return keys, values and bias."""
     queries, heads = _size(op, q, 2), _size(op, q, 1)
     if added is None:
         added = op.Expand(op.CastLike(0.0, q), _sizes(op, 1, 1, queries, _size(op, k, 2)))
@@ -198,7 +200,7 @@ def _with_sink(op: Any, q: Value, k: Value, v: Value, sinks: Value, added: Value
 
 
 def _lse(op: Any, q: Value, k: Value, added: Value | None, scale: float, softcap: float) -> Value:
-    """log Σ exp of the logits of each row, [B, H, Q] in float32."""
+    """Return log Σ exp of the logits of each row, [B, H, Q] in float32."""
     grouped = op.Reshape(q, _sizes(op, 0, _size(op, k, 1), -1, _size(op, q, 3)))  # [B, Hkv, H / Hkv * Q, D]
     products = op.MatMul(op.Cast(grouped, to=_FLOAT), op.Transpose(op.Cast(k, to=_FLOAT), perm=[0, 1, 3, 2]))
     logits = op.Reshape(op.Mul(products, scale), _sizes(op, op.Shape(q, start=0, end=3), -1))  # [B, H, Q, K]
@@ -208,15 +210,15 @@ def _lse(op: Any, q: Value, k: Value, added: Value | None, scale: float, softcap
         logits = op.Add(logits, op.Cast(added, to=_FLOAT))
     last = op.Constant(value_ints=[-1])
     most = op.ReduceMax(logits, last, keepdims=1)
-    shift = op.Where(op.IsInf(most), 0.0, most)  # an empty row's is -inf, and -inf - -inf is nothing
+    shift = op.Where(op.IsInf(most), 0.0, most)  # an empty row's is -inf, and -inf - -inf is NaN
     return op.Squeeze(op.Add(op.Log(op.ReduceSum(op.Exp(op.Sub(logits, shift)), last, keepdims=1)), shift), last)
 
 
 def _size(op: Any, x: Value, axis: int) -> Value:
-    """The size of an axis, [1]."""
+    """Return the size of an axis, [1]."""
     return op.Shape(x, start=axis, end=axis + 1)
 
 
 def _sizes(op: Any, *sizes: Value) -> Value:
-    """A shape of numbers and of what ``Shape`` gave."""
+    """Return a shape from numbers and results of ``Shape``."""
     return op.Concat(*(op.Constant(value_ints=[x]) if isinstance(x, int) else x for x in sizes), axis=0)

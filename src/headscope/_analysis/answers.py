@@ -78,11 +78,11 @@ class Basis:
     def __str__(self) -> str:
         least, most = self.rows
         rows = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-        text = f"From {', '.join(self.quantities)}; {rows} {plural('row', most)} a head"
+        text = f"From {', '.join(self.quantities)}; {rows} {plural('row', most)} for each head"
         text += f" in {self.forwards:,} {plural('forward', self.forwards)}"
         if self.sampled:
             text += f", a sample of {self.looked_at / self.of:.2g} of the rows"
-        return visible(text + (f"; {self.broken:,} broken rows left out" if self.broken else "") + ".")
+        return visible(text + (f"; {self.broken:,} broken rows excluded" if self.broken else "") + ".")
 
 
 def plural(word: str, count: int) -> str:

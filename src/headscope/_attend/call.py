@@ -275,8 +275,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 INSTEAD_OF_NESTED = (
-    "MultiHeadAttention takes nested tensors, with bands for masks; this function takes their rows one behind the "
-    "other, with mask=Documents.from_cu_seqlens(offsets)"
+    "MultiHeadAttention supports nested tensors, with bands as masks; here, concatenate the rows and pass "
+    "mask=Documents.from_cu_seqlens(offsets)"
 )
 
 
@@ -295,9 +295,11 @@ def _check_nested(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: T
     }
     for name, value in options_by_name.items():
         if value is not None:
-            raise ValueError(f"{name}: got one beside nested q, k and v, expected none; {INSTEAD_OF_NESTED}")
+            raise ValueError(f"{name}: expected none together with nested q, k and v; {INSTEAD_OF_NESTED}")
     if options.lse:
-        raise ValueError(f"q, k, v: are nested, expected ordinary tensors, as attend asks for lse; {INSTEAD_OF_NESTED}")
+        raise ValueError(
+            f"q, k, v: are nested, expected ordinary tensors, because attend returns lse; {INSTEAD_OF_NESTED}"
+        )
 
 
 def check_bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Tensor) -> None:
@@ -319,7 +321,7 @@ def check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
     if sinks.device != q.device:
         raise ValueError(f"sinks: is on {sinks.device}, q is on {q.device}")
     if sinks.shape != (heads,):
-        raise ValueError(f"sinks: expected one logit a head, [H] = [{heads}]; {shapes(sinks=sinks, q=q)}")
+        raise ValueError(f"sinks: expected one logit for each head, [H] = [{heads}]; {shapes(sinks=sinks, q=q)}")
 
 
 def fold(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:

@@ -15,14 +15,15 @@ CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
 """The package of torch's context parallelism: while ``sys.modules`` lacks it, none is active."""
 
 IN_CONTEXT_PARALLEL = (
-    "q, k, v: torch's context parallelism is active, so they may hold this rank's part of the sequence; expected the "
-    "whole sequence, as headscope would attend within the part alone. Call "
-    "torch.nn.functional.scaled_dot_product_attention there, or gather the parts (context_parallel_unshard) and call "
-    "headscope outside of context_parallel, after _disable_context_parallel_dispatcher() if that was enabled"
+    "q, k, v: torch's context parallelism is active, so they may hold only this rank's part of the sequence; "
+    "expected the whole sequence, because headscope would attend within that part only. Call "
+    "torch.nn.functional.scaled_dot_product_attention there, or gather the parts (context_parallel_unshard) and "
+    "call headscope outside context_parallel, after _disable_context_parallel_dispatcher() if the dispatcher was "
+    "enabled"
 )
 SHARDED = (
-    "torch's _context_parallel_shard was called in this process. headscope takes q, k and v for whole sequences: where "
-    "they are shards, gather them first (context_parallel_unshard)"
+    "torch's _context_parallel_shard was called in this process. headscope treats q, k and v as whole sequences: "
+    "if they are shards, gather them first (context_parallel_unshard)"
 )
 
 _HANDLED = torch.ops.aten._scaled_dot_product_flash_attention.default

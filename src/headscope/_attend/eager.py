@@ -10,5 +10,5 @@ from headscope._support.compiler import disable_compiler
 
 run_each_entry = disable_compiler(
     vmap.run_each_entry,
-    reason="headscope: torch cannot trace a function of torch.func with any number of arguments",
+    reason="headscope: torch cannot trace a torch.func function with a variable number of arguments",
 )

@@ -21,15 +21,16 @@ from headscope._support.autograd import Function
 from headscope.masks import Plan
 
 NO_BATCHED_GRADIENTS = (
-    "attention: this backend takes no batch of gradients at once (is_grads_batched, vectorize=True); torch.func.jacrev "
-    'and torch.vmap do, and so does backend="reference"'
+    "attention: this backend does not support batched gradients (is_grads_batched, vectorize=True); use "
+    'torch.func.jacrev, torch.vmap or backend="reference"'
 )
 NO_FORWARD_MODE = (
-    "attention: this backend has no gradient in forward mode (jvp, jacfwd, hessian); "
-    'backend="reference" has one, in memory quadratic in the length'
+    'attention: this backend does not support forward-mode gradients (jvp, jacfwd, hessian); backend="reference" '
+    "does, with memory quadratic in the length"
 )
 NO_SECOND_DERIVATIVE = (
-    'attention: this backend has no second derivative; backend="reference" has one, in memory quadratic in the length'
+    'attention: this backend does not support second derivatives; backend="reference" does, with memory quadratic '
+    "in the length"
 )
 
 

@@ -165,7 +165,7 @@ def _prepare_anew(
     canonical = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
     if q.layout == torch.jagged:
         if backend not in (None, "sdpa"):
-            raise ValueError(f'backend: got {backend!r} beside nested q, k and v, expected "sdpa" or None')
+            raise ValueError(f'backend: got {backend!r}, expected "sdpa" or None for nested q, k and v')
         backend = "sdpa"
     selected = select(call, backend)
     if selected is reproducible:

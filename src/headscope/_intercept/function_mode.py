@@ -204,7 +204,7 @@ def attention_interceptor(
     scaled = frame.scaled(out, -3, q)  # [B, H, Q, Dv]
     if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
         raise intercepted_call.WatchError(
-            "heads: this module has bias_kv, whose value joins the heads' outputs later and cannot be reached"
+            "heads: this module has bias_kv, whose value is added to the heads' outputs later, out of reach"
         )
     return scaled, row_lse
 

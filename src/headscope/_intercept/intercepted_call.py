@@ -25,8 +25,8 @@ from headscope.stats._layer import LayerStats
 Kind = Literal["self", "cross"]
 
 COMPILED = (
-    "watch: the model, or a part of it, runs compiled, so that its attention calls cannot be seen; watch and run it as "
-    "it was before torch.compile or torch.jit"
+    "watch: the model, or a part of it, is compiled, so its attention calls cannot be observed; watch and run the "
+    "model without torch.compile or torch.jit"
 )
 
 
@@ -116,7 +116,7 @@ def check_values(call: InterceptedCall) -> None:
     if call.q.device.type == "meta" or isinstance(call.q, FakeTensor):
         raise WatchError("its tensors have no values (meta or fake tensors)")
     if _are_functorch_transforms_active() or _is_tracing():
-        raise WatchError("the model runs within torch.func or torch.jit.trace, where its tensors are stand-ins")
+        raise WatchError("the model runs within torch.func or torch.jit.trace, where tensors are placeholders")
 
 
 def _with_tokens(what: Observe, ids: Ids) -> Observe:
@@ -203,7 +203,8 @@ def placed(call: InterceptedCall, positions: Tensor | None) -> InterceptedCall:
     queries, keys = call.q.shape[-2], call.k.shape[-2] - call.beside
     if len(positions) != keys or queries > keys:
         raise ValueError(
-            f"positions: are of {len(positions)} keys, this layer has {keys}, and {queries} queries; choose layers="
+            f"positions: got {len(positions)}, this layer has {keys} keys and {queries} queries; select matching "
+            "layers with layers="
         )
     at = positions.to(call.k.device)
     if call.q_pos is not None and call.q_pos.ndim == 3:  # as `standing` has found, which numbers the keys from 0
@@ -269,7 +270,7 @@ def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Int
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     if any(arguments[name].is_nested for name in names[:3]):
-        raise WatchError("its tensors are nested; pass padded ones with a mask, or leave it out with layers=")
+        raise WatchError("its tensors are nested; pass padded tensors with a mask, or exclude the layer with layers=")
     q, k, v = _grouped(*(one_head(arguments[name]) for name in names[:3]))
     attn_mask = arguments.get("attn_mask")
     rule = causal_rule(attn_mask, q.shape[-2], k.shape[-2])

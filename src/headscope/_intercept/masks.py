@@ -49,8 +49,8 @@ def check_class(name: str, mask: object) -> None:
         return
     if not isinstance(mask, Tensor) or has_own_functions(mask):
         raise TypeError(
-            f"{name}: got {type(mask).__name__}, which watch cannot read; expected a boolean or float tensor, "
-            "or leave the layer out with layers="
+            f"{name}: got {type(mask).__name__}, which watch cannot read; expected a boolean or float tensor, or "
+            "exclude the layer with layers="
         )
 
 

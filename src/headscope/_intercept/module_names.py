@@ -66,13 +66,13 @@ def select_modules(modules: Mapping[str, nn.Module], layers: Choice | None) -> f
     if callable(layers):
         names = {name for name, module in modules.items() if layers(name, module)}
         if not names:
-            raise ValueError("layers: the predicate fits no module of the model")
+            raise ValueError("layers: the predicate does not match any module of the model")
         return frozenset(names)
     patterns = [layers] if isinstance(layers, str) else layers
     if not _are_texts(patterns):
         raise TypeError(f"layers: got {layers!r}, expected names or patterns, or a function of name and module")
     if not patterns:
-        raise ValueError("layers: got none, expected at least one; leave it out for all")
+        raise ValueError("layers: got none, expected at least one; omit layers= for all of them")
     return frozenset(name for pattern in patterns for name in match_modules(modules, pattern, "layers"))
 
 
@@ -88,7 +88,9 @@ def match_modules(modules: Mapping[str, nn.Module], pattern: str, argument: str)
     """
     fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in enclosing_paths(name))]
     if not fits:
-        raise ValueError(f"{argument}: {pattern!r} fits no module of the model; it has {summarize_names(modules)}")
+        raise ValueError(
+            f"{argument}: {pattern!r} does not match any module of the model, which has {summarize_names(modules)}"
+        )
     return fits
 
 
@@ -143,7 +145,7 @@ def describe_unrecorded(
         if operator is not None:
             texts[name] = f"attends {'once more, by' if inside else 'by'} {operator}"
         elif name in observed or (inside and is_attention(name, modules[name])):
-            texts[name] = "may attend once more, by a softmax of its own"
+            texts[name] = "may also attend by a softmax of its own"
     return {name: f"{describe_modules(modules, [name])} {text}" for name, text in texts.items()}
 
 

@@ -88,8 +88,8 @@ def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[
     """
     if factors.requires_grad:
         raise WatchError(
-            "torch's fast path has no gradient; "
-            "it is not taken in training, or where a parameter of the layer needs one"
+            "torch's fast path has no gradient; torch does not use it in training, or where a parameter of the "
+            "layer requires a gradient"
         )
     at = FAST_PATH[operator].index("out_weight")
     return [*args[:at], of_heads(args[at], factors), *args[at + 1 :]]

@@ -82,8 +82,8 @@ def transformers_refusal(modules: Mapping[str, nn.Module]) -> str | None:
     if _interface() is None and any(_implementation(module) == "eager" for module in modules.values()):
         version = sys.modules["transformers"].__version__
         return (
-            f"watch: transformers {version} has no AttentionInterface.get_interface, so that eager attention cannot be "
-            'seen; use transformers 5.15 or newer, or load the model with attn_implementation="sdpa"'
+            f"watch: transformers {version} has no AttentionInterface.get_interface, so eager attention cannot be "
+            'observed; use transformers 5.15 or newer, or load the model with attn_implementation="sdpa"'
         )
     return None
 
@@ -198,7 +198,7 @@ def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str,
     q, k, v, mask = (arguments.get(each) for each in _LEAD[1:])
     if any(part in name for part in _UNREADABLE) or not (mask is None or isinstance(mask, Tensor)):
         raise intercepted_call.WatchError(
-            f"it attends by {name!r}, whose masks cannot be read; load the model with "
+            f"it attends with {name!r}, whose masks headscope cannot read; load the model with "
             'attn_implementation="sdpa" or "eager"'
         )
     assert isinstance(q, Tensor)

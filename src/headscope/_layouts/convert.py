@@ -46,7 +46,7 @@ def convert_module(
     """
     check_type("module", module, nn.Module, "a torch.nn.Module")
     if isinstance(module, base):
-        raise TypeError(f"module: is a headscope.{base.__name__} already; copy.deepcopy makes another")
+        raise TypeError(f"module: is already a headscope.{base.__name__}; to copy it, use copy.deepcopy")
     check_own_parameters(module, *module.modules())
     state = module.state_dict(keep_vars=True)
     source = recognise_layout(module, set(state)) if layout is None else find_layout(layout)
@@ -78,9 +78,7 @@ def _build(
     missing, unexpected = layout.fit(set(state))
     if missing or unexpected:
         fits = [other.name for other in LAYOUTS.values() if other.fit(set(state)) == ([], [])]
-        hint = (
-            f"; these keys are those of {list_names(fits)}" if fits else f"; known layouts: {list_names(LAYOUTS, 99)}"
-        )
+        hint = f"; these keys match {list_names(fits)}" if fits else f"; known layouts: {list_names(LAYOUTS, 99)}"
         raise ValueError(f"state: does not fit layout {layout.name!r}: {describe_keys(missing, unexpected)}{hint}")
     weights = read_weights(layout, state)
     tensors, sizes = weights.tensors, infer_sizes(layout, weights, options)
@@ -105,11 +103,9 @@ def _check_places(layout: Layout, module: AttentionModule, weights: Weights) -> 
     """Raise unless each tensor has a parameter of its shape in the module, and each parameter a tensor."""
     places = _list_tensors(module)
     if missing := [name for name in places if name not in weights.tensors]:
-        raise ValueError(
-            f"options: layout {layout.name!r} has no weights for {list_names(missing)}, which they call for"
-        )
+        raise ValueError(f"options: {list_names(missing)} requires weights that layout {layout.name!r} does not have")
     for name, x in weights.tensors.items():
-        expected = list(places[name].shape) if name in places else "none: the options leave no place for it"
+        expected = list(places[name].shape) if name in places else "none, because no option adds it"
         if list(x.shape) != expected:
             key = weights.keys.get(name, name)
             raise ValueError(f"{key}: holds {name} as {list(x.shape)}, expected {expected}")
@@ -126,7 +122,7 @@ def export_state(module: AttentionModule, layout: str, prefix: str, base: type[n
     """
     target = find_layout(layout)
     for name, part in unknown_projections(cast("nn.Module", module)).items():
-        raise ValueError(f"module: {name} is a {type(part).__name__}, expected nn.Linear, or one with its forward")
+        raise ValueError(f"module: {name} is a {type(part).__name__}, expected nn.Linear, or a module with its forward")
     check_calls(cast("nn.Module", module), base)
     tensors = _list_tensors(module)
     check_expressible(module, target, tensors)

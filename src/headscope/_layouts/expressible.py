@@ -25,7 +25,7 @@ def describe_changed_calls(module: nn.Module, called: Iterable[str]) -> Iterator
     parts = dict(module.named_modules(remove_duplicate=False))
     for path, part in parts.items():
         if "forward" in vars(part):
-            yield f"{path or type(part).__name__} has a forward that was set on it"
+            yield f"{path or type(part).__name__} has a forward set on the instance"
     for path in called:
         if path in parts and (parts[path]._forward_hooks or parts[path]._forward_pre_hooks):
             yield f"{path} has hooks"
@@ -40,7 +40,7 @@ def check_calls(module: nn.Module, base: type[nn.Module]) -> None:
     """
     for change in _changes(module, base):
         raise ValueError(
-            f"module: {change}, so that its weights may not determine what it computes; expected {base.__name__}'s own "
+            f"module: {change}, so its output may depend on more than its weights; expected {base.__name__}'s own "
             "forward and parts without hooks"
         )
 
@@ -51,13 +51,13 @@ def _changes(module: nn.Module, base: type[nn.Module]) -> Iterator[str]:
         if getattr(cls, name) is not getattr(base, name):
             yield f"{cls.__name__} is a {base.__name__} with a {name} of its own"
     if "project" in vars(module):
-        yield f"{cls.__name__} has a project that was set on it"
+        yield f"{cls.__name__} has a project set on the instance"
     yield from describe_changed_calls(module, [name for name, _ in module.named_children()])
     usual = nn.LayerNorm if module.qk_norm == "layer" else nn.RMSNorm
     for name in ("q_norm", "k_norm"):
         norm = getattr(module, name)
         if norm is not None and type(norm).forward is not usual.forward:
-            yield f"{name} is a {type(norm).__name__}, whose forward is not that of a {usual.__name__}"
+            yield f"{name} is a {type(norm).__name__}, whose forward differs from that of a {usual.__name__}"
 
 
 def check_rotary(argument: str, layout: Layout, module: AttentionModule) -> None:
@@ -73,8 +73,8 @@ def check_rotary(argument: str, layout: Layout, module: AttentionModule) -> None
         return
     if rotary is None or rotary.pairing != "half" or rotary.dim != module.head_dim:
         raise ValueError(
-            f"{argument}: rotary does not fit layout {layout.name!r}, which turns whole heads in halves; expected dim "
-            f"{module.head_dim} and pairing 'half', got {rotary}"
+            f"{argument}: rotary does not fit layout {layout.name!r}, which rotates whole heads in halves; expected "
+            f"dim {module.head_dim} and pairing 'half', got {rotary}"
         )
 
 
@@ -86,7 +86,9 @@ def check_expressible(module: AttentionModule, layout: Layout, tensors: dict[str
     """
     _check_tensors(layout, tensors)
     if module.kv_heads != module.num_heads and not layout.grouped:
-        raise ValueError(f"module: kv_heads is {module.kv_heads}; layout {layout.name!r} has one for each of its heads")
+        raise ValueError(
+            f"module: kv_heads is {module.kv_heads}; layout {layout.name!r} has one key/value head for each query head"
+        )
     if isinstance(module.position_bias, ALiBi):
         raise ValueError(f"module: has position_bias ALiBi, which a module of layout {layout.name!r} does not have")
     if module.qk_norm == "rms_all":
@@ -112,15 +114,15 @@ def _check_tensors(layout: Layout, tensors: dict[str, Tensor]) -> None:
         unplaced = []  # add_zero_attn=True, on the other side
     if unplaced:
         raise ValueError(
-            f"module: has {', '.join(unplaced)}, for which layout {layout.name!r} has no place; expected a module "
+            f"module: has {', '.join(unplaced)}, which layout {layout.name!r} does not have; expected a module "
             f"without {_options(unplaced)}"
         )
     required = [name for part in layout.parts if not part.optional for name in part.holds]
     missing = [name for name in required if name not in tensors and not name.endswith(".bias")]
     if missing:
         raise ValueError(
-            f"module: has no {', '.join(missing)}, for which layout {layout.name!r} has a place; expected a module "
-            f"with {_options(missing)}"
+            f"module: lacks {', '.join(missing)}, which layout {layout.name!r} requires; expected a module with "
+            f"{_options(missing)}"
         )
 
 

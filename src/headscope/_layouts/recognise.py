@@ -42,21 +42,23 @@ def recognise_layout(module: nn.Module, keys: set[str]) -> Layout:
     if plain:
         for change in _describe_changes(module, plain[0]):
             raise ValueError(
-                f"module: {change}, so that its weights may not say what it computes; pass "
-                f"layout={plain[0].name!r} if they do"
+                f"module: {change}, so its output may depend on more than its weights; if it does not, pass "
+                f"layout={plain[0].name!r}"
             )
         return plain[0]
     for layout in LAYOUTS.values():
         if name in layout.inner:
             parent = layout.classes[0].split(":")[1]
-            raise ValueError(f"module: {name} is a part of {parent}, which has all four projections; pass that")
+            raise ValueError(f"module: {name} is a part of {parent}, which has all four projections; pass the {parent}")
     if fitting:
+        alike = [each.name for each in fitting]
         hint = (
-            f"its keys are those of {list_names([each.name for each in fitting])}: pass layout= if its forward is, too"
+            f"its keys match layout {list_names(alike)}; if its forward matches too, pass "
+            f"layout={' or '.join(map(repr, alike))}"
         )
     else:
         nearest = min(of_class or LAYOUTS.values(), key=lambda each: sum(map(len, each.fit(keys))))
-        hint = f"nearest is {nearest.name!r}: {describe_keys(*nearest.fit(keys))}"
+        hint = f"the closest is {nearest.name!r}: {describe_keys(*nearest.fit(keys))}"
     raise ValueError(f"module: no layout is known for {name}; {hint}; known layouts: {list_names(LAYOUTS, 99)}")
 
 
@@ -77,7 +79,7 @@ def _describe_changes(module: nn.Module, layout: Layout) -> Iterator[str]:
         part = parts[path]
         expected, fits = ("Conv1D", _is_conv) if entry.form == "columns" else ("Linear", is_linear)
         if entry.holds[0] in weights and not fits(part):
-            yield f"{path} is a {type(part).__name__}, whose forward is not that of a {expected}"
+            yield f"{path} is a {type(part).__name__}, whose forward differs from that of a {expected}"
 
 
 def _is_conv(part: nn.Module) -> bool:
@@ -115,7 +117,7 @@ def read_options(module: nn.Module, layout: Layout, options: Mapping[str, Any]) 
             continue
         if any(value != values[0] for value in values[1:]):
             values_text = ", ".join(f"{path} is {value}" for path, value in zip(paths.split(), values, strict=True))
-            raise ValueError(f"module: {values_text}; expected one number, as ours has one {option}")
+            raise ValueError(f"module: {values_text}; expected equal values, because headscope has one {option}")
         read[option] = _convert_attribute(option, values[0], module)
     if "num_heads" in layout.needs and "num_heads" not in read:
         counts = [value for name in HEADS if isinstance(value := getattr(module, name, None), int)]

@@ -50,17 +50,17 @@ def infer_sizes(layout: Layout, weights: Weights, options: Mapping[str, Any]) ->
     num_heads = _count_heads(layout, weights, options)
     tensors, keys = weights.tensors, weights.keys
     rows = {name: len(tensors[f"{name}.weight"]) for name in QKV}
-    where = {name: f"{keys[f'{name}.weight']}: its {rows[name]} rows of {name} are" for name in QKV}
+    where = {name: f"{keys[f'{name}.weight']}: has {rows[name]} rows of {name}, expected" for name in QKV}
     if rows["q"] % num_heads:
-        raise ValueError(f"{where['q']} not divisible by num_heads, {num_heads}")
+        raise ValueError(f"{where['q']} a multiple of num_heads {num_heads}")
     head_dim = rows["q"] // num_heads
     if not head_dim or not rows["k"] or rows["k"] % head_dim or num_heads % (rows["k"] // head_dim):
-        raise ValueError(f"{where['k']} not a divisor of num_heads {num_heads} times head_dim {head_dim}")
+        raise ValueError(f"{where['k']} head_dim {head_dim} times a divisor of num_heads {num_heads}")
     kv_heads = rows["k"] // head_dim
     if kv_heads != num_heads and not layout.grouped:
-        raise ValueError(f"{where['k']} {kv_heads} heads of {head_dim}, expected {num_heads}, as q has")
+        raise ValueError(f"{where['k']} {num_heads} heads of {head_dim}, as q has; got {kv_heads}")
     if rows["v"] % kv_heads:
-        raise ValueError(f"{where['v']} not divisible by the {kv_heads} heads of k")
+        raise ValueError(f"{where['v']} a multiple of the {kv_heads} heads of k")
     sizes = Sizes(tensors["q.weight"].shape[1], num_heads, kv_heads, head_dim, rows["v"] // kv_heads)
     _check_shapes(weights, sizes)
     return sizes
@@ -74,7 +74,9 @@ def _count_heads(layout: Layout, weights: Weights, options: Mapping[str, Any]) -
         options = {**options, "num_heads": count}
     missing = [name for name in layout.needs if name not in options]
     if missing:
-        raise ValueError(f"{missing[0]}: the weights do not tell it, so that layout {layout.name!r} needs it")
+        raise ValueError(
+            f"{missing[0]}: missing; the weights do not contain it, and layout {layout.name!r} requires it"
+        )
     return whole("num_heads", options["num_heads"])
 
 
@@ -116,8 +118,9 @@ def infer_options(layout: Layout, weights: Weights, sizes: Sizes, options: Mappi
     determined = {**inferred, "device": tensors["q.weight"].device, **layout.fixed}
     for name, value in options.items():
         if name != "num_heads" and name in determined:
-            got = f"{name}: got {value!r}, expected none"
-            raise ValueError(f"{got}: it comes from the weights, which say {determined[name]!r}")
+            raise ValueError(
+                f"{name}: expected none, because the weights determine it ({determined[name]!r}); got {value!r}"
+            )
     return {**_other_options(layout, weights, sizes, options), **inferred}
 
 
@@ -129,15 +132,18 @@ def _other_options(layout: Layout, weights: Weights, sizes: Sizes, options: Mapp
     norms = [name for name in weights.tensors if name.startswith(("q_norm.", "k_norm."))]
     if norms and "qk_norm" not in others:
         if not any(name.endswith("bias") for name in norms):
-            raise ValueError(f'qk_norm: layout {layout.name!r} does not tell the kind of q_norm; pass "rms" or "layer"')
+            raise ValueError(
+                f'qk_norm: the weights do not show the kind of q_norm (layout {layout.name!r}); pass "rms" or "layer"'
+            )
         others["qk_norm"] = "layer"
     if "position_bias.weight" in weights.tensors:
         if "position_bias" not in others:
             raise ValueError(
-                "position_bias: there is a table of biases by distance; pass positions.T5Buckets with its num_buckets "
-                f"({len(weights.tensors['position_bias.weight'])}), max_distance and direction"
+                "position_bias: missing; the weights contain a table of biases by distance; pass "
+                f"positions.T5Buckets with its num_buckets ({len(weights.tensors['position_bias.weight'])}), "
+                "max_distance and direction"
             )
         if isinstance(others["position_bias"], RelativeBias):
             own = weights.keys["position_bias.weight"]
-            raise ValueError(f"position_bias: got a RelativeBias beside {own}, another table; expected one of them")
+            raise ValueError(f"position_bias: expected none, because the state has {own}; got a RelativeBias")
     return others

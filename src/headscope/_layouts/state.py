@@ -73,10 +73,14 @@ def _read_safetensors(path: Path, prefix: str) -> dict[str, Tensor]:
     for file in sorted(set(places.values())):
         more = _read_file(path.parent / file, prefix, {key for key, where in places.items() if where != file})
         if twice := sorted(tensors.keys() & more.keys()):
-            raise ValueError(f"state: {path} does not name {list_names(twice)}, which more than one of its files holds")
+            raise ValueError(
+                f"state: {path} does not list {list_names(twice)}, which more than one of its files contains"
+            )
         tensors |= more
     if missing := [f"{key} in {file}" for key, file in places.items() if key not in tensors]:
-        raise ValueError(f"state: {path} names {list_names(missing)}, but it is not there: the checkpoint is damaged")
+        raise ValueError(
+            f"state: {path} lists {list_names(missing)}, but no file contains it; the checkpoint is damaged"
+        )
     return tensors
 
 
@@ -86,7 +90,7 @@ def _read_file(path: Path, prefix: str, elsewhere: Collection[str] = ()) -> dict
         problem = (
             "a directory, expected a safetensors file in it"
             if path.is_dir()
-            else "no file, expected a safetensors file"
+            else "not a file, expected a safetensors file"
         )
         raise ValueError(f"state: {path} is {problem}, or its .index.json")
     from safetensors import SafetensorError, safe_open
@@ -96,7 +100,9 @@ def _read_file(path: Path, prefix: str, elsewhere: Collection[str] = ()) -> dict
             keys = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118
             return {key: file.get_tensor(key) for key in keys if key not in elsewhere}
     except SafetensorError as error:
-        raise ValueError(f"state: {path} is no safetensors file ({error}); pickles are not read") from error
+        raise ValueError(
+            f"state: {path} is not a safetensors file ({error}); headscope does not read pickles"
+        ) from error
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -104,11 +110,11 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         index: Any = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"state: {path} is no JSON ({error})") from error
+        raise ValueError(f"state: {path} is not JSON ({error})") from error
     places = cast("dict[str, Any]", index).get("weight_map") if isinstance(index, dict) else None
     files = cast("dict[str, str]", places) if isinstance(places, dict) else None
     if files is None or not all(isinstance(file, str) for file in cast("dict[str, object]", files).values()):
-        raise ValueError(f'state: {path} has no "weight_map" of keys and the files that they are in')
+        raise ValueError(f'state: {path} has no "weight_map" from keys to files')
     for file in files.values():
         if not is_inside(file):
             raise ValueError(f"state: {path}: weight_map: expected a file in the same folder, got {file!r}")
@@ -117,7 +123,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 def end_prefix(prefix: str) -> str:
     """Return a prefix that ends in a dot or a slash, unless it is empty."""
-    check_type("prefix", prefix, str, "what the keys begin with, as a string")
+    check_type("prefix", prefix, str, "the prefix of the keys, as a string")
     return prefix if not prefix or prefix[-1] in "./" else f"{prefix}."
 
 
@@ -163,7 +169,7 @@ def _check_tensor(part: Part, x: Any) -> Tensor:
         got = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else kind(x)
         raise TypeError(f"{part.key}: got {got}, expected a tensor or an array of numbers") from None
     if is_lazy(tensor):
-        raise ValueError(f"{part.key}: is uninitialised, expected weights; a lazy module gets them in its first call")
+        raise ValueError(f"{part.key}: is uninitialised, expected weights; call the lazy module once first")
     check_layout(part.key, tensor)
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{part.key}: dtype is {kind(tensor)}, expected float32, bfloat16, float16 or float64")

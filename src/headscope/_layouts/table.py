@@ -212,7 +212,7 @@ def rotary(module: Any) -> Rotary:
             scaling = YaRN(parameters.get("factor") or config.max_position_embeddings / trained, trained, **options)
         case _:
             raise ValueError(
-                f"module: its rope_type is {kind!r}; known are default, linear, dynamic, llama3 and yarn; pass rotary="
+                f"module: its rope_type is {kind!r}; expected default, linear, dynamic, llama3 or yarn, or pass rotary="
             )
     # the default of these models turns whole heads, whatever the factor
     share = 1.0 if kind == "default" else parameters.get("partial_rotary_factor", 1.0)
@@ -246,7 +246,7 @@ def kind_of_norm(module: Any) -> str | None:
             kinds[name] = "rms"
         else:
             raise ValueError(
-                f'module: {name} is a {class_name}, of a kind that is not known; pass qk_norm="rms" or "layer"'
+                f'module: {name} is a {class_name}, an unknown kind of norm; pass qk_norm="rms" or "layer"'
             )
     if kinds["q_norm"] != kinds["k_norm"]:
         raise ValueError(f"module: q_norm is {kinds['q_norm']!r} and k_norm {kinds['k_norm']!r}, expected one kind")
@@ -316,7 +316,7 @@ def encoder_layouts() -> tuple[Layout, ...]:
     c_proj = packed("c_proj", ("out",), "columns")
     vit = {"num_heads": "num_attention_heads", "dropout": "attention_dropout", "scale": "scaling"}
     return (
-        Layout("bert", "BERT: query, key, value, and the dense of the output beside them",
+        Layout("bert", "BERT: query, key, value, and the dense of the separate output module",
                linears("self.query self.key self.value output.dense"), ("transformers:BertAttention",),
                ("BertSelfAttention", "BertCrossAttention", "BertSelfOutput"), bert, ignores=("output.LayerNorm",)),
         Layout("distilbert", "DistilBERT", linears("q_lin k_lin v_lin out_lin"),

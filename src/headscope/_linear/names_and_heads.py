@@ -26,8 +26,8 @@ def check_own_parameters(module: nn.Module, *parts: nn.Module) -> None:
         if computed:
             path = f"{paths[part]}.{computed[0]}".lstrip(".")
             raise ValueError(
-                f"module: {path} is made anew for each call, by a pruning mask or a parametrization; expected a "
-                "parameter: see torch.nn.utils.prune.remove, torch.nn.utils.parametrize.remove_parametrizations"
+                f"module: {path} is recomputed in each call by a pruning mask or a parametrization; remove it with "
+                "torch.nn.utils.prune.remove or torch.nn.utils.parametrize.remove_parametrizations"
             )
 
 

@@ -65,9 +65,12 @@ def _autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tenso
 
 
 def _check(input: Tensor, weight: Tensor) -> None:
-    remedy = "; a module with reproducible=False takes it"
+    remedy = "; reproducible=False supports it"
     if native.extension is None:
-        raise ValueError(f"reproducible: needs the native kernels, which are not there: see `headscope doctor`{remedy}")
+        raise ValueError(
+            "reproducible: requires the native kernels, which are not installed; run `headscope doctor` for "
+            f"the reason{remedy}"
+        )
     for name, x in (("x", input), ("weight", weight)):
         if x.device.type not in ("cpu", "meta"):
             raise ValueError(f"reproducible: {name} is on {x.device}, expected the CPU{remedy}")
@@ -147,7 +150,7 @@ def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else readable(bias.detach()).contiguous()
     for name, x in (("x", rows), ("weight", weight), ("bias", bias)):
         if x is not None and not x.data_ptr():
-            raise ValueError(f"{name}: its memory is gone: its storage holds nothing")
+            raise ValueError(f"{name}: its storage is empty; its memory was freed")
     out = torch.empty((len(rows), outs), dtype=dtype, device="cpu")
     strides = (1, weight.stride(1)) if turned else (weight.stride(0), 1)
     multiply(rows, (width, 1), weight, strides, bias, out, (len(rows), width, outs))

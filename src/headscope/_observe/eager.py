@@ -9,5 +9,5 @@ from headscope._observe import measure as _measure
 from headscope._support.compiler import disable_compiler
 
 measure = disable_compiler(
-    _measure.measure, reason="headscope: observe looks at numbers, of which a compiled graph has none"
+    _measure.measure, reason="headscope: observe reads values, which a compiled graph does not have"
 )

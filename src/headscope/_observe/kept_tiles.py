@@ -165,7 +165,7 @@ class ObservedTiles:
         if tensor is not None:
             return tensor.reshape((1,) * (4 - tensor.ndim) + tuple(tensor.shape))
         if call.batch * call.heads * call.queries * call.keys > MOST_REST:
-            raise NoWeightsError(f"mask: {rest} has more than {MOST_REST:,} pairs, too many to be saved with q and k")
+            raise NoWeightsError(f"mask: {rest} has more than {MOST_REST:,} pairs, too many to save with q and k")
         b, h, i, j = (slice(0, n) for n in (call.batch, call.heads, call.queries, call.keys))
         return rest.tile(b, h, i, j, self.scene.q.device).expand(-1, -1, call.queries, call.keys)
 

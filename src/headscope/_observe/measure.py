@@ -125,14 +125,16 @@ def _check_readable(**tensors: Tensor | None) -> None:
     """Raise where tensors hold no numbers that can be read, or those of a part or of many calls."""
     for name, x in tensors.items():
         if is_distributed(x):
-            raise TypeError(f"{name}: got a DTensor; expected ordinary tensors: .to_local(), or a watch of the module")
+            raise TypeError(f"{name}: got a DTensor; expected an ordinary tensor: use .to_local(), or watch the module")
         if isinstance(x, Tensor):
             check_has_numbers(name, x)
         if isinstance(x, Tensor) and type(x) in ORDINARY and is_batchedtensor(x):
-            raise ValueError("observe: within torch.vmap, where numbers of one entry cannot be read; observe the batch")
+            raise ValueError(
+                "observe: within torch.vmap, which hides the values of single entries; observe the whole batch"
+            )
     present = [x for x in tensors.values() if isinstance(x, Tensor)]
     if has_no_values() or any(x.is_meta or isinstance(x, FakeTensor) for x in present):
         raise ValueError(
-            "observe: its tensors have no values to look at (meta or fake tensors, make_fx, torch.export); observe "
-            "where the model runs"
+            "observe: its tensors have no values (meta or fake tensors, make_fx, torch.export); observe a call "
+            "that computes"
         )

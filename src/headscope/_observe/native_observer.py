@@ -45,9 +45,9 @@ def refuses_call(call: Call) -> list[str]:
     """Why the native kernels cannot observe such a call, whatever is asked of it."""
     reasons = native.refuses(call)
     if call.form == "traced":
-        reasons.append("torch.compile: a compiler sees these kernels as operators, of which none observes")
+        reasons.append("torch.compile: compiled code calls the native kernels as operators, which do not observe")
     if 0 in (call.batch, call.heads, call.queries, call.keys, call.head_dim):
-        reasons.append("sizes: one is 0, so that there is nothing to measure")
+        reasons.append("sizes: one of them is 0")
     return reasons
 
 
@@ -55,19 +55,19 @@ def refuses(reductions: Reductions, scene: Scene) -> list[str]:
     """Return why the native kernels cannot observe this: docs/concepts/kernels.md explains each reason."""
     reasons = refuses_call(scene.call)
     if not scene.rows:
-        reasons.append("rows: none is to be looked at")
+        reasons.append("rows: none is selected")
     if scene.q_at is not None:
-        reasons.append("positions: given ones; these kernels count keys from 0")
+        reasons.append("positions: were specified; the native kernels count keys from 0")
     if len(reductions.windows) > MAX_WINDOWS:
         reasons.append(f"windows: more than {MAX_WINDOWS}")
     if scene.first.shape[1] > MAX_FIRST_KEYS:
         reasons.append(f"first: more than {MAX_FIRST_KEYS} keys")
     if scene.ids is not None and scene.ids.numel() and not _fits(scene.ids):
-        reasons.append("tokens: ids beyond 32 bits")
+        reasons.append("tokens: ids exceed 32 bits")
     if missing := [name for name in reductions.extra if name not in QUANTITIES]:
-        reasons.append(f"extra: {', '.join(missing)}, which these kernels do not compute")
+        reasons.append(f"extra: {', '.join(missing)}, which the native kernels do not compute")
     if scene.id_before is not None:
-        reasons.append("tokens: one is given of the key before the first, which these kernels do not look at")
+        reasons.append("tokens: include one for the key before the first, which the native kernels do not read")
     return reasons
 
 

@@ -79,7 +79,7 @@ def _positions_of(request: Request) -> tuple[Tensor | None, Tensor | None, Tenso
     else:
         q_at = _positions_at(k_at, line, call.keys)
     if q_at.shape[-1] != k_at.shape[-1]:
-        raise ValueError(f"q_pos: has {q_at.shape[-1]} numbers a position, k_pos has {k_at.shape[-1]}")
+        raise ValueError(f"q_pos: has {q_at.shape[-1]} numbers for each position, k_pos has {k_at.shape[-1]}")
     return None, q_at, k_at
 
 

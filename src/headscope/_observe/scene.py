@@ -183,7 +183,7 @@ def _row_mask(request: Request) -> Tensor | None:
     try:
         return rows.expand(expected).reshape(call.batch, call.heads, call.queries)  # [B, H, Q]
     except RuntimeError:
-        hint = "; the same rows for every head are [B, 1, Q]" if rows.ndim > 1 else ""
+        hint = "; for the same rows in every head, pass [B, 1, Q]" if rows.ndim > 1 else ""
         raise ValueError(
             f"rows: does not broadcast to [B, H, Q] = {list(expected)}{hint}; {shapes(rows=rows, q=q)}"
         ) from None

@@ -67,7 +67,9 @@ def check_layout(name: str, tensor: Tensor) -> None:
     if tensor.layout == torch.jagged or (tensor.layout == torch.strided and tensor.is_nested):
         raise TypeError(f"{name}: is a nested tensor of layout {tensor.layout}, expected an ordinary one")
     if tensor.layout != torch.strided:
-        raise TypeError(f"{name}: layout is {tensor.layout}, expected an ordinary tensor (torch.strided): .to_dense()")
+        raise TypeError(
+            f"{name}: layout is {tensor.layout}, expected an ordinary tensor (torch.strided): use .to_dense()"
+        )
 
 
 def check_broadcast(name: str, tensor: Tensor, lead: tuple[int, ...], last: tuple[int, int, int]) -> None:

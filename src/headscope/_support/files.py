@@ -12,7 +12,7 @@ def describe_obstacle(path: Path) -> str | None:
     """Why what is there can be replaced by no file, whatever is forced; None where it can, or where nothing is."""
     if path.is_dir():
         return "is a directory, expected the name of a file"
-    return "is no regular file" if path.exists() and not path.is_file() else None  # a device or a pipe
+    return "is not a regular file" if path.exists() and not path.is_file() else None  # a device or a pipe
 
 
 def is_inside(name: str) -> bool:

@@ -18,7 +18,7 @@ _function = attrgetter("__torch_function__")  # what a subclass does in place of
 _dispatch = attrgetter("__torch_dispatch__")  # what a subclass does in place of torch's operators
 
 MASKS_OF_CAUSAL_BIAS = (
-    "pass mask=causal() in place of causal_lower_right, mask=Band(None, 0, offset=0) in place of causal_upper_left"
+    "pass mask=causal() instead of causal_lower_right, mask=Band(None, 0, offset=0) instead of causal_upper_left"
 )
 
 
@@ -42,7 +42,7 @@ def check_no_causal_bias(name: str, x: object, remedy: str = MASKS_OF_CAUSAL_BIA
         TypeError: it is one.
     """
     if is_causal_bias(x):
-        raise TypeError(f"{name}: got {_MODULE}.CausalBias, whose memory holds no numbers; expected a mask; {remedy}")
+        raise TypeError(f"{name}: got {_MODULE}.CausalBias, whose memory is empty; expected a mask; {remedy}")
 
 
 def check_has_numbers(name: str, x: Tensor) -> None:
@@ -54,13 +54,15 @@ def check_has_numbers(name: str, x: Tensor) -> None:
     if is_dynamo_compiling():
         return
     if isinstance(x, UNINITIALIZED):
-        raise TypeError(f"{name}: is an {type(x).__name__}, which has no shape yet; call its lazy module once before")
+        raise TypeError(f"{name}: is an {type(x).__name__}, which has no shape yet; call its lazy module once first")
     if type(x).__module__.startswith("torch.masked"):
-        raise TypeError(f"{name}: got a MaskedTensor; expected an ordinary tensor: .get_data(), and its mask as mask=")
+        raise TypeError(
+            f"{name}: got a MaskedTensor; expected an ordinary tensor: pass .get_data(), and its mask as mask="
+        )
     if type(x) in ORDINARY and is_functional(x):
         raise TypeError(
-            f"{name}: is a functional tensor, as torch.func.functionalize makes them; expected an ordinary one: "
-            "torch.compile, torch.export and make_fx trace attention"
+            f"{name}: is a functional tensor of torch.func.functionalize; expected an ordinary one: to trace "
+            "attention, use torch.compile, torch.export or make_fx"
         )
 
 
@@ -82,16 +84,18 @@ def check_distributed(tensors: Mapping[str, Tensor | None], beside: Mapping[str,
     """
     distributed = [name for name, x in tensors.items() if is_distributed(x)]
     inside = [name for name, x in beside.items() if is_distributed(x)]
-    remedy = "expected all of q, k and v as DTensors, or local parts: .to_local()"
+    remedy = "expected q, k and v all as DTensors, or their local parts: .to_local()"
     if distributed and len(distributed) < len(tensors):
         name = next(name for name in tensors if name not in distributed)
-        raise TypeError(f"{name}: got an ordinary tensor, and {distributed[0]} is a DTensor; {remedy}")
+        raise TypeError(f"{name}: is an ordinary tensor, {distributed[0]} is a DTensor; {remedy}")
     if inside and not distributed:
-        raise TypeError(f"{inside[0]}: got a DTensor beside ordinary q, k and v; expected an ordinary one: .to_local()")
+        raise TypeError(
+            f"{inside[0]}: is a DTensor, q, k and v are ordinary; expected an ordinary tensor: use .to_local()"
+        )
     if distributed and (present := [name for name, x in beside.items() if x is not None]):
         raise TypeError(
-            f"{present[0]}: got one beside DTensors, which attend without mask, bias and sinks; expected local parts "
-            "of q, k, v: .to_local()"
+            f"{present[0]}: expected None, because DTensors attend without mask, bias and sinks; pass the local "
+            "parts of q, k and v: .to_local()"
         )
 
 

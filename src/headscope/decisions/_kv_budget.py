@@ -83,14 +83,14 @@ def kv_budget(
         ValueError: nothing was received, a budget below 1, or heads that do not divide into so many groups.
     """
     if as_whole(keys) is not None:
-        raise TypeError(f"keys: got {keys}, expected several budgets, as ({keys},)")
+        raise TypeError(f"keys: got {keys}, expected a tuple of budgets, such as ({keys},)")
     budgets = tuple(as_whole(k) or 0 for k in keys)
     if not budgets or min(budgets) < 1:
         raise ValueError(f"keys: got {tuple(keys)}, expected whole numbers from 1")
     observed = stats_of(stats)
     parts = {layer: part for layer, part in observed.parts.items() if part.received is not None}
     if not parts:
-        raise ValueError("kv_budget: needs what the keys received; observe with Observe(received=True)")
+        raise ValueError("kv_budget: requires the mass that keys received; observe with Observe(received=True)")
     if isinstance(kv_heads, Mapping) and (unknown := [layer for layer in kv_heads if layer not in observed.parts]):
         raise ValueError(f"kv_heads: got {', '.join(unknown)}, expected layers: {', '.join(observed.layers)}")
     lines: list[HeadBudget] = []
@@ -99,15 +99,18 @@ def kv_budget(
         lines += _budgets(layer, part, budgets, groups)
     rows = [n for part in parts.values() for n in part.rows.tolist()]
     pooled = any(part.runs > 1 or part.of > _queries(part) for part in parts.values())
-    caveat = "The keys are chosen with hindsight, which no cache has while it fills."
+    caveat = "The keys are chosen with hindsight, which a cache does not have while it fills."
     if pooled:
-        caveat += " Several forwards or batch entries are summed by position: steps of one sequence are exact, of"
-        caveat += " several sequences this is a lower bound."
+        caveat += (
+            " Several forwards or batch entries are summed by position: for steps of one sequence the figures "
+            "are exact, for"
+        )
+        caveat += " several sequences they are lower bounds."
     basis = Basis.of_layers(parts.values(), ("received",), rows)
     if basis.sampled:
-        caveat += " Of a sample of the rows too few keys receive anything: with few rows these figures are too high."
+        caveat += " In a sample of the rows too few keys receive weight: with few rows these figures are too high."
     if missing := [layer for layer in observed.layers if layer not in parts]:
-        caveat += f" Without received and left out: {', '.join(missing)}."
+        caveat += f" Excluded, because received was not observed: {', '.join(missing)}."
     return KVBudget(basis, caveat, budgets, pooled, tuple(lines))
 
 

@@ -85,7 +85,7 @@ class NearDuplicates(Decision):
             pair = self.closest
             text += f" The closest are {pair.layer} head {pair.head} and {pair.other_layer} head {pair.other_head}:"
             text += f" {pair.distance:.2f} apart."
-        left = f" Left out: {'; '.join(self.left_out)}." if self.left_out else ""
+        left = f" Excluded: {'; '.join(self.left_out)}." if self.left_out else ""
         return visible(f"{text} {super().caption()}{left}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +120,8 @@ def near_duplicates(stats: HeadStats | HasStats, threshold: float = 0.1) -> Near
     }
     if not parts:
         raise ValueError(
-            "near_duplicates: needs maps and what the keys received; observe with Observe(map=64, received=True)"
+            "near_duplicates: requires maps and the mass that keys received; observe with Observe(map=64, "
+            "received=True)"
         )
     bins = bins_of(parts.values())
     left_out = [f"{layer} (no map or received)" for layer in observed.layers if layer not in parts]
@@ -132,7 +133,9 @@ def near_duplicates(stats: HeadStats | HasStats, threshold: float = 0.1) -> Near
     between.append(largest_gap(profile[has_weight], profile[has_weight]))
     names = (f"maps of {bins} bins", "received", *(name for name in PROFILE if name in observed.names))
     basis = Basis.of_layers(parts.values(), names, [n for part in parts.values() for n in part.rows.tolist()])
-    caveat = "Alike on this input, in bins; heads that only rest (all weight on the first key, say) are alike, too."
+    caveat = (
+        "Similar on this input, in bins; heads without a task here (all weight on the first key, say) are similar, too."
+    )
     pairs, closest = _pairs(places, between, threshold), _closest(places, between)
     return NearDuplicates(basis, caveat, threshold, bins, pairs, closest, tuple(left_out))
 

@@ -53,7 +53,7 @@ class Patterns(Decision):
         scores = {each.pattern: each for each in self.scores if (each.layer, each.head) == (layer, head)}
         if not scores:
             layers = ", ".join(dict.fromkeys(each.layer for each in self.scores)) or "none"
-            raise KeyError(f"layer {layer}, head {head}: no scores; there are scores of heads of {layers}")
+            raise KeyError(f"layer {layer}, head {head}: has no scores; these layers have scores: {layers}")
         return scores
 
     @property
@@ -102,7 +102,7 @@ def patterns(stats: HeadStats | HasStats) -> Patterns:
     observed = stats_of(stats)
     parts = {layer: part for layer, part in observed.parts.items() if "chance" in part.moments}
     if not parts:
-        raise ValueError("patterns: there are no row quantities with chance; observe with Observe(row_stats=True)")
+        raise ValueError("patterns: requires row quantities, chance included; observe with Observe(row_stats=True)")
     scores: list[PatternScore] = []
     for layer, part in parts.items():
         means = {name: tuple(x.tolist() for x in each) for name, each in pattern_means(part).items()}
@@ -115,7 +115,7 @@ def patterns(stats: HeadStats | HasStats) -> Patterns:
     names = tuple(dict.fromkeys(each.pattern for each in scores))
     rows = [int(n) for part in parts.values() for n in part.moments["chance"].count.tolist()]
     basis = Basis.of_layers(parts.values(), (f"the means of {', '.join(names)}", "chance"), rows)
-    caveat = "A pattern is a likeness on this input, no claim of what a head is for; below about 0.3 none fits."
+    caveat = "A pattern describes this input, not the purpose of a head; below about 0.3 no pattern fits."
     if any(not each.exact for each in scores):
         caveat += " ~ marks estimates from means."
     return Patterns(basis, caveat, tuple(scores), local)

@@ -83,7 +83,7 @@ class StreamingHeads(Decision):
 
     def caption(self) -> str:
         """What stands below the table."""
-        text = f"{len(self.streaming)} of {len(self.heads)} heads keep {self.keep:.0%} of their mass in a window."
+        text = f"{len(self.streaming)} of {len(self.heads)} heads retain {self.keep:.0%} of their mass in a window."
         return f"{text} {super().caption()}"
 
 
@@ -111,11 +111,14 @@ def streaming_heads(stats: HeadStats | HasStats, keep: float = 0.95) -> Streamin
     windows = tuple(sorted({w for part in parts.values() for w in _windows(part)}))
     names = tuple(f"streaming_{w:g}" for w in windows)
     basis = Basis.of_layers(parts.values(), names, [head.rows for head in heads])
-    caveat = "Measured on this input: what a head does not need here it may need on a longer or another text."
+    caveat = "Measured on this input: on a longer or another text a head may need keys that it does not need here."
     if wide := [w for w in windows if all(_holds_all(part, w).all() for part in parts.values() if w in _windows(part))]:
-        caveat += f" No row sees more than a window of {', '.join(f'{w:g}' for w in wide)}, which tells nothing."
+        caveat += (
+            f" No row has more visible keys than a window of {', '.join(f'{w:g}' for w in wide)}, so these "
+            "windows are not informative."
+        )
     if missing := [layer for layer in observed.layers if layer not in parts]:
-        caveat += f" Without a window and left out: {', '.join(missing)}."
+        caveat += f" Excluded, because no window was observed: {', '.join(missing)}."
     return StreamingHeads(basis, caveat, keep, windows, tuple(heads))
 
 

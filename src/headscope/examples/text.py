@@ -136,7 +136,7 @@ class TextTokenizer:
 
     def _check(self, token: int) -> None:
         if not 0 <= token < len(self):
-            raise ValueError(f"token: {token} is no token id, expected 0 to {len(self) - 1}")
+            raise ValueError(f"token: expected 0 to {len(self) - 1}, got {token}")
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Return where each token lies in the text, as (start, stop) in characters.

@@ -1,9 +1,10 @@
-"""Masks as values: say what may be seen, combine with ``&`` and ``|``.
+"""Masks as values: state which keys are visible, combine with ``&`` and ``|``.
 
-A mask answers one question, ``allows(b, h, i, j)``: may query ``i`` of head ``h`` in batch entry ``b`` see key ``j``?
-True means *attend*, as in ``scaled_dot_product_attention``; the masks of ``nn.MultiheadAttention`` mean the opposite.
+A mask answers one question, ``allows(b, h, i, j)``: is key ``j`` visible to query ``i`` of head ``h`` in batch entry
+``b``? True means *attend*, as in ``scaled_dot_product_attention``; the masks of ``nn.MultiheadAttention`` mean the
+opposite.
 
-``plan`` brings any combination to one normal form, so that the backends never meet the classes below.
+``plan`` converts any combination to one normal form, so backends do not depend on the classes below.
 """
 
 from headscope.masks._band import UNBOUNDED as UNBOUNDED

@@ -15,14 +15,14 @@ from headscope.masks._codes import Code, RuleWriter
 from headscope.masks._parameters import FAR, check_ids, is_whole, to_int
 from headscope.masks._spans import clip_span
 
-UNBOUNDED = (1 << 63) - 1  # the reach of a band without one; ``sys.maxsize``
+UNBOUNDED = (1 << 63) - 1  # the reach of an unbounded band; ``sys.maxsize``
 
 
 @dataclass(frozen=True)
 class Band(Mask):
     """Keys within reach of the query's position, both ends included.
 
-    Query i stands at position ``i + offset`` and may see keys from ``position - left`` to ``position + right``.
+    Query i stands at position ``i + offset``; keys from ``position - left`` to ``position + right`` are visible to it.
 
     Args:
         left: how many positions back, ``None`` = all; so are ``sys.maxsize`` and more.
@@ -50,7 +50,7 @@ class Band(Mask):
             offset = torch.tensor(offset, device=b.device if isinstance(b, Tensor) else None)
         if isinstance(offset, Tensor):
             offset = offset[b] if offset.ndim else offset
-        if offset is None:  # and no sizes (see `at`): the queries start where the keys do
+        if offset is None:  # and without sizes (see `at`): the queries start where the keys do
             offset = 0
         left, right = reach(self.left), reach(self.right)
         gap = j - i - offset * 0  # of the shape of all three
@@ -75,7 +75,7 @@ class Band(Mask):
 
     def to_spans(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
         _, _, queries, keys = sizes
-        offset = 0 if self.offset is None else self.offset  # a number stays one: it may be a compiler's
+        offset = 0 if self.offset is None else self.offset  # an int stays as it is: it may be a compiler's SymInt
         if isinstance(offset, (Tensor, tuple)):
             offset = torch.as_tensor(offset, device=device).reshape(-1, 1)  # [B, 1]
         left, right = reach(self.left), reach(self.right)
@@ -106,23 +106,25 @@ class Band(Mask):
     def check_sizes(self, sizes: Sizes) -> None:
         for name, number in (("left", self.left), ("right", self.right)):
             if number is not None and not is_whole(number):
-                raise TypeError(f"mask: Band({name}=...) wants a whole number or None, got {kind(number)}")
+                raise TypeError(f"mask: Band({name}=...): expected a whole number or None, got {kind(number)}")
         batch, offset = sizes[0], self.offset
         if isinstance(offset, Tensor):
             check_ids("Band.offset", offset, {"B": batch} if offset.ndim else {})  # one number serves the whole batch
             return
         each = offset if isinstance(offset, tuple) else () if offset is None else (offset,)
         if not all(map(is_whole, each)):
-            raise TypeError(f"mask: Band(offset=...) wants a whole number, or one for each batch entry, got {offset!r}")
+            raise TypeError(
+                f"mask: Band(offset=...): expected a whole number, or one for each batch entry, got {offset!r}"
+            )
         if any(abs(number) > FAR for number in each):
-            raise ValueError(f"mask: Band(offset=...) wants numbers from {-FAR} to {FAR}, got {offset!r}")
+            raise ValueError(f"mask: Band(offset=...): expected numbers from {-FAR} to {FAR}, got {offset!r}")
         if isinstance(offset, tuple) and len(offset) != batch:
             raise ValueError(
                 f"mask: Band.offset has {len(offset)} numbers, expected {batch}, one for each batch entry (B)"
             )
 
     def is_causal(self, queries: int, keys: int) -> bool:
-        return (  # sizes last: a question about those that are open becomes a guard of a compiler's graph
+        return (  # sizes last: comparing symbolic ones adds a guard to a compiled graph
             not isinstance(self.offset, Tensor)  # one for each batch entry does not compare; a traced number does
             and (self.left, self.right) == (None, 0)
             and queries == keys
@@ -139,12 +141,12 @@ class Band(Mask):
 
     def _value(self) -> tuple[object, ...]:
         numbers = (self.left, self.right, *(self.offset if isinstance(self.offset, tuple) else (self.offset,)))
-        return type(self.offset), numbers, tuple(map(type, numbers))  # 1.0 is 1, but no number of positions
+        return type(self.offset), numbers, tuple(map(type, numbers))  # 1.0 == 1, but is not a number of positions
 
 
 @dataclass(frozen=True)
 class ReversedBand(Mask):
-    """A band with an offset whose queries come last first: the result of ``Band.reverse_queries``."""
+    """A band with an offset and queries in reverse order: the result of ``Band.reverse_queries``."""
 
     band: Band
     queries: int
@@ -178,7 +180,7 @@ class ReversedBand(Mask):
 
 
 def reach(n: int | None) -> int:
-    """Return how far a band reaches, as 64 bits hold it; ``UNBOUNDED`` where it has no end."""
+    """Return the reach of a band, clamped to 64 bits; ``UNBOUNDED`` for None."""
     return UNBOUNDED if n is None else max(-UNBOUNDED, min(n, UNBOUNDED))
 
 
@@ -193,23 +195,25 @@ def _shifted(offset: int | Tensor, by: int) -> int | Tensor:
 
 
 def offset_limits(by: int) -> tuple[int | None, int | None]:
-    """Return between which offsets ``offset + by`` stays within ``FAR``; None where every offset of 64 bits does."""
+    """Return the range of offsets for which ``offset + by`` stays within ``FAR``; None if every 64-bit offset does."""
     low, high = -FAR - by, FAR - by
     return low if low > -UNBOUNDED else None, high if high < UNBOUNDED else None
 
 
 def causal() -> Band:
-    """Each query sees its own position and everything before it. Bottom-right: the queries are the last Q positions."""
+    """Return the causal mask: each query attends to its own position and all before. The queries are the last Q
+    positions.
+    """
     return Band(None, 0)
 
 
 def window(n: int) -> Band:
-    """The last ``n`` keys, the query's own included: a sliding window (with ``causal`` already in it)."""
+    """Return a sliding window: the last ``n`` keys, the query's own included (``causal`` is part of it)."""
     length = to_int(n)
     if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
-        raise TypeError(f"n: window wants a whole number, got {type(length).__name__}")
+        raise TypeError(f"n: window(n): expected a whole number, got {type(length).__name__}")
     if length < 1:
-        raise ValueError(f"n: window({length}) would see nothing; expected at least 1 (the query's own key)")
+        raise ValueError(f"n: window({length}) would mask every key; expected at least 1 (the query's own key)")
     return Band(length - 1, 0)  # pyright: ignore[reportArgumentType]  # a SymInt counts as an int
 
 

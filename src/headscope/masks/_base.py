@@ -1,6 +1,7 @@
-"""The base of all masks, how they combine, and the plan that every mask comes to.
+"""The base of all masks, their combinations, and the plan, the normal form of every mask.
 
-``Mask``, its combinations and ``Plan`` refer to each other, so they share a module. A class of mask has one of its own.
+``Mask``, its combinations and ``Plan`` refer to each other, so they share a module. Each other class of mask has its
+own module.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ SMALL = 16  # numbers that compare faster as a list than by a call of torch
 
 
 class Mask(ABC):
-    """Which keys each query may see. Masks without tensors compare and hash by value, those with tensors by identity.
+    """The visible keys of each query. Masks without tensors compare and hash by value, those with tensors by identity.
 
-    A subclass needs ``allows``, and ``tensors`` if it reads any. The other methods have answers that hold for every
-    mask; a class of its own overrides those that it can answer better.
+    A subclass requires ``allows``, and ``tensors`` if it reads any. The other methods work for every mask; a subclass
+    overrides those that it can compute faster.
     """
 
     _plans: _Plans | None = None
-    _by_value = False  # nothing can change what it allows: it holds numbers alone
-    _spans_all_keys = False  # known to leave every key to the rest of its plan
+    _by_value = False  # nothing can change what it allows: it holds numbers only
+    _spans_all_keys = False  # its plan always leaves every key to the rest
 
     @abstractmethod
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
-        """Whether query ``i`` may see key ``j``; the indices are tensors (or numbers) that broadcast."""
+        """Return whether key ``j`` is visible to query ``i``; the indices are tensors (or numbers) that broadcast."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors this mask reads, in a fixed order."""
@@ -73,7 +74,7 @@ class Mask(ABC):
         return first_keys(sizes[3], sizes[3], device), self
 
     def reverse_queries(self, queries: int, keys: int) -> Mask | None:
-        """Return the same mask for queries that come last first; None where only filling it in would express that."""
+        """Return the same mask for queries in reverse order; None if only a filled Q x K matrix could express it."""
         return None
 
     def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
@@ -86,21 +87,23 @@ class Mask(ABC):
         writer.add_table(self.dense(*sizes))
 
     def check_sizes(self, sizes: Sizes) -> None:
-        """Raise unless this mask fits [B, H, Q, K]; its tensors are ordinary and lie where q is.
+        """Raise unless this mask fits [B, H, Q, K]; its tensors are ordinary and on q's device.
 
         Raises:
             TypeError, ValueError: a parameter of the wrong kind or size.
         """
         if type(self).__hash__ is None and not self.tensors():
-            hint = "masks without tensors compare and hash by value, as of a @dataclass(frozen=True)"
+            hint = "masks without tensors compare and hash by value if the class is a @dataclass(frozen=True)"
             raise TypeError(f"mask: {type(self).__name__} cannot be hashed; {hint}")
 
     def is_constant(self) -> bool:
-        """Whether nothing can change what the mask allows: no part holds a tensor or is of a caller's own class."""
+        """Return whether what the mask allows cannot change: no part holds a tensor or is of a caller's own class."""
         return not self.tensors() and all(leaf._by_value for leaf in self.leaves())
 
     def is_causal(self, queries: int, keys: int) -> bool:
-        """Whether it is known without its plan to allow exactly ``j <= i``, with as many queries as keys."""
+        """Return whether it allows exactly ``j <= i``, with as many queries as keys, as far as known without its
+        plan.
+        """
         return False
 
     def tile(self, b: slice, h: slice, i: slice, j: slice, device: torch.device) -> Tensor:
@@ -123,8 +126,9 @@ class Mask(ABC):
         """Return the normal form of this mask for these sizes.
 
         The plan is cached with the mask, together with copies of the tensors that it was made from. A later call
-        compares the tensors with the copies. It therefore notices every write: those of ``torch.distributed``, numpy,
-        DLPack and ``.data`` raise no version. Comparing would wait for another device, so there each call plans anew.
+        compares the tensors with the copies. It therefore detects every write, including those that do not raise the
+            version: ``torch.distributed``, numpy, DLPack and ``.data``. Comparing would wait for another device, so
+                there each call makes a new plan.
         """
         sizes = (batch, heads, queries, keys)
         if torch.compiler.is_compiling() or is_traced():  # a plan made from traced tensors is useless to other calls
@@ -153,10 +157,10 @@ class Mask(ABC):
         return Or(_operand(other), self)
 
     def __invert__(self) -> Mask:
-        raise TypeError("a mask has no complement; a boolean tensor has one: masks.Dense(~tensor)")
+        raise TypeError("mask: ~ is not supported; invert a boolean tensor instead: masks.Dense(~tensor)")
 
     def __bool__(self) -> bool:
-        raise TypeError("a mask has no truth value: combine masks with & and |, not with `and` and `or`")
+        raise TypeError("mask: has no truth value; combine masks with & and |, not with `and` and `or`")
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_plans"}
@@ -165,13 +169,13 @@ class Mask(ABC):
 def _operand(other: object) -> Mask:
     if isinstance(other, Mask):
         return other
-    hint = "; a boolean tensor is one as masks.Dense(tensor)" if isinstance(other, Tensor) else ""
-    raise TypeError(f"a mask combines with masks by & and |, got {type(other).__name__}{hint}")
+    hint = "; for a boolean tensor, use masks.Dense(tensor)" if isinstance(other, Tensor) else ""
+    raise TypeError(f"mask: & and | combine two masks, got {type(other).__name__}{hint}")
 
 
 @dataclass(frozen=True)
 class _Pair(Mask):
-    """Two masks, combined."""
+    """A combination of two masks."""
 
     first: Mask
     second: Mask
@@ -206,7 +210,7 @@ class _Pair(Mask):
 
 @dataclass(frozen=True)
 class And(_Pair):
-    """What both masks allow; written ``first & second``."""
+    """The keys that both masks allow; written ``first & second``."""
 
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
         return self.first.allows(b, h, i, j) & self.second.allows(b, h, i, j)
@@ -216,7 +220,7 @@ class And(_Pair):
 
     def to_spans(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
         (a, rest_a), (b, rest_b) = self.first.to_spans(sizes, device), self.second.to_spans(sizes, device)
-        if a.shape[2] == b.shape[2] == 2:  # could come to three spans
+        if a.shape[2] == b.shape[2] == 2:  # could result in three spans
             b, rest_b = hull(b, sizes[3]), self.second
         rest = rest_b if rest_a is None else rest_a if rest_b is None else And(rest_a, rest_b)
         return intersect(a, b, sizes[3]), rest
@@ -230,7 +234,7 @@ class And(_Pair):
 
 @dataclass(frozen=True)
 class Or(_Pair):
-    """What either mask allows; written ``first | second``."""
+    """The keys that either mask allows; written ``first | second``."""
 
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
         return self.first.allows(b, h, i, j) | self.second.allows(b, h, i, j)
@@ -259,13 +263,13 @@ class Plan:
     Attributes:
         spans: integers [B or 1, Q or 1, n, 2] with n = 1 or 2: half-open key intervals, ascending and disjoint; an
             empty one is (K, K).
-        rest: what the spans cannot express, or None. ``rest.allows`` is evaluated only inside the spans.
+        rest: the part that spans cannot express, or None. ``rest.allows`` is evaluated only inside the spans.
         bounds: for each query the first and the last key + 1 over batch and spans, as numbers on the host, [Q or 1, 2];
             None where reading them would wait for a device or has no values (meta, compilation).
-        full: the spans leave out no key of any query.
-        everything: every query may see every key.
+        full: the spans include every key of every query.
+        everything: every key is visible to every query.
         is_causal: exactly ``j <= i``, with as many queries as keys.
-        may_be_empty: some row may see nothing.
+        may_be_empty: some row may be without visible keys.
         originals: the caller's own tensors, where ``rest`` holds copies; None where it holds the originals.
     """
 
@@ -279,8 +283,10 @@ class Plan:
     originals: tuple[Tensor, ...] | None = None
 
     def read_again(self) -> tuple[Tensor, ...]:
-        """Return the caller's tensors that the backward pass saves, so that autograd refuses a write it can notice."""
-        tensors = self.rest_tensors()  # a compiler cannot follow the question of the next line
+        """Return the caller's tensors that the backward pass saves, so autograd raises if it detects a write to
+        them.
+        """
+        tensors = self.rest_tensors()  # a compiler cannot trace the condition of the next line
         return tensors if is_dynamo_compiling() else tuple(x for x in tensors if not x.is_inference())
 
     def rest_tensors(self) -> tuple[Tensor, ...]:
@@ -323,7 +329,7 @@ class _Plans(BoundedTable["Sizes", Plan]):
         self._device = None if self._anywhere is None else self._anywhere.device  # where the plans lie
 
     def is_current(self) -> bool:
-        """Whether every tensor still holds what its copy holds."""
+        """Return whether every tensor still equals its copy."""
         for x, values in self._small:
             if not x.is_cpu or x.tolist() != values:
                 return False
@@ -348,24 +354,24 @@ class _Plans(BoundedTable["Sizes", Plan]):
                 return copy
         for original, values in self._small:
             if original is x:
-                return x.new_tensor(values).view(x.shape)  # a list without numbers has lost the axes
+                return x.new_tensor(values).view(x.shape)  # an empty list has lost the axes
         return x
 
 
 def _is_comparable(x: Tensor) -> bool:
-    """Whether its values can be compared without waiting for a device: those of a plain tensor on the CPU."""
+    """Return whether its values can be compared without waiting for a device: it is a plain tensor on the CPU."""
     plain = type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout == torch.strided and not x.is_inference()
     return plain and not (x.is_neg() or x._is_zerotensor())  # these two refuse new_tensor and tolist
 
 
-@lru_cache(maxsize=16)  # prepared calls hold more, with a limit for their length
+@lru_cache(maxsize=16)  # prepared calls hold more plans, with a limit for their length
 def plan_by_value(mask: Mask, sizes: Sizes) -> Plan:
     """Return ``make_plan`` of a mask without tensors."""
     return make_plan(mask, sizes)
 
 
 def make_plan(mask: Mask, sizes: Sizes) -> Plan:
-    """Bring a mask to its normal form."""
+    """Return the normal form of a mask."""
     _, _, queries, keys = sizes
     mask = mask.at(queries, keys)
     tensors = mask.tensors()

@@ -16,7 +16,7 @@ def as_mask(mask: object) -> Mask | None:
     """Convert an argument of a public function: a ``Mask``, a boolean tensor (taken as ``Dense``), or None.
 
     Raises:
-        TypeError: anything else; a float tensor is pointed to ``bias``.
+        TypeError: anything else; for a float tensor the message suggests ``bias``.
     """
     if mask is None or isinstance(mask, Mask):
         return mask
@@ -29,7 +29,7 @@ def as_mask(mask: object) -> Mask | None:
 
 
 def check_mask(mask: Mask, sizes: Sizes, device: torch.device) -> None:
-    """Raise unless every part of a mask fits the sizes [B, H, Q, K] and lies where q is."""
+    """Raise unless every part of a mask fits the sizes [B, H, Q, K] and is on q's device."""
     for leaf in mask.leaves():
         for tensor in leaf.tensors():
             check_layout(f"mask: a tensor of {type(leaf).__name__}", tensor)

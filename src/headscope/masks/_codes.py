@@ -1,7 +1,7 @@
-"""What masks are written in, parts before what joins them: codes for operators, and rules for the native kernels.
+"""Encodings of masks in postfix order: codes for operators, and rules for the native kernels.
 
-``Mask.encode`` writes codes, which ``_from_codes.py`` makes masks of again. ``Mask.write_rules`` writes rules, which
-cannot be read back: they hold what spans cannot say.
+``Mask.encode`` writes codes, which ``_from_codes.py`` converts back to masks. ``Mask.write_rules`` writes rules, which
+    cannot be read back: they hold the part that spans cannot express.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 
 class Code:
-    """The codes of a mask that crosses into an operator; some are followed by numbers, some take tensors."""
+    """The codes of a mask that is passed to an operator; some are followed by numbers, some use tensors."""
 
     BAND, PREFIX, LENGTHS, DOCUMENTS, DENSE, BOTH, EITHER = range(7)
     NO_OFFSET, ONE_OFFSET, OFFSETS, OFFSET_TENSOR = range(4)  # of a band
 
 
 def unknown_code(code: int) -> ValueError:
-    """Return the error for a code that this version does not have, as in a program that a later version exported."""
+    """Return the error for an unknown code, as in a program that a later version exported."""
     return ValueError(
-        f"mask: got the code {int(code)}, expected one of those of this version of headscope; export the program again "
+        f"mask: got the code {int(code)}, which this version of headscope does not define; export the program again "
         "with this version"
     )
 
@@ -38,14 +38,14 @@ class RuleKind(IntEnum):
 
 
 class RuleWriter(Protocol):
-    """Take the rules of a mask, parts before what joins them."""
+    """A receiver of the rules of a mask, in postfix order."""
 
     def add_spans(self, spans: Tensor) -> None:
-        """Add a rule that shows the keys of spans [B or 1, Q or 1, n, 2]."""
+        """Add a rule that makes the keys of spans visible, [B or 1, Q or 1, n, 2]."""
         ...
 
     def add_ids(self, q_ids: Tensor, k_ids: Tensor) -> None:
-        """Add a rule that shows keys of the query's own id: [B or 1, Q] and [B or 1, K]."""
+        """Add a rule that makes keys with the query's id visible: [B or 1, Q] and [B or 1, K]."""
         ...
 
     def add_table(self, table: Tensor) -> None:

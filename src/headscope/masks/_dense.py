@@ -1,4 +1,4 @@
-"""Any mask at all, as a boolean tensor."""
+"""Arbitrary masks as boolean tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from headscope.masks._parameters import describe_wrong_dtype, to_tensor
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """A boolean tensor that broadcasts to [B, H, Q, K], True = may be seen.
+    """A boolean tensor that broadcasts to [B, H, Q, K], True = attend.
 
-    ``nn.MultiheadAttention`` writes True for what may *not* be seen: pass ``Dense(~attn_mask)``.
+    ``nn.MultiheadAttention`` uses True for *masked* keys: pass ``Dense(~attn_mask)``.
     """
 
     tensor: Tensor

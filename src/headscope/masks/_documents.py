@@ -1,4 +1,4 @@
-"""Documents: packed sequences, each of whose queries sees the keys of its own."""
+"""Documents: packed sequences, in which each query attends to the keys of its own sequence."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Documents(Mask):
 
     @classmethod
     def from_cu_seqlens(cls, q: Tensor, k: Tensor | None = None) -> Documents:
-        """Of packed sequences [1, total, ...], by where each begins: 0, 3, 5 are tokens 0 to 2, and 3 and 4.
+        """Return the mask of packed sequences [1, total, ...] by their offsets: 0, 3, 5 are tokens 0 to 2, and 3 and 4.
 
         Args:
-            q: cumulative lengths of the queries' sequences, integers [n + 1] from 0, as flash-attention takes them.
-            k: of the keys' sequences, as many; by default those of the queries.
+            q: cumulative lengths of the queries' sequences, integers [n + 1] from 0, as in flash-attention. k: those of
+                the keys' sequences, equally many; by default those of the queries.
 
         Raises:
-            TypeError, ValueError: they are not that.
+            TypeError, ValueError: they are not cumulative lengths.
         """
         q_ids = _to_ids("q", q)
         if k is None:
@@ -50,7 +50,8 @@ class Documents(Mask):
         k_ids = _to_ids("k", k)
         if len(k) != len(q):
             raise ValueError(
-                f"k: has {len(k)} numbers, expected {len(q)}, as q: one sequence of keys for each of queries"
+                f"k: has {len(k)} numbers, expected {len(q)}, as q has: one sequence of keys for each sequence of "
+                "queries"
             )
         return cls(q_ids, k_ids)
 
@@ -68,7 +69,7 @@ class Documents(Mask):
         return Documents(copy(self.q_ids), copy(self.k_ids))
 
     def to_spans(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
-        """From the first to the last key of the query's document; other documents may lie between."""
+        """Return spans from the first to the last key of the query's document; other documents may lie between."""
         keys = sizes[3]
         if self.q_ids is self.k_ids and self.k_ids.device.type == "cpu" and not has_no_values() and self.k_ids.numel():
             packed = _spans_of_packed(self.k_ids)
@@ -106,7 +107,7 @@ class Documents(Mask):
 
 
 def _to_ids(name: str, cu_seqlens: object) -> Tensor:
-    """[n + 1] cumulative lengths -> [1, total], the number of each token's sequence."""
+    """Convert cumulative lengths [n + 1] to the number of each token's sequence, [1, total]."""
     if not isinstance(cu_seqlens, Tensor) or not is_integral(cu_seqlens):
         raise TypeError(
             f"{name}: got {getattr(cu_seqlens, 'dtype', type(cu_seqlens).__name__)}, expected integers [n + 1]"
@@ -115,12 +116,14 @@ def _to_ids(name: str, cu_seqlens: object) -> Tensor:
         raise ValueError(f"{name}: is {list(cu_seqlens.shape)}, expected [n + 1]: cumulative lengths from 0")
     lengths = cu_seqlens.diff()
     if len(cu_seqlens) == 0 or int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
-        raise ValueError(f"{name}: got {cu_seqlens.tolist()}, expected cumulative lengths: 0, and then never less")
+        raise ValueError(
+            f"{name}: got {cu_seqlens.tolist()}, expected cumulative lengths, which start at 0 and never decrease"
+        )
     return torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)[None]  # [1, total]
 
 
 def _spans_of_packed(ids: Tensor) -> Tensor | None:
-    """[B or 1, K] -> [B or 1, K, 1, 2] where documents lie one behind the other, numbered upwards; else None."""
+    """Return the spans [B or 1, K, 1, 2] of ids [B or 1, K] that are contiguous and ascending; else None."""
     ids = ids.long()
     before, after = ids[:, :-1], ids[:, 1:]
     if bool((after < before).any()):

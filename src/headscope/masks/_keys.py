@@ -50,9 +50,9 @@ class Prefix(Mask):
     def check_sizes(self, sizes: Sizes) -> None:
         if not is_whole(self.n) or self.n < 0:
             got = kind(self.n) if isinstance(self.n, Tensor) else repr(self.n)
-            raise ValueError(f"mask: Prefix(n) wants a whole number from 0, got {got}")
+            raise ValueError(f"mask: Prefix(n): expected a whole number from 0, got {got}")
         if self.n > FAR:
-            raise ValueError(f"mask: Prefix(n) wants a whole number up to {FAR}, got {self.n}")
+            raise ValueError(f"mask: Prefix(n): expected a whole number up to {FAR}, got {self.n}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class KeyLengths(Mask):
     """Keys before each batch entry's length, ``j < lengths[b]``; it does not move the diagonal.
 
     Args:
-        lengths: integers [B]; keys from there on are padding, which no query sees.
+        lengths: integers [B]; keys from there on are padding, masked for every query.
     """
 
     lengths: Tensor

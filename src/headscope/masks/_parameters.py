@@ -1,4 +1,4 @@
-"""What masks are constructed from: whole numbers, tensors, and the checks of both."""
+"""Parameters of masks: whole numbers, tensors, and their checks."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ def to_int(value: object) -> object:
 
 
 def to_tensor(name: str, value: object) -> Tensor:
-    """Convert to a tensor; one that is a tensor stays where it is, whatever the default device."""
+    """Convert to a tensor; a tensor stays on its device, whatever the default device."""
     if isinstance(value, Tensor):
         return value
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor, or what torch makes one of") from error
+        raise TypeError(
+            f"{name}: got {type(value).__name__}, expected a tensor, or values that torch.as_tensor converts"
+        ) from error
 
 
 def is_integral(x: Tensor) -> bool:
-    """Whether it holds whole numbers."""
+    """Return whether it holds whole numbers."""
     return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number, a compiler's included."""
+    """Return whether it is a whole number, including a compiler's SymInt."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def check_ids(name: str, ids: Tensor, axes: dict[str, int]) -> None:
-    """Raise unless a tensor of a mask holds integers, with these axes; B may be 1 beside another axis."""
+    """Raise unless a tensor of a mask holds integers, with these axes; B may be 1 if there is another axis."""
     if not is_integral(ids):
         raise TypeError(f"mask: {name} is {kind(ids)}, expected integers")
     letters, sizes = ", ".join(axes), list(axes.values())
@@ -49,11 +51,11 @@ def check_ids(name: str, ids: Tensor, axes: dict[str, int]) -> None:
     for axis, (letter, size) in enumerate(axes.items()):
         got = ids.shape[axis]
         repeats = letter == "B" and len(axes) == 2 and got == 1
-        if got != size and not repeats:  # `not in` a compiler answers from the numbers that it knows
+        if got != size and not repeats:  # a compiler evaluates `not in` on its example sizes
             raise ValueError(f"mask: {name} axis {axis} ({letter}) is {got}, expected {size}; it is {list(ids.shape)}")
 
 
 def describe_wrong_dtype(mask: Tensor) -> str:
     """Name the dtype of a mask that is not boolean, and the remedy."""
-    hint = "numbers to add are a bias: pass bias=" if mask.dtype.is_floating_point else "convert it with .bool()"
-    return f"{kind(mask)}, expected bool (True = may be seen); {hint}"
+    hint = "for numbers to add to the logits, pass bias=" if mask.dtype.is_floating_point else "convert it with .bool()"
+    return f"{kind(mask)}, expected bool (True = attend); {hint}"

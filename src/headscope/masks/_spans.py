@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def clip_span(low: Tensor, high: Tensor, keys: int) -> Tensor:
-    """Return one span for each pair of ends [b, q], cut to the keys there are, [b, q, 1, 2]."""
+    """Return one span for each pair of ends [b, q], clipped to the existing keys, [b, q, 1, 2]."""
     low, high = low.long().clamp(0, keys), high.long().clamp(0, keys)
     low, high = torch.broadcast_tensors(low, high)
     visible = high > low
@@ -15,7 +15,7 @@ def clip_span(low: Tensor, high: Tensor, keys: int) -> Tensor:
 
 
 def first_keys(number: int, keys: int, device: torch.device) -> Tensor:
-    """Return the span of so many keys, the same for every query, [1, 1, 1, 2]."""
+    """Return the span of the first ``number`` keys, the same for every query, [1, 1, 1, 2]."""
     return clip_span(torch.zeros(1, 1, device=device), torch.full((1, 1), number, device=device), keys)
 
 
@@ -28,7 +28,7 @@ def hull(spans: Tensor, keys: int) -> Tensor:
 
 
 def intersect(spans: Tensor, other: Tensor, keys: int) -> Tensor:
-    """Return what is in both, where at most one of them has two spans."""
+    """Return the intersection, where at most one of them has two spans."""
     a, b = (spans, other) if spans.shape[2] >= other.shape[2] else (other, spans)
     pieces = [
         clip_span(torch.maximum(a[:, :, n, 0], b[:, :, 0, 0]), torch.minimum(a[:, :, n, 1], b[:, :, 0, 1]), keys)
@@ -53,7 +53,7 @@ def ascending_pair(a: Tensor, b: Tensor, keys: int) -> Tensor:
 
 
 def bound_keys(spans: Tensor) -> Tensor:
-    """[B or 1, q, n, 2] -> the first and the last key + 1 of each query, [q, 2]; of none, (K, 0)."""
+    """Return the first and the last key + 1 of each query, [q, 2], of spans [B or 1, q, n, 2]; without keys, (K, 0)."""
     low, high = spans[:, :, 0, 0], spans[..., 1]
     last = torch.where(high > spans[..., 0], high, 0).amax(-1)
     if len(spans) == 1:  # a minimum over an axis of one takes a hundred times as long
@@ -62,7 +62,7 @@ def bound_keys(spans: Tensor) -> Tensor:
 
 
 def are_causal(spans: Tensor, queries: int, keys: int) -> bool:
-    """Whether query i sees exactly the keys up to i, with as many queries as keys."""
+    """Return whether query i attends to exactly the keys up to i, with as many queries as keys."""
     if queries != keys or spans.shape[:3] != (1, queries, 1):
         return False
     low, high = spans[0, :, 0].unbind(-1)

@@ -10,7 +10,7 @@ from headscope._support.logits import cap_logits, scaled_products
 
 
 def own_share(q: Tensor, bias_k: Tensor, lse: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Return the weight of the own key beside all others, [B, H, Q, 1].
+    """Return the weight of the own key in the softmax with all others, [B, H, Q, 1].
 
     Args:
         q: [B, H, Q, D], not rotated: the own keys belong to no token and have no position.

@@ -1,4 +1,4 @@
-"""Checks of what a ``MultiHeadAttention`` is called with. ``_multi_head`` runs them; the messages name the argument."""
+"""Checks of the inputs of a ``MultiHeadAttention``. ``_multi_head`` runs them; the messages name the argument."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headscope.positions import ALiBi, RelativeBias, Rotary
 
 
 def input_sources(x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Return what keys and values are projected from."""
+    """Return the tensors from which keys and values are projected."""
     if context is None:
         return x, x
     if isinstance(context, Tensor):
@@ -41,7 +41,7 @@ def _check_pair(context: object) -> None:
         got = f"{length} of them"
     else:
         got = kind(context)
-    hint = "; a mask goes by its name, mask=" if isinstance(context, Mask) else ""
+    hint = "; pass a mask by name, mask=" if isinstance(context, Mask) else ""
     raise TypeError(f"context: got {got}, expected a torch.Tensor, or a pair (for the keys, for the values){hint}")
 
 
@@ -54,17 +54,17 @@ def check_context(x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
             expected = f"{x.shape[0]}, as x; {shapes(context=tensor, x=x)}"
             raise ValueError(f"context: axis 0 (B) is {tensor.shape[0]}, expected {expected}")
     if k_from.shape[-2] != v_from.shape[-2]:
-        got = f"{v_from.shape[-2]} for the values, expected {k_from.shape[-2]}, as for the keys"
+        got = f"{v_from.shape[-2]} for the values, expected {k_from.shape[-2]} as for the keys"
         raise ValueError(f"context: axis {v_from.ndim - 2} (K) is {got}; {shapes(keys=k_from, values=v_from)}")
 
 
 def shape_error(name: str, tensor: Tensor, width: int, x: Tensor) -> ValueError:
-    """Return the error of an input that has not 2 or 3 axes, as x, or not this width."""
+    """Return the error of an input whose axes differ from x's 2 or 3, or whose width is wrong."""
     got = f"{name} {list(tensor.shape)}" + ("" if name == "x" else f", x {list(x.shape)}")
     if tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
         axes = "2 or 3" if name == "x" else f"{x.ndim}, as x"
         return ValueError(f"{name}: has {tensor.ndim} axes, expected {axes} ([B, length, E]); {got}")
-    hint = "; without context, keys and values are projected from x" if tensor is x and name != "x" else ""
+    hint = "; without context, the module projects keys and values from x" if tensor is x and name != "x" else ""
     return ValueError(f"{name}: axis {tensor.ndim - 1} (E) is {tensor.shape[-1]}, expected {width}{hint}; {got}")
 
 
@@ -78,8 +78,9 @@ def check_sliced(qkv_proj: nn.Module) -> None:
         return
     what = "has hooks" if type(qkv_proj) in (Linear, nn.Linear) else f"is a {type(qkv_proj).__name__}"
     raise ValueError(
-        f"qkv_proj: {what}, which cross-attention would pass by: it takes parts of the weight; expected separate "
-        'projections, as a module has with bias=("q", "v"), or with a kdim or vdim that is not embed_dim'
+        f"qkv_proj: {what}, which cross-attention would skip, because it uses parts of the weight; expected "
+        'separate projections, which a module has with bias=("q", "v"), or with a kdim or vdim that is not '
+        "embed_dim"
     )
 
 
@@ -88,7 +89,7 @@ def check_self_attention(option: str, embed_dim: int, **widths: int) -> None:
     for name, width in widths.items():
         if width != embed_dim:
             raise ValueError(
-                f"{name}: got {width} beside {option}, which is for self-attention; expected embed_dim {embed_dim}"
+                f"{name}: got {width}, expected embed_dim {embed_dim}, because {option} requires self-attention"
             )
 
 
@@ -100,18 +101,20 @@ def check_place(
     located = rotary is not None or position_bias is not None
     if cross and (located or cache is not None):
         if cache is not None:
-            raise ValueError("context: got one beside a cache, which is for self-attention")
+            raise ValueError("context: expected None together with a cache, which requires self-attention")
         option = "rotary" if rotary is not None else "position_bias"
-        raise ValueError(f"context: this module has {option}, and x and its context share no axis of positions")
+        raise ValueError(
+            f"context: expected None, because this module has {option}, and x and context do not share positions"
+        )
     if positions is not None and not located:
-        raise ValueError("positions: this module has neither rotary nor position_bias")
+        raise ValueError("positions: expected None, because this module has neither rotary nor position_bias")
     if cache is None:
         return
     check_type("cache", cache, Cache, "a cache of headscope.cache")
     if positions is not None:
-        raise ValueError("positions: got some beside a cache, which counts them itself")
+        raise ValueError("positions: expected None together with a cache, which counts positions itself")
     if rotary is not None and rotary.dynamic:
         raise ValueError(
-            "cache: this module has NTK(original_length=...), which turns earlier keys anew as the length grows; "
-            "NTK(factor) alone stays as it is"
+            "cache: this module has NTK(original_length=...), which rotates earlier keys again as the length "
+            "grows; NTK(factor) alone does not"
         )

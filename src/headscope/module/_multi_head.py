@@ -246,7 +246,9 @@ class MultiHeadAttention(nn.Module):
         linear: nn.Linear = getattr(self, path)
         weight, bias = weight_and_bias(linear)
         if not isinstance(cast("object", weight), Tensor):
-            raise TypeError(f"{path}: {type(linear).__name__} has no weight that is a tensor; expected an nn.Linear")
+            raise TypeError(
+                f"{path}: expected an nn.Linear, got a {type(linear).__name__} whose weight is not a tensor"
+            )
         if not packed:
             return weight, bias
         at = QKV.index(name)
@@ -422,7 +424,9 @@ class MultiHeadAttention(nn.Module):
         for name, tensor, width in expected:
             check_type(name, tensor, Tensor, "a torch.Tensor")
             if tensor.is_nested and not x.is_nested:
-                raise ValueError(f"{name}: got a nested tensor beside an x of {x.ndim} axes, expected x nested as well")
+                raise ValueError(
+                    f"{name}: is a nested tensor, x is an ordinary one of {x.ndim} axes; expected x nested as well"
+                )
             if tensor.shape[-1:] != (width,) or tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
                 raise shape_error(name, tensor, width, x)
         if k_from is not x or v_from is not x:

@@ -29,17 +29,18 @@ def forward_nested(
     """
     for name, value in others.items():
         if value is not None and value is not False:
-            raise ValueError(f"{name}: got one beside a nested x, whose rows differ in length")
+            raise ValueError(f"{name}: expected None together with a nested x, whose rows differ in length")
     offsets = _offsets("x", x)
     documents, sources = Documents.from_cu_seqlens(offsets), {}
     if context is not None:
         if mask is not None:
             raise ValueError(
-                "mask: got one beside a nested context; expected None: each row sees its row of the context"
+                "mask: expected None together with a nested context; each row of x attends to its own row of the "
+                "context"
             )
         if not isinstance(context, Tensor) or not context.is_nested:
             got = kind(context) if not isinstance(context, Tensor) else f"a tensor of {context.ndim} axes"
-            raise ValueError(f"context: got {got} beside a nested x, expected a nested tensor")
+            raise ValueError(f"context: got {got}, expected a nested tensor, as x is")
         k_offsets = _offsets("context", context)
         if len(k_offsets) != len(offsets):
             raise ValueError(f"context: has {len(k_offsets) - 1} rows, x has {len(offsets) - 1}")
@@ -55,8 +56,8 @@ def _within(documents: Documents, mask: Mask | Tensor | None) -> Mask:
         return documents
     if not isinstance(mask, Mask) or not all(isinstance(leaf, Band) and leaf.offset is None for leaf in mask.leaves()):
         raise ValueError(
-            f"mask: got {kind(mask)} beside a nested x, expected causal(), window(n) or another Band without offset: "
-            "numbers of keys mean something else in each row"
+            f"mask: got {kind(mask)}, expected causal(), window(n) or another Band without offset, because key "
+            "numbers differ from row to row of a nested x"
         )
     return mask & documents
 
@@ -70,6 +71,6 @@ def _offsets(name: str, x: Tensor) -> Tensor:
         raise ValueError(f"{name}: is a nested tensor of {jagged.ndim} axes, expected [B, ragged, E]")
     if jagged.lengths() is not None:
         raise ValueError(
-            f"{name}: is a nested tensor with gaps between its rows; expected it contiguous: .contiguous()"
+            f"{name}: is a nested tensor with gaps between its rows; expected a contiguous one: use .contiguous()"
         )
     return jagged.offsets()

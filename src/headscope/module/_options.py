@@ -24,8 +24,8 @@ def check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | N
     """Raise unless the width is divided among the heads, and the query heads among the key/value heads."""
     if head_dim is None and embed_dim % num_heads:
         raise ValueError(
-            f"num_heads: embed_dim {embed_dim} is not divisible by num_heads {num_heads}, so that d_k = d_model / h is "
-            f"not a whole number; choose a divisor of {embed_dim}, or give head_dim"
+            f"num_heads: embed_dim {embed_dim} is not divisible by num_heads {num_heads}, so d_k = d_model / h is "
+            f"not a whole number; choose a divisor of {embed_dim}, or pass head_dim"
         )
     if num_heads % kv_heads:
         raise ValueError(f"kv_heads: got {kv_heads}, expected a divisor of num_heads {num_heads}")
@@ -68,7 +68,9 @@ def set_reproducible(module: Any, reproducible: bool) -> bool:
     """Set and return the flag of a module's projections, if it has nothing that is summed in another order."""
     check_flags(reproducible=reproducible)
     if reproducible and module.bias_k is not None:
-        raise ValueError("reproducible: got True beside bias_kv, whose products torch sums in an order of its own")
+        raise ValueError(
+            "reproducible: expected False or None with bias_kv, whose products torch sums in its own order; got True"
+        )
     for each in module.children():
         if isinstance(each, Linear):
             each.reproducible = reproducible

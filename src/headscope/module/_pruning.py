@@ -25,9 +25,11 @@ def prune(module: Any, heads: Collection[int]) -> Any:
     remaining, kv_remaining = _remaining_heads(heads, module.num_heads, module.kv_heads)
     check_own_parameters(module, *module.modules())
     if module.qk_norm == "rms_all":
-        raise ValueError("heads: this module has qk_norm='rms_all', which normalises all heads together: none can go")
+        raise ValueError(
+            "heads: this module has qk_norm='rms_all', which normalises all heads together, so no head can be removed"
+        )
     for name, part in unknown_projections(module).items():
-        raise ValueError(f"module: {name} is a {type(part).__name__}, expected nn.Linear, or one with its forward")
+        raise ValueError(f"module: {name} is a {type(part).__name__}, expected nn.Linear, or a module with its forward")
     pruned = copy.deepcopy(module)
     q_rows, k_rows = _rows(remaining, module.head_dim), _rows(kv_remaining, module.head_dim)
     v_rows, out_columns = _rows(kv_remaining, module.v_head_dim), _rows(remaining, module.v_head_dim)
@@ -72,14 +74,14 @@ def _remaining_heads(heads: Collection[int], num_heads: int, kv_heads: int) -> t
         gone.add(head)
     remaining = [head for head in range(num_heads) if head not in gone]
     if not remaining:
-        raise ValueError(f"heads: got all {num_heads}, expected at least one to stay")
+        raise ValueError(f"heads: got all {num_heads}, expected at least one to remain")
     group = num_heads // kv_heads
     left = [sum(head // group == kv for head in remaining) for kv in range(kv_heads)]
     kv_remaining = [kv for kv in range(kv_heads) if left[kv]]
     if len({left[kv] for kv in kv_remaining}) > 1:
         raise ValueError(
-            f"heads: would leave {left} query heads for the {kv_heads} key/value heads, expected as many for each, or "
-            f"none: head h uses key/value head h // {group}"
+            f"heads: would leave {left} query heads for the {kv_heads} key/value heads, expected equally many for "
+            f"each key/value head, or none: head h uses key/value head h // {group}"
         )
     return remaining, kv_remaining
 

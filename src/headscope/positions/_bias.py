@@ -33,7 +33,7 @@ class ALiBi:
         settle_whole(self, "num_heads")
         slopes = to_numbers("slopes", self.slopes) or _slopes(self.num_heads)
         if len(slopes) != self.num_heads:
-            raise ValueError(f"slopes: got {len(slopes)}, expected one a head, {self.num_heads}")
+            raise ValueError(f"slopes: got {len(slopes)}, expected one for each of {self.num_heads} heads")
         for slope in slopes:
             check_number("slopes", slope, least=0)
         object.__setattr__(self, "slopes", slopes)

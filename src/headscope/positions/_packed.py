@@ -23,6 +23,6 @@ def restarting(cu_seqlens: Tensor) -> Tensor:
     if cu_seqlens.device.type != "meta" and not is_traced():
         offsets: list[int] = cu_seqlens.tolist()
         if offsets[0] or offsets != sorted(offsets):
-            raise ValueError(f"cu_seqlens: got {offsets}, expected numbers from 0 on that do not fall")
+            raise ValueError(f"cu_seqlens: got {offsets}, expected numbers that start at 0 and never decrease")
     starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())  # [total]
     return torch.arange(len(starts), device=starts.device) - starts

@@ -48,7 +48,7 @@ class Rotary:
     def __post_init__(self) -> None:
         settle_whole(self, "dim")
         if self.dim % 2:
-            raise ValueError(f"dim: got {self.dim}, expected an even number: rotary turns pairs")
+            raise ValueError(f"dim: got {self.dim}, expected an even number, because rotary rotates pairs")
         settle_number(self, "base", above=1)
         if self.pairing not in ("half", "interleaved"):
             raise ValueError(f'pairing: got {self.pairing!r}, expected "half" or "interleaved"')

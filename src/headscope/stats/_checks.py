@@ -37,7 +37,8 @@ def check_complete(layer: str, names: Sequence[str]) -> None:
             expected |= dict.fromkeys(("chance", f"window_{distance}"))
     if missing := [name for name in expected if name not in names]:
         raise ValueError(
-            f"layer {layer}: row quantities are missing: {', '.join(missing)}; expected beside {', '.join(names)}"
+            f"layer {layer}: row quantities are missing: {', '.join(missing)}; expected together with "
+            f"{', '.join(names)}"
         )
 
 
@@ -58,7 +59,7 @@ def _check_weights(name: str, values: Tensor, most: Tensor, absent: Tensor | Non
     if bool(wrong.any()):
         at = int(wrong.flatten().nonzero()[0])
         got, expected = float(values.flatten()[at]), float(most.expand_as(values).flatten()[at])
-        raise ValueError(f"{name}: expected weights that come to at most {expected:g}, got {got:g}")
+        raise ValueError(f"{name}: expected weights whose sum is at most {expected:g}, got {got:g}")
 
 
 def check_parts(under: str, parts: Mapping[str, Any]) -> None:
@@ -129,7 +130,9 @@ def check_widths(origin: Origin, parts: Mapping[str, LayerStats]) -> None:
         for tiles in parts[name].tiles.values():
             width = tiles.to_weights().sizes["q"][-1]
             if layer.widths[0] != width:
-                raise ValueError(f"layers: {name} has heads of width {layer.widths[0]}, expected {width} as of q and k")
+                raise ValueError(
+                    f"layers: {name} has heads of width {layer.widths[0]}, expected {width} as q and k have"
+                )
 
 
 def check_moments(parts: Sequence[LayerStats]) -> None:
@@ -147,7 +150,7 @@ def check_moments(parts: Sequence[LayerStats]) -> None:
             if bool(heads.any()):
                 layers = [n for n, part in those.items() for _ in range(part.heads)]
                 layer = layers[int(heads.nonzero()[0])]
-                raise ValueError(f"{layer}/moments/{name}/{what}: is not that of any rows")
+                raise ValueError(f"{layer}/moments/{name}/{what}: is not possible for any rows")
 
 
 def _wrong_moments(name: str, moments: Moments, rows: Tensor) -> dict[str, Tensor]:

@@ -283,8 +283,8 @@ def _prepare(
     if bool(astray.any()):
         b, h, i, j = astray.nonzero()[0].tolist()
         raise ValueError(
-            f"p: [{b}, {h}, {i}, {j}] is {p[b, h, i, j]:.3g} where seen is False (True = may be seen); "
-            f"p {list(p.shape)}, seen {list(sight.shape) if visible is None else list(visible.shape)}"
+            f"p: [{b}, {h}, {i}, {j}] is {p[b, h, i, j]:.3g} where visible is False (True = attend); p "
+            f"{list(p.shape)}, visible {list(sight.shape) if visible is None else list(visible.shape)}"
         )
     if kind == "cross":
         return _Rows(torch.where(counted[..., None], p, 0.0), sight, counted, None, None, None)
@@ -324,8 +324,8 @@ def _gap(q_pos: Tensor | None, k_pos: Tensor | None, p: Tensor) -> Tensor:
     q_at = _positions("q_pos", q_pos, "Q", queries, p)
     if q_at.shape[1] != k_at.shape[1]:
         raise ValueError(
-            f"q_pos: has {q_at.shape[1]} numbers a position, k_pos has {k_at.shape[1]}; "
-            f"q_pos {list(q_pos.shape)}, k_pos {list(k_pos.shape)}"
+            f"q_pos: has {q_at.shape[1]} numbers for each position, k_pos has {k_at.shape[1]}; q_pos "
+            f"{list(q_pos.shape)}, k_pos {list(k_pos.shape)}"
         )
     return k_at[None] - q_at[:, None]
 

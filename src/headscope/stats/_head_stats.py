@@ -100,12 +100,14 @@ class HeadStats:
             if at in self.parts:
                 return at
             known = ", ".join((*self.names, *self.layers)) or "nothing"
-            raise KeyError(f"{at}: neither a quantity nor a layer; there is {known}")
+            raise KeyError(f"{at}: is neither a quantity nor a layer; expected one of {known}")
         number = as_whole(at)
         if number is None:
             raise TypeError(f"layer: got {kind(at)}, expected a number or a name")
         if not -len(self.parts) <= number < len(self.parts):
-            raise IndexError(f"layer: got {number}, there are {len(self.parts)}: {', '.join(self.layers) or 'none'}")
+            raise IndexError(
+                f"layer: got {number}, expected one of {len(self.parts)}: {', '.join(self.layers) or 'none'}"
+            )
         return self.layers[number]
 
     @staticmethod
@@ -118,7 +120,7 @@ class HeadStats:
 
     def _only(self, what: str) -> LayerStats:
         if len(self.parts) != 1:
-            raise ValueError(f"{what}: there are {len(self.parts)} layers, take one of them: stats[layer].{what}")
+            raise ValueError(f"{what}: there are {len(self.parts)} layers; select one of them: stats[layer].{what}")
         return next(iter(self.parts.values()))
 
     def _observed(self, what: str, argument: str) -> Any:
@@ -193,14 +195,14 @@ class HeadStats:
         part = self._only("tile")
         tiles = part.tiles
         if not tiles:
-            raise ValueError("tile: q and k were not kept; observe with Observe(keep_qk=True)")
+            raise ValueError("tile: q and k were not retained; observe with Observe(keep_qk=True)")
         if run is None:
             run = max(tiles)
         if not -part.runs <= run < part.runs:
-            raise ValueError(f"run: got {run}, there are {part.runs}")
+            raise ValueError(f"run: got {run}, expected a number below {part.runs}")
         if run % part.runs not in tiles:
             raise ValueError(
-                f"run: got {run}, whose q and k were not kept; kept: those of {', '.join(map(str, tiles))}"
+                f"run: got {run}, whose q and k were not retained; expected one of {', '.join(map(str, tiles))}"
             )
         return tiles[run % part.runs](i0, i1, j0, j1)
 

@@ -86,7 +86,7 @@ def check_utf8(path: Path) -> None:
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{str(path)!a}: is no UTF-8, and safetensors opens no file of such a name") from error
+        raise ValueError(f"{str(path)!a}: is not UTF-8, and safetensors does not open files with such names") from error
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def damage_named(path: Path) -> Generator[None]:
     except (ChangedFileError, DamagedFileError):
         raise  # names the file
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: is damaged: its header is no JSON ({error})") from error
+        raise ValueError(f"{path}: is damaged: its header is not JSON ({error})") from error
     except KeyError as error:
         raise ValueError(f"{path}: is damaged: it lacks {_short(error)}") from error
     except (TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:

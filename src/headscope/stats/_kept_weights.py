@@ -43,7 +43,7 @@ def weights_of(tiles: Tiles | None) -> KeptWeights:
         NoWeightsError: q and k were not kept; the bias, sinks or mask were written to; or the mask is too large.
     """
     if tiles is None:
-        raise NoWeightsError("tile: q and k were not kept; observe with Observe(keep_qk=True)")
+        raise NoWeightsError("tile: q and k were not retained; observe with Observe(keep_qk=True)")
     return tiles.to_weights()
 
 
@@ -58,8 +58,8 @@ def weights_if_any(tiles: Tiles | None) -> KeptWeights | None:
 def written_to(name: str, shape: Sequence[int]) -> NoWeightsError:
     """Return the error for a tensor that has been written to since the weights that read it were observed."""
     return NoWeightsError(
-        f"tile: {name} [{', '.join(map(str, shape))}] has been written to since it was observed, so that these weights "
-        "are gone; take tiles before, give a copy, or save without qk"
+        f"tile: {name} [{', '.join(map(str, shape))}] was overwritten after it was observed, so these weights are "
+        "gone; read tiles earlier, pass a copy, or save without qk"
     )
 
 
@@ -226,6 +226,6 @@ def _check_largest(origin: str, log_p: Tensor, lse: Tensor) -> None:
     rounding = (16 * torch.finfo(lse.dtype).eps * lse.abs()).nan_to_num(0.0, posinf=0.0)
     if bool((wrong := log_p > _ROUNDING + rounding).any()):
         raise DamagedFileError(
-            f"{origin}: expected weights that come to at most 1, got {float(log_p[wrong][0].exp()):g}; the file was "
+            f"{origin}: expected weights whose sum is at most 1, got {float(log_p[wrong][0].exp()):g}; the file was "
             "changed or damaged since it was saved"
         )

@@ -266,7 +266,7 @@ class Edges(_Part):
         """The k largest of all; ``before`` each there are so many runs."""
         k = several[0].p.shape[1]
         if other := next((each for each in several if each.p.shape[1] != k), None):
-            raise ValueError(f"edges: cannot merge {k} a head with {other.p.shape[1]}")
+            raise ValueError(f"edges: cannot merge {k} for each head with {other.p.shape[1]}")
         places: list[Tensor] = []
         for each, runs in zip(several, before, strict=True):
             places.append(each.at.clone())
@@ -348,13 +348,15 @@ class LayerStats(_Part):
                 raise ValueError(f"heads: cannot merge {self.heads} heads with {other.heads}")
             if self.rows.device != other.rows.device:
                 raise ValueError(
-                    f"device: cannot merge what is on {self.rows.device} with what is on {other.rows.device}; "
-                    'bring both to one device first: stats.to("cpu")'
+                    f"device: cannot merge statistics on {self.rows.device} with statistics on {other.rows.device}; "
+                    'move both to one device first: stats.to("cpu")'
                 )
             for part in ("moments", "received", "map", "edges", "kept"):
                 if _has(self, part) != _has(other, part):
                     option = "row_stats" if part == "moments" else part
-                    raise ValueError(f"{option}: cannot merge, for only one of the two has it; observe both alike")
+                    raise ValueError(
+                        f"{option}: cannot merge, only one of the two has it; observe both with the same options"
+                    )
         several = (self, *others)
         first = [each.first for each in several if each.first is not None]
         if other := next((n for n in first if n != first[0]), None):

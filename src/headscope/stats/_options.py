@@ -80,7 +80,9 @@ class Observe:
             if self.tokens.dtype not in _INTEGERS:
                 raise TypeError(f"tokens: dtype is {kind(self.tokens)}, expected whole numbers")
         if self.keep_rows and not self.row_stats:
-            raise ValueError("keep_rows: got True beside row_stats=False; there would be no rows to keep")
+            raise ValueError(
+                "keep_rows: expected False together with row_stats=False, which computes no rows; got True"
+            )
 
         object.__setattr__(self, "extra", self._extra())
 
@@ -91,7 +93,7 @@ class Observe:
         if unknown := [name for name in self.extra if name not in names]:
             raise ValueError(f"extra: got {unknown[0]!r}, expected names of {', '.join(names)}")
         if self.extra and not self.row_stats:
-            raise ValueError("extra: got names beside row_stats=False; they are row quantities")
+            raise ValueError("extra: expected no names together with row_stats=False, because they are row quantities")
         return tuple(name for name in names if name in self.extra)
 
     def _check_rows(self) -> None:

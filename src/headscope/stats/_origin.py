@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from headscope._support.text import visible
 
 PROCESS = "process"
-_REMEDY = "keep one recording for each, or give the layers other names: stats.named(...)"
-_NO_ORIGIN = "to merge without this check, drop what each states: stats.named(*stats.layers)"
+_REMEDY = "use a separate recording for each, or rename the layers: stats.named(...)"
+_NO_ORIGIN = "to merge without this check, remove the origin of each: stats.named(*stats.layers)"
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def joined(origins: Sequence[Origin | None]) -> Origin | None:
         return Origin(known[0].model, known[0].config, layers)
     if len(origins) > 1:
         warnings.warn(
-            f"merge: {silent} of {len(origins)} do not state of which model and heads they are, as recordings of "
-            f"earlier versions; headscope cannot check that they belong together. Record them again; {_NO_ORIGIN}",
+            f"merge: {silent} of {len(origins)} do not state their model and heads, as recordings of earlier "
+            f"versions; headscope cannot check that they belong together. Record them again; {_NO_ORIGIN}",
             UserWarning,
             stacklevel=3,
         )
@@ -115,9 +115,9 @@ def _check_layer(name: str, one: LayerOrigin, other: LayerOrigin) -> None:
         raise ValueError(f"layer {name}: heads of different width; expected {expected}, got {got}; {_REMEDY}")
     if one.part != other.part or (one.part is not None and one.part.heads is None and not one.part.holder):
         raise ValueError(
-            f"layer {name}: different parts of its heads, or unknown ones; expected {_part(one)}, got {_part(other)}; "
-            "merge recordings of one part only. If both are of the same heads, drop what they state: "
-            "stats.named(*stats.layers)"
+            f"layer {name}: different parts of its heads, or unknown ones; expected {_part(one)}, got "
+            f"{_part(other)}; merge recordings of one part only. If both are of the same heads, remove their "
+            "origin: stats.named(*stats.layers)"
         )
 
 
@@ -133,9 +133,9 @@ def check_comparable(old: Origin | None, new: Origin | None, heads: Mapping[str,
     """
     if old is None or new is None or not old.model or not new.model:
         return
-    remedy = "compare recordings of one architecture, or drop what they state: stats.named(*stats.layers)"
+    remedy = "compare recordings of one architecture, or remove their origin: stats.named(*stats.layers)"
     if old.config != new.config or (not old.config and old.model != new.model):
-        raise ValueError(f"after: another architecture than before; expected {old}, got {new}; {remedy}")
+        raise ValueError(f"after: has a different architecture from before; expected {old}, got {new}; {remedy}")
     for name, (ours, theirs) in heads.items():
         one, other = old.layers.get(name), new.layers.get(name)
         parts = [None if each is None else each.part for each in (one, other)]
@@ -145,12 +145,13 @@ def check_comparable(old: Origin | None, new: Origin | None, heads: Mapping[str,
                 for part, count in zip(parts, (ours, theirs), strict=True)
             )
             raise ValueError(
-                f"after: layer {name} has other heads than before; expected {expected}, got {got}; {remedy}"
+                f"after: layer {name} has different heads from before; expected {expected}, got {got}; {remedy}"
             )
         if one is not None and other is not None and one.widths != other.widths:
             expected, got = map(_widths, (one, other))
             raise ValueError(
-                f"after: layer {name} has heads of other width than before; expected {expected}, got {got}; {remedy}"
+                f"after: layer {name} has heads of a different width from before; expected {expected}, got {got}; "
+                f"{remedy}"
             )
 
 
@@ -161,7 +162,7 @@ def notes(old: Origin | None, new: Origin | None) -> Iterator[str]:
     if len(silent) == 2 and old is None and new is None:
         return
     for side in silent:
-        yield f"{side} does not state of which model and heads it is, so whether the two belong together is unchecked"
+        yield f"{side} does not state its model and heads, so whether the two belong together is unchecked"
     if not silent and old is not None and new is not None:
         unknown = [name for name, part in old.part.items() if part.heads is None and part != new.part.get(name)]
         if unknown:

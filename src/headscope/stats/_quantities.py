@@ -113,7 +113,7 @@ _MOST_NORMALIZED = 2 / (math.e * math.log(2))  # of two keys beside a sink: p = 
 ROW_QUANTITIES = (
     Quantity(
         "lse", "log Σ_j exp s, the sink's logit included", lambda row: row.lse,
-        "log Σ exp of a row's scores: how large they are altogether.",
+        "log Σ exp of a row's scores: their overall size.",
         edges=LOGITS, bounds=_ANY, unit="logits",
     ),
     Quantity(
@@ -121,7 +121,7 @@ ROW_QUANTITIES = (
         edges=LOGITS, bounds=_ANY, unit="logits",
     ),
     Quantity(
-        "entropy", "-Σ_j p ln p", _entropy, "How spread out a row is, in nats: 0 on one key, ln n evenly over n keys.",
+        "entropy", "-Σ_j p ln p", _entropy, "How spread out a row is, in nats: 0 = one key, ln n = evenly over n keys.",
         edges=NATS, bounds=(0.0, 100.0), unit="nats",  # 100 nats take e^100 keys
     ),
     Quantity(
@@ -135,7 +135,7 @@ ROW_QUANTITIES = (
     ),
     Quantity(
         "effective_keys", "1 / Σ_j p²", lambda row: 1 / float(row.p.square().sum()),
-        "1 / Σ p²: over how many keys a row is spread.", "Σ p² is 0 or denormal",
+        "1 / Σ p²: the number of keys over which a row is spread.", "Σ p² is 0 or denormal",
         edges=KEYS, bounds=(1.0, math.inf), unit="ratio", decimals=1,
     ),
     Quantity(
@@ -143,11 +143,11 @@ ROW_QUANTITIES = (
     ),
     Quantity(
         "first", "mass on the first n real keys", lambda row: float(row.p[row.first].sum()),
-        "Weight on the first token, where heads often put what they do not need.",
+        'Weight on the first token, the "attention sink": many heads put unused weight there.',
     ),
     Quantity(
         "chance", "1 / n", lambda row: 1 / len(row.p),
-        "1 / n: the weight of each of n visible keys if all had the same.", unit="input",
+        "1 / n: the weight of each of n visible keys if all were equal.", unit="input",
     ),
     Quantity(
         "distance", "Σ_j p · ‖pos_i - pos_j‖", lambda row: float((row.p * row.gap.abs()).sum()),
@@ -155,7 +155,7 @@ ROW_QUANTITIES = (
         edges=DOUBLING, bounds=_FROM_0, requires="positions", unit="ratio", decimals=1,
     ),
     Quantity(
-        "self", "p at pos_i", lambda row: row.mass(row.gap == 0), "Weight on the query's own place.", _NO_KEY,
+        "self", "p at pos_i", lambda row: row.mass(row.gap == 0), "Weight on the query's own position.", _NO_KEY,
         requires="positions",
     ),
     Quantity(
@@ -178,11 +178,11 @@ ROW_QUANTITIES = (
     ),
     Quantity(
         "duplicate", "mass on other keys with the token of i", lambda row: row.mass(row.duplicate),
-        "Weight on other places that hold the same token.", _NO_KEY, requires="tokens",
+        "Weight on other positions with the same token.", _NO_KEY, requires="tokens",
     ),
     Quantity(
         "induction", "mass on keys after a place of the token of i", lambda row: row.mass(row.induction),
-        "Weight on what followed the same token elsewhere.", _NO_KEY, requires="tokens",
+        "Weight on the tokens that followed the same token elsewhere.", _NO_KEY, requires="tokens",
     ),
     Quantity(
         "value_norm", "Σ_j p · ‖v_j‖", lambda row: float((row.p * row.norms).sum()),

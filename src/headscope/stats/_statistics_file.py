@@ -76,13 +76,13 @@ def save(
     from safetensors.torch import save as encode
 
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
+        raise FileNotFoundError(f"{path}: the folder {path.parent} does not exist")
     check_utf8(path)
     if (reason := describe_obstacle(path)) is not None:
         raise FileExistsError(f"{path}: {reason}")
     if path.exists() and not force and not is_statistics(path):
         raise FileExistsError(
-            f"{path}: is there and is no file of headscope's statistics; give force=True to replace it"
+            f"{path}: exists and is not a file of headscope statistics; to overwrite it, pass force=True"
         )
     tensors: dict[str, Tensor] = {}
     layers = [_store_layer(part, name, f"{number}", tensors) for number, (name, part) in enumerate(parts.items())]
@@ -102,8 +102,9 @@ def save(
     except SafetensorError as error:
         runs = sum(len(part.kept) for part in parts.values())
         raise ValueError(
-            f"{path}: too much for one file ({error}): the header would name {len(plain)} tensors, for rows of {runs} "
-            "calls are kept; observe without keep_rows and top, or save and start anew more often"
+            f"{path}: too large for one file ({error}): the header would list {len(plain)} tensors, because the "
+            f"rows of {runs} calls are retained; observe without keep_rows and top, or save and start again more "
+            "often"
         ) from error
     replace_file(path, content)
     return path
@@ -123,8 +124,8 @@ def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
         file = header = None
     if file is None or header is None:
         if is_cut_short(path):
-            raise ValueError(f"{path}: is cut short, its end is missing")
-        raise ValueError(f"{path}: no file of headscope's statistics")
+            raise ValueError(f"{path}: is truncated; its end is missing")
+        raise ValueError(f"{path}: is not a file of headscope statistics")
     check_format(path, header, VERSION)
     read_checksums(file, header)
     origin = parse_entry(file, ORIGIN)
@@ -252,7 +253,7 @@ def _check_axes(name: str, shape: tuple[int, ...], axes: Axes, sizes: dict[str, 
 def _check_within(name: str, values: Tensor, least: int, end: int | Tensor | None) -> None:
     """Raises: ValueError: not all numbers are from ``least`` up to, not including, ``end``; NaN is left alone."""
     if bool((values < least).any()) or (end is not None and bool((values >= end).any())):
-        raise ValueError(f"{name}: holds {values.min()} to {values.max()}, beyond what there can be")
+        raise ValueError(f"{name}: holds {values.min()} to {values.max()}, outside the possible range")
 
 
 def _tensor_reader(tensors: Mapping[str, Tensor], under: str, sizes: dict[str, int]) -> Callable[..., Tensor]:
@@ -278,7 +279,7 @@ def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tenso
     values: dict[str, Tensor] = {}
     for name in names:
         if (other := _PAIRS.get(name, name)) not in names:
-            raise ValueError(f"{at}: {other} is missing; expected beside {name}")
+            raise ValueError(f"{at}: {other} is missing; expected together with {name}")
         deep = (k,) if name.startswith("top_") else ()
         within = (-1, keys) if name in ("argmax", "top_keys") else None
         values[name] = read(f"{at}/values/{name}", b, "H", r, *deep, within=within)

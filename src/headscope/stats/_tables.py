@@ -75,10 +75,10 @@ def _lines(parts: Mapping[str, LayerStats]) -> list[Line]:
 def _caption(parts: Mapping[str, LayerStats]) -> str:
     looked, of = (sum(getattr(part, what) for part in parts.values()) for what in ("looked_at", "of"))
     broken = sum(int(part.broken.sum()) for part in parts.values())
-    caption = "Means over the rows that count; entropies in nats."
+    caption = "Means over counted rows; entropies in nats."
     if any(part.looked_at < part.of for part in parts.values()):
         caption += f" A sample: {looked} of {of} rows of each head, all layers together."
-    return caption + (f" {broken} rows hold NaN or infinity and take part in nothing." if broken else "")
+    return caption + (f" {broken} rows hold NaN or infinity and are excluded." if broken else "")
 
 
 def render_table(

@@ -103,7 +103,7 @@ class TensorFile:
             head = file.read(8)
             length = int.from_bytes(head, "little")
             if len(head) < 8 or length > LONGEST_HEADER:
-                raise NoTensorsError("has no header of safetensors")
+                raise NoTensorsError("does not have a safetensors header")
             content = file.read(length)
         self._begin = 8 + length
         self.metadata, self.entries = _parse_header(content, length)
@@ -148,7 +148,7 @@ class TensorFile:
                 if _Identity.of(file) != self._identity:
                     raise self._changed_since_loading()
         except OSError as error:
-            raise ChangedFileError(f"{self.path}: cannot be read any more ({error.strerror}); load it again") from error
+            raise ChangedFileError(f"{self.path}: can no longer be read ({error.strerror}); load it again") from error
 
     def _check_identity(self, file: FileIO) -> None:
         identity = _Identity.of(file)
@@ -161,8 +161,8 @@ class TensorFile:
 
     def _changed_since_loading(self) -> ChangedFileError:
         return ChangedFileError(
-            f"{self.path}: the file has changed since it was loaded, so its weights are no longer available; load it "
-            "again, and give every recording a file of its own"
+            f"{self.path}: the file has changed since it was loaded, so its weights are no longer available; load "
+            "it again, and save every recording to its own file"
         )
 
     def _check_parts(self, file: FileIO) -> None:
@@ -246,9 +246,9 @@ def _parse_header(content: bytes, length: int) -> tuple[Mapping[str, str], dict[
         entries = {name: _parse_entry(entry) for name, entry in header.items()}
         sound = len(content) == length and all(isinstance(each, str) for each in metadata.values())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise NoTensorsError("has no header of safetensors") from error
+        raise NoTensorsError("does not have a safetensors header") from error
     if not sound:
-        raise NoTensorsError("has no header of safetensors")
+        raise NoTensorsError("does not have a safetensors header")
     return metadata, entries
 
 
@@ -272,7 +272,7 @@ def _check_places(entries: Iterable[Entry], size: int) -> None:
     end = 0
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start != end or entry.stop < entry.start:
-            raise NoTensorsError("has tensors that overlap, or bytes of none")
+            raise NoTensorsError("has tensors that overlap, or bytes that belong to none")
         end = entry.stop
     if end != size:
         raise NoTensorsError(f"has {size} bytes of tensors; expected {end}")

@@ -59,7 +59,7 @@ class Recording:
         """
         with self._lock:
             if not self._all():
-                raise WatchError("watch: nothing has been seen so far; run the model within the with block")
+                raise WatchError("watch: nothing recorded yet; run the model inside the `with` block")
             names = sorted(self._parts, key=lambda name: self._order.get(name, (0, 0)))
             return HeadStats({name: self._parts[name] for name in names}, self.about.origin)
 
@@ -173,7 +173,7 @@ class Recording:
 
     def __repr__(self) -> str:
         if not self._parts and not self._pending:
-            return visible(f"Recording({self.about.model}: nothing seen so far)")
+            return visible(f"Recording({self.about.model}: nothing recorded yet)")
         return visible(f"Recording({self.about.model}, {self.forwards} forward passes: {self.stats!r})")
 
     def _repr_html_(self) -> str:
@@ -231,7 +231,7 @@ class Recording:
         try:
             merged = merge(*(HeadStats({name: part}) for part in parts))
         except ValueError as error:
-            raise WatchError(f"watch: {error}; a layer has to have the same heads in every call") from error
+            raise WatchError(f"watch: {error}; a layer must have the same heads in every call") from error
         self._parts[name] = merged.parts[name]
         del self._pending[name]
 

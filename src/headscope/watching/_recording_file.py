@@ -55,7 +55,7 @@ def load(path: Path) -> tuple[HeadStats, About, tuple[Alarm, ...]]:
     stats = HeadStats.load(path)
     header = read_header(path, RECORDING)
     if header is None:
-        raise ValueError(f"{path}: holds statistics, but is no recording; HeadStats.load reads it")
+        raise ValueError(f"{path}: holds statistics, not a recording; load it with HeadStats.load")
     check_format(path, header, VERSION)
     with damage_named(path):
         if not stats.parts:

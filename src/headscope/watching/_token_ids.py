@@ -166,7 +166,9 @@ def ids_of_keys(ids: Tensor, call: InterceptedCall) -> Ids:
     """
     count, total = ids.shape[-1] if ids.ndim else 0, _total(call)
     if count < total:
-        raise ValueError(f'tokens: are of {count:,} keys, this layer has {total:,}; give all of them, or "inputs"')
+        raise ValueError(
+            f'tokens: got {count:,}, this layer has {total:,} keys; pass a token for each key, or "inputs"'
+        )
     return cut(ids.to(call.k.device), call)
 
 
@@ -191,7 +193,7 @@ def check_texts(count: int, parts: Iterable[LayerStats]) -> None:
             return
     lengths = " or ".join(sizes[length] for length in sorted(sizes))
     tokens = "token" if count == 1 else "tokens"
-    raise ValueError(f"texts: are of {count:,} {tokens}, expected those of the queries or keys of a layer: {lengths}")
+    raise ValueError(f"texts: got {count:,} {tokens}, expected one for each query or key of a layer: {lengths}")
 
 
 def cut(ids: Tensor, call: InterceptedCall) -> Ids:

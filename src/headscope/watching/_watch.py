@@ -113,7 +113,7 @@ def watch(
     check_type("what", what, Observe, "a headscope.Observe")
     for name, value in (("rows", rows), ("tokens", tokens)):
         if value is not None and getattr(what, name) is not None:
-            raise ValueError(f"{name}: given twice, here and in what.{name}")
+            raise ValueError(f"{name}: was passed twice, here and in what.{name}")
     if rows is not None:
         what = replace(what, rows=rows)
     check_type("kinds", {} if kinds is None else kinds, Mapping, "a mapping of patterns to kinds")
@@ -161,7 +161,7 @@ class Watch:
 
     def __enter__(self) -> Recording:
         if self._entered:
-            raise WatchError("watch: this one has been used; make another")
+            raise WatchError("watch: was already used; create a new one")
         if compiled := find_compiled(self.modules):
             raise WatchError(f"{COMPILED}; compiled: {', '.join(compiled[:8])}")
         if refusal := transformers_refusal(self.modules):
@@ -189,8 +189,8 @@ class Watch:
             each.active = False
         if running:
             warnings.warn(
-                "watch: it ended while a forward pass was running in another thread; of that pass, what came later is "
-                "not recorded",
+                "watch: ended while a forward pass was running in another thread; the rest of that pass is not "
+                "recorded",
                 WatchWarning,
                 stacklevel=3,
             )
@@ -208,11 +208,11 @@ class Watch:
             return
         if recording.about.ran == 0:
             raise WatchError(
-                "watch: no forward pass of the model ran within the with block (a module that runs compiled, a copy of "
-                "the model, and what runs within a backward pass, as a checkpoint computes again, are not seen)"
+                "watch: the model's forward() was not called inside the `with` block. Compiled modules, copies of "
+                "the model, and recomputation by activation checkpointing are not observed."
             )
         hint = summarize_names(self.modules)
-        raise WatchError(f"watch: no attention call was seen in {recording.about.model}; its modules: {hint}")
+        raise WatchError(f"watch: no attention call was observed in {recording.about.model}; its modules: {hint}")
 
     # ------------------------------------------------------------ as the modules' calls see it
 
@@ -265,14 +265,14 @@ class Watch:
         apart = float(error)
         if apart == math.inf:
             raise WatchError(
-                "its output is NaN or infinite in other places than what its q, k, v and mask give. Its weights or "
-                "inputs hold NaN, which torch's kernels may turn to numbers or take from hidden keys; or it attends by "
-                "a rule that headscope does not know. Leave it out with layers="
+                "its output is NaN or infinite in other places than its q, k, v and mask give. Either its weights "
+                "or inputs hold NaN, which torch's kernels may turn into numbers or read from masked keys; or it "
+                "attends by a rule that headscope does not support. Exclude it with layers="
             )
         if apart > most:
             raise WatchError(
-                f"its output differs by {apart:.2g} of the largest value from what its "
-                "q, k, v and mask give; it attends by a rule that headscope does not know. Leave it out with layers="
+                f"its output differs by {apart:.2g} of the largest value from the output that its q, k, v and mask "
+                "give; it attends by a rule that headscope does not support. Exclude it with layers="
             )
 
     def end(self, forward: Pass, *, finished: bool) -> None:
@@ -301,9 +301,9 @@ class Watch:
         self._warn_of_unknown_ids()
         if missing:
             raise WatchError(
-                f"watch: of the attention layers that ran {len(missing)} could not be seen: "
-                f"{describe_modules(self.modules, missing)}. None calls scaled_dot_product_attention or "
-                'anything else that headscope knows. Leave out with layers=, or give unseen="ignore"'
+                f"watch: {len(missing)} of the attention layers that ran could not be observed: "
+                f"{describe_modules(self.modules, missing)}. They do not call scaled_dot_product_attention or "
+                'another function that headscope recognises. Exclude them with layers=, or pass unseen="ignore"'
             )
         self._complete.add(both)
 
@@ -317,7 +317,7 @@ class Watch:
                 continue
             self._warned.add(name)
             warnings.warn(
-                f'watch: {text}, which the recording does not include; unseen="ignore" turns this warning off',
+                f'watch: {text}, which the recording does not include; to silence this warning, pass unseen="ignore"',
                 WatchWarning,
                 stacklevel=2,
             )
@@ -328,8 +328,8 @@ class Watch:
             return
         self._warned_of_ids = True
         warnings.warn(
-            'watch: tokens="inputs": ids of keys that a cache holds are not known, as no watched step had these keys; '
-            'duplicate and induction leave such steps out; unseen="ignore" turns this warning off',
+            'watch: tokens="inputs": the ids of cached keys are unknown, because no watched step computed these '
+            'keys; duplicate and induction exclude such steps; to silence this warning, pass unseen="ignore"',
             WatchWarning,
             stacklevel=2,
         )

@@ -50,19 +50,21 @@ def refuses(call: Call) -> list[str]:
     """What the native kernels cannot do."""
     reasons: list[str] = []
     if call.device != "cpu":
-        reasons.append(f"device: these kernels run on the CPU, not on {call.device}")
+        reasons.append(f"device: the native kernels run on the CPU, not on {call.device}")
     elif extension is None:
         why = f"cannot be loaded: {unloadable}" if unloadable else "is not installed"
         reasons.append(f"build: the native extension {why}")
     if call.in_compiled_func:
-        reasons.append("torch.func: within torch.compile, which does not trace their operators' gradients there")
+        reasons.append(
+            "torch.func: within torch.compile, which does not trace the gradients of the native operators there"
+        )
     if call.form == "subclass":
-        reasons.append("tensors: of a subclass of Tensor; these kernels read plain memory")
+        reasons.append("tensors: are of a subclass of Tensor; the native kernels read plain memory")
     if call.rest == "many":
-        reasons.append(f"mask: of more than {MOST_RULES} parts")
+        reasons.append(f"mask: has more than {MOST_RULES} parts")
     # where sizes may be open, their operator looks when it runs: an exported program would be tied to what was found
     if call.form != "traced" and (call.queries >= MOST_POSITIONS or call.keys >= MOST_POSITIONS):
-        reasons.append(f"sizes: from {MOST_POSITIONS:,} queries or keys on")
+        reasons.append(f"sizes: {MOST_POSITIONS:,} or more queries or keys")
     return reasons
 
 
@@ -295,7 +297,7 @@ def to_kernel_call(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0)
     sinks = readable(inputs.sinks.detach().to(dtype)).contiguous() if inputs.sinks is not None else None
     for name, x in (("bias", bias), ("sinks", sinks)):
         if x is not None and x.numel() and not x.data_ptr():  # address 0 would mean that there is none
-            raise ValueError(f"{name}: its memory is gone: its storage holds nothing")
+            raise ValueError(f"{name}: its storage is empty; its memory was freed")
     spans, spans_at, rules = None, (0, 0, 0), _Rules()
     if plan is not None and not plan.everything:
         spans = readable(plan.spans.to(torch.int32)).contiguous()

@@ -42,24 +42,24 @@ def refuses(call: Call) -> list[str]:
     """What torch's fused kernels cannot do, or do only by filling the matrix."""
     reasons: list[str] = []
     if call.lse:
-        reasons.append("lse: scaled_dot_product_attention does not return it")
+        reasons.append("lse: scaled_dot_product_attention does not return lse")
     if call.softcap is not None:
-        reasons.append("softcap: not an option of scaled_dot_product_attention")
+        reasons.append("softcap: scaled_dot_product_attention does not support it")
     if call.sinks:
-        reasons.append("sinks: not an option of scaled_dot_product_attention")
+        reasons.append("sinks: scaled_dot_product_attention does not support them")
     if call.dropout and call.device == "cpu":
-        reasons.append("dropout: torch has no fused kernel for it on a CPU")
+        reasons.append("dropout: torch has no fused kernel with dropout on a CPU")
     if call.v_head_dim != call.head_dim:
-        reasons.append(f"Dv: torch has no fused kernel for Dv {call.v_head_dim} beside D {call.head_dim}")
+        reasons.append(f"Dv: torch has no fused kernel for Dv {call.v_head_dim} with D {call.head_dim}")
     if call.rest in ("other", "many") or (call.rest == "dense" and call.spans != "all"):
-        reasons.append("mask: this combination would have to be filled in as a Q x K matrix")
+        reasons.append("mask: this combination would require a Q x K matrix")
     elif call.spans == "rows":
         reasons.append(
-            "mask: a band other than the square causal one, or lengths that a graph does not know while it is made, "
-            "would have to be filled in as a Q x K matrix"
+            "mask: would require a Q x K matrix: it is a band other than the square causal one, or its lengths are "
+            "not known during tracing"
         )
     if call.scale <= 0 and (call.spans == "causal" or call.device != "cpu"):
-        reasons.append("scale: at or below 0; torch's kernels hide keys and look for the largest logit first")
+        reasons.append("scale: is 0 or below; torch's kernels mask keys and find the largest logit before they scale")
     if call.bias is not None:
         reasons += _refuses_bias(call)
     if call.device == "cuda" and call.form != "subclass":  # of a subclass, it is its own matter which kernel runs
@@ -72,11 +72,14 @@ def refuses(call: Call) -> list[str]:
 def _refuses_bias(call: Call) -> list[str]:
     reasons: list[str] = []
     if call.bias_grad:
-        reasons.append("bias: torch's fused kernels have no gradient for it, which torch.no_grad() does without")
+        reasons.append(
+            "bias: torch's fused kernels do not compute its gradient; without gradients, under "
+            "torch.no_grad(), they support it"
+        )
     if call.bias_dtype != call.dtype:
-        reasons.append(f"bias: dtype {call.bias_dtype} beside {call.dtype}")
+        reasons.append(f"bias: dtype is {call.bias_dtype}, q has {call.dtype}")
     if call.spans != "all" or call.rest != "none":
-        reasons.append("bias: together with a mask it would have to be filled in as a Q x K matrix")
+        reasons.append("bias: together with a mask it would require a Q x K matrix")
     return reasons
 
 
@@ -86,17 +89,17 @@ def _refuses_on_cuda(call: Call) -> list[str]:
     Source: torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
     if call.dtype == torch.float64:
-        return ["dtype: torch has no fused kernel for float64 on CUDA, and would fill a Q x K matrix"]
+        return ["dtype: torch has no fused kernel for float64 on CUDA and would compute a Q x K matrix"]
     if call.head_dim > WIDEST:
         return [
-            f"D: {call.head_dim} is above {WIDEST}, the limit of torch's flash kernel; torch may fill a Q x K matrix"
+            f"D: {call.head_dim} is above {WIDEST}, the limit of torch's flash kernel; torch may compute a Q x K matrix"
         ]
     half = call.dtype != torch.float32
     masked = call.bias is not None or call.rest != "none" or call.spans == "keys"
     least = 8 if half else 4  # 16 bytes, the alignment of the memory-efficient kernel, which is the one with masks
     if call.head_dim % least and (masked or not half):
-        reason = f"D: torch's memory-efficient kernel takes multiples of {least}, not {call.head_dim}"
-        return [f"{reason}; torch would fill a Q x K matrix"]
+        reason = f"D: torch's memory-efficient kernel requires a multiple of {least}, got {call.head_dim}"
+        return [f"{reason}; torch would compute a Q x K matrix"]
     return []
 
 
