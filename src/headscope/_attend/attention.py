@@ -1,4 +1,4 @@
-"""Run one attention: find or make the prepared call, take its short way, or call its backend."""
+"""Run one attention: look up or prepare the call, take its fast path, or call its backend."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def run_attention(
 
 
 def _attend_prepared(prepared: Prepared, inputs: Inputs) -> Result:
-    """Attend for a call that has no short way, or whose short way gave up."""
+    """Attend for a call without a fast path, or whose fast path returned None."""
     call = prepared.call
-    for name, x in zip("qkv", inputs[:3], strict=True):  # of the class and sizes of another call, unchecked
+    for name, x in zip("qkv", inputs[:3], strict=True):  # the class and sizes of another call, unchecked
         check_has_numbers(name, x)
     if call.form == "subclass":
         inputs = inputs._replace(q=_to_class(inputs, prepared.mask))
@@ -47,10 +47,12 @@ def _attend_prepared(prepared: Prepared, inputs: Inputs) -> Result:
 
 
 def _to_class(inputs: Inputs, mask: Mask | None) -> Tensor:
-    """Return q in the subclass of Tensor that another argument has, so that the result has it, as by torch's SDPA."""
+    """Return q in the Tensor subclass of another argument, so the result has that class, as in torch's SDPA."""
     q = inputs.q
     if type(q) in ORDINARY:
         for x in (*inputs[1:], *(() if mask is None else mask.tensors())):
             if x is not None and type(x) not in ORDINARY:
-                q = q * x.new_ones((), dtype=q.dtype)  # exact, and an operator: it is the subclass that says its class
+                q = q * x.new_ones(
+                    (), dtype=q.dtype
+                )  # exact, and an operator: the subclass determines the class of the result
     return q

@@ -1,4 +1,6 @@
-"""Run a call on its backend, in full precision, so that NaN and infinity reach exactly the rows that see them."""
+"""Run a call on its backend, in full precision, so that NaN and infinity reach exactly the rows where they are
+visible.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,21 @@ from headscope._attend.interface import Attend, Backend, Inputs, OperatorBackend
 from headscope._support.precision import exact_products
 from headscope.masks import Plan
 
-SUMMED_BY_TORCH = (blocked.name, reference.name)  # by products of torch's; its own kernels round as it was asked to
+SUMMED_BY_TORCH = (
+    blocked.name,
+    reference.name,
+)  # backends that use torch's products; torch's fused kernels round as its settings specify
 
 
 def attend_on_backend(backend: Backend, call: Call, plan: Plan | None, inputs: Inputs) -> Result:
-    """Attend with a backend, which draws its seed of dropout itself."""
+    """Attend with a backend that draws its own dropout seed."""
     return _attend_with(backend, backend.attend, call, plan, inputs)
 
 
 def attend_on_backend_seeded(
     backend: OperatorBackend, call: Call, plan: Plan | None, inputs: Inputs, seed: int
 ) -> Result:
-    """Attend with a backend that takes the seed of dropout."""
+    """Attend with a backend that accepts a dropout seed."""
     return _attend_with(backend, partial(backend.attend, seed=seed), call, plan, inputs)
 
 

@@ -1,4 +1,4 @@
-"""How the matrix of a call is cut into blocks: by sizes alone, so that equal calls are cut alike."""
+"""Blocks of the matrix of a call: they depend on sizes only, so equal calls have equal blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headscope.masks import Plan
 
 
 class BlockSizes(NamedTuple):
-    """How many batch entries, key/value heads and rows one block has."""
+    """The numbers of batch entries, key/value heads and rows of one block."""
 
     batch: int
     kv_heads: int
@@ -19,8 +19,8 @@ class BlockSizes(NamedTuple):
 def block_sizes(call: Call, rows: int, logits: int) -> BlockSizes:
     """Return the sizes of blocks of at most ``logits`` logits, but at least one row, of a call with so many rows.
 
-    A block holds all keys and whole groups of query heads. It takes several heads once all rows fit, and several batch
-    entries once all heads do.
+    A block holds all keys and whole groups of query heads. It has several heads only if all rows fit, and several batch
+    entries only if all heads do.
     """
     size = max(1, min(rows, logits // max(1, call.group * call.keys)))
     heads = max(1, logits // max(1, call.group * call.keys * size))
@@ -34,7 +34,7 @@ def slices(length: int, step: int) -> list[slice]:
 
 
 def visible_keys(call: Call, plan: Plan | None, queries: slice | list[int]) -> slice:
-    """Return the range of keys outside of which none of these queries sees one."""
+    """Return the range of keys that are visible to any of these queries."""
     if plan is None or plan.bounds is None:
         return slice(0, call.keys)
     bounds = plan.bounds if len(plan.bounds) == 1 else plan.bounds[queries]

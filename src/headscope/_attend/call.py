@@ -41,7 +41,7 @@ Spans = Literal["all", "causal", "keys", "rows"]
 Rest = Literal["none", "dense", "other", "many"]
 Form = Literal["plain", "traced", "mapped", "transformed", "subclass"]
 
-_STAND_INS = (FakeTensor, FunctionalTensor)  # what torch.export shows in the place of ordinary ones
+_STAND_INS = (FakeTensor, FunctionalTensor)  # the class that torch.export uses instead of ordinary tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,18 @@ class Call:
 
     Attributes:
         lead: the leading axes of the result, before [H, Q, Dv]; their product is B.
-        spans: how much of the matrix may be seen: all; j <= i of a square one; the same keys for each query of a batch
+        spans: the visible part of the matrix: all; j <= i of a square one; the same keys for each query of a batch
             entry; or other spans.
-        rest: whether a boolean tensor ("dense"), or another rule, says more than the spans; "many" = more of them than
-            the native kernels take.
+        rest: whether a boolean tensor ("dense"), or another rule, masks keys within the spans; "many" = more rules than
+            the native kernels support.
         bias: the shape of the bias, or None.
-        lse: whether the row log-sum-exp is asked for.
-        grad: whether a gradient may be asked for, of q, k, v or sinks.
+        lse: whether the call requests the row log-sum-exp.
+        grad: whether a gradient of q, k, v or sinks may be required.
         bias_grad: likewise, of the bias.
-        form: whether the tensors' memory may be read past torch: "plain", it may; "traced", somebody looks at the
-            operators that run (see ``is_traced``); "mapped" and "transformed", likewise, and it is torch.func within
-            torch.compile, which asks for a first gradient at most, or may ask for any derivative; "subclass", they
-            are more than ordinary tensors.
-        uniform: whether each row is to be summed in one order, whatever rows follow it: backend="reproducible".
+        form: whether kernels may read the tensors' memory directly: "plain": yes; "traced": no, because the operators
+            are traced or intercepted (see ``is_traced``); "mapped" and "transformed": as traced, by torch.func within
+            torch.compile, with a first gradient at most, or any derivative; "subclass": the tensors are of a subclass.
+        uniform: whether each row is summed in one order, whatever rows follow it: backend="reproducible".
     """
 
     lead: tuple[int, ...]
@@ -91,7 +90,7 @@ class Call:
 
     @property
     def in_compiled_func(self) -> bool:
-        """Whether torch.func asks, within torch.compile."""
+        """Whether torch.func calls, within torch.compile."""
         return self.form in ("mapped", "transformed")
 
     @property
@@ -100,16 +99,16 @@ class Call:
 
     @property
     def group(self) -> int:
-        """Query heads for each key/value head."""
+        """The number of query heads for each key/value head."""
         return self.heads // self.kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a caller may say beside q, k, v; as it came, unchecked.
+    """The options of a caller, unchecked.
 
     Attributes:
-        planned: whether to look what the mask comes to; if not, the call is described as if it were anything.
+        planned: whether to plan the mask; if not, the call is described as if the mask could be any.
     """
 
     mask: Mask | None
@@ -121,7 +120,7 @@ class Options:
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, options: Options) -> Call:
-    """Check everything that can be wrong with one attention, and describe it.
+    """Check all arguments of one attention, and describe the call.
 
     Raises:
         TypeError: an argument is not of the right kind or dtype.
@@ -133,7 +132,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tens
 def check_and_plan(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, options: Options
 ) -> tuple[Call, Plan | None]:
-    """``check_call``, and what the mask comes to, where that was looked at."""
+    """Return ``check_call``, and the plan of the mask, if ``planned``."""
     lead = check_qkv(q, k, v)
     _check_distributed(q, k, v, bias, sinks, options.mask)
     heads, queries, head_dim = q.shape[-3:]
@@ -183,11 +182,11 @@ def check_and_plan(
 def _check_distributed(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, mask: Mask | None
 ) -> None:
-    """Raise where DTensors meet ordinary tensors; the square causal mask is a flag of torch's kernels."""
+    """Raise if DTensors and ordinary tensors are combined; the square causal mask is a flag of torch's kernels."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     parts = [] if mask is None else [(leaf, x) for leaf in mask.leaves() for x in leaf.tensors()]
-    parts.sort(key=lambda part: is_distributed(part[1]))  # of two masks of a class the DTensor is named
+    parts.sort(key=lambda part: is_distributed(part[1]))  # of two masks of one class, name the DTensor
     inside = {f"mask ({type(leaf).__name__})": x for leaf, x in parts}
     square = mask is None or (not inside and mask.is_causal(q.shape[-2], k.shape[-2]))
     beside = {"bias": bias, "sinks": sinks, **inside} | ({} if square or inside else {"mask": mask})
@@ -195,7 +194,9 @@ def _check_distributed(
 
 
 def _may_need_gradient(x: Tensor) -> bool:
-    """Whether it needs one. Of a batch of torch.func its entries say it, but to no compiler: there it may."""
+    """Return whether it requires a gradient. For a batch of torch.func its entries decide; under a compiler, assume
+    so.
+    """
     if x.requires_grad or not _are_functorch_transforms_active():
         return x.requires_grad
     if is_dynamo_compiling():
@@ -209,15 +210,15 @@ def _may_need_gradient(x: Tensor) -> bool:
 
 @mark_constant  # a graph has guards for the transforms around it
 def _goes_further() -> bool:
-    """Whether the transforms of torch.func around may ask for more than a first gradient."""
+    """Return whether the enclosing transforms of torch.func may require more than a first gradient."""
     taken = [each for each in get_interpreter_stack() if each.key() in (TransformType.Grad, TransformType.Jvp)]
     if len(taken) == 1 and taken[0].key() == TransformType.Grad:
-        return CGradInterpreterPtr(taken[0]).prevGradMode()  # autograd may ask for the next
+        return CGradInterpreterPtr(taken[0]).prevGradMode()  # autograd may require the next one
     return len(taken) > 0
 
 
 def form(*tensors: Tensor | None) -> Form:
-    """How these may be read; see ``Call``."""
+    """Return how these may be read; see ``Call``."""
     if is_dynamo_compiling() and _are_functorch_transforms_active():
         return "transformed" if _goes_further() else "mapped"
     form_of_call: Form = "traced" if is_traced() else "plain"
@@ -268,7 +269,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         )
     if q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         return tuple(q.shape[:-3])
-    try:  # torch.broadcast_shapes imports sympy when it is first called, for some 0.4 s
+    try:  # the first call of torch.broadcast_shapes imports sympy, about 0.4 s
         return tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))
     except RuntimeError as error:
         raise ValueError(f"q, k, v: the leading axes (B) do not broadcast; {shapes(q=q, k=k, v=v)}") from error
@@ -281,7 +282,7 @@ INSTEAD_OF_NESTED = (
 
 
 def _check_nested(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, options: Options) -> None:
-    """Nested q, k and v go to torch, which takes no option beside them but the scale."""
+    """Check nested q, k and v: torch attends to them, with scale as the only option."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4 or getattr(tensor, "_ragged_idx", 2) != 2:
             raise ValueError(f"{name}: is a nested tensor, expected [B, H, ragged, D]; {shapes(q=q, k=k, v=v)}")
@@ -325,14 +326,14 @@ def check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
 
 
 def fold(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """A tensor that broadcasts to [*lead, H, Q, K] as one that broadcasts to [B, H, Q, K]."""
+    """Reshape a tensor that broadcasts to [*lead, H, Q, K] to one that broadcasts to [B, H, Q, K]."""
     if tensor.ndim <= 3 or len(lead) <= 1:
         return tensor
     return tensor.expand(*lead, *tensor.shape[-3:]).reshape(math.prod(lead), *tensor.shape[-3:])  # [B, H, Q, K]
 
 
 def fold_mask(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A boolean tensor that broadcasts to [*lead, H, Q, K] as one that broadcasts to [B, H, Q, K]."""
+    """Reshape a boolean tensor that broadcasts to [*lead, H, Q, K] to one that broadcasts to [B, H, Q, K]."""
     check_no_causal_bias("mask", mask)
     lead = check_qkv(q, k, v)
     check_broadcast("mask", mask, lead, (q.shape[-3], q.shape[-2], k.shape[-2]))
@@ -348,7 +349,7 @@ def _spans(plan: Plan | None) -> Spans:
 
 
 MOST_RULES = 16
-"""Boolean tensors, documents and so on that the native kernels take beside the spans of a mask."""
+"""The most rules (boolean tensors, documents and so on) that the native kernels support in addition to spans."""
 
 
 def _rest(rest: Mask | None) -> Rest:

@@ -1,4 +1,4 @@
-"""torch's context parallelism: refuse to attend while it is active, for q, k, v may then be parts of a sequence."""
+"""torch's context parallelism: raise while it is active, because q, k, v may then be parts of a sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from headscope._support.compiler import mark_constant
 
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
-"""The package of torch's context parallelism: while ``sys.modules`` lacks it, none is active."""
+"""The package of torch's context parallelism: while ``sys.modules`` lacks it, context parallelism is not active."""
 
 IN_CONTEXT_PARALLEL = (
     "q, k, v: torch's context parallelism is active, so they may hold only this rank's part of the sequence; "
@@ -30,22 +30,24 @@ _HANDLED = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
 class _Checked:
-    """What ``check_context_parallel`` has looked up, so that a call in a process without it costs little."""
+    """The lookups of ``check_context_parallel``, cached so that a call without context parallelism costs little."""
 
     dispatcher: Any = None
-    """DTensor's dispatcher: one object as long as the process runs."""
+    """DTensor's dispatcher: one object for the life of the process."""
     handlers: Any = None
-    """Its table of handlers, which had none of context parallelism; torch replaces the table, never changes that."""
+    """Its table of handlers, without those of context parallelism; torch replaces the table and never changes it in
+    place.
+    """
     sharding: Any = None
     """The module whose ``_dispatch_mode`` shows that ``_context_parallel_shard`` was called; None after the warning."""
     plain_mode: Any = None
-    """Its mode when last looked at."""
+    """Its mode at the last check."""
 
 
 def check_context_parallel() -> None:
-    """Raise where torch's context parallelism is active; warn, once, where it has cut tensors and left no other trace.
+    """Raise if torch's context parallelism is active; warn, once, if it has sharded tensors without another trace.
 
-    Whichever way it reaches attention (a replaced ``F.scaled_dot_product_attention``, a function mode in torch 2.9, a
+    However it intercepts attention (a replaced ``F.scaled_dot_product_attention``, a function mode in torch 2.9, a
     wrapped module), it gives DTensor's dispatcher its own handlers of torch's attention operators.
 
     Raises:
@@ -68,7 +70,7 @@ def _check_anew() -> None:
     if _handles_attention():
         raise RuntimeError(IN_CONTEXT_PARALLEL)
     names = (f"{CONTEXT_PARALLEL}._context_parallel._attention", f"{CONTEXT_PARALLEL}._attention")
-    modules = (sys.modules.get(name) for name in names)  # torch 2.9 has the second alone
+    modules = (sys.modules.get(name) for name in names)  # torch 2.9 has only the second
     module = next((each for each in modules if hasattr(each, "_dispatch_mode")), None)
     if module is not None and module._dispatch_mode.name == "MODULE_WRAPPER" and not _warned:
         _warned.append(SHARDED)
@@ -88,9 +90,9 @@ def _dispatcher() -> Any:
     return None if tensor is None else tensor.DTensor._op_dispatcher
 
 
-@mark_constant  # a compiler cannot trace the read of torch's dispatcher
+@mark_constant  # a compiler cannot trace a read of torch's dispatcher
 def _handles_attention() -> bool:
-    """Whether DTensor's dispatcher hands attention to torch's context parallelism."""
+    """Return whether DTensor's dispatcher passes attention to torch's context parallelism."""
     dispatcher = _dispatcher()
     handler = None if dispatcher is None else dispatcher._custom_op_handlers.get(_HANDLED)
     return getattr(handler, "__module__", "").startswith(CONTEXT_PARALLEL)

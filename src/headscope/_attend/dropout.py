@@ -1,4 +1,4 @@
-"""The seed of dropout. A backend draws it for a call; where a compiler traces, who calls the operator does."""
+"""The seed of dropout. A backend draws it for a call; under a compiler, the caller of the operator does."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The interface of backends: what each can do, and the tensors that it takes and returns.
+"""The interface of backends: their abilities, and the tensors that they take and return.
 
-A backend takes canonical tensors: q [B, H, Q, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv], a bias that broadcasts to
-[B, H, Q, K] with four axes, sinks [H]. It returns ``out`` [B, H, Q, Dv] in q's dtype and, if the call asks for it,
-``lse`` [B, H, Q] in float32 (float64 for float64).
+A backend takes canonical tensors: q [B, H, Q, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv], a bias that broadcasts to [B, H,
+Q, K] with four axes, sinks [H]. It returns ``out`` [B, H, Q, Dv] in q's dtype and, if the call requests it, ``lse`` [B,
+H, Q] in float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 class ForwardPass(NamedTuple):
-    """A forward pass, as its gradient needs it."""
+    """A forward pass, as its gradient requires it."""
 
     call: Call
     plan: Plan | None
@@ -62,7 +62,7 @@ class ForwardPass(NamedTuple):
 
 
 Result = tuple[Tensor, Tensor | None]
-"""out, and lse if the call asks for it."""
+"""out, and lse if the call requests it."""
 
 
 class Attend(Protocol):
@@ -78,9 +78,9 @@ class AttendFinite(Protocol):
 
 
 class Repeat(Protocol):
-    """A short way for one prepared call on other tensors: out, and lse if the call asks for it.
+    """A fast path for one prepared call on other tensors: returns out, and lse if the call requests it.
 
-    Takes q, k, v, and bias and sinks where there are any. Returns None where the long way must follow.
+    Takes q, k, v, and bias and sinks if there are any. Returns None if the full path must follow.
     """
 
     def __call__(
@@ -89,19 +89,19 @@ class Repeat(Protocol):
 
 
 class MakeRepeat(Protocol):
-    """The signature of a backend's ``repeater``; the inputs are as they came, with four axes but for the bias."""
+    """The signature of a backend's ``repeater``; the inputs are the caller's, with four axes except for the bias."""
 
     def __call__(self, call: Call, plan: Plan | None, inputs: Inputs, /) -> Repeat | None: ...
 
 
 class Backend(Protocol):
-    """One way to attend: a module of ``_attend.backends``. An ability that it does not have is None."""
+    """One implementation of attention: a module of ``_attend.backends``. A missing ability is None."""
 
     @property
     def name(self) -> str: ...
 
     def refuses(self, call: Call) -> list[str]:
-        """Return why this backend cannot take the call; empty if it can."""
+        """Return why this backend does not support the call; empty if it does."""
         ...
 
     @property
@@ -109,25 +109,25 @@ class Backend(Protocol):
 
     @property
     def attend_finite(self) -> AttendFinite | None:
-        """``attend`` by kernels that notice NaN and infinity, for calls without dropout.
+        """``attend`` by kernels that detect NaN and infinity, for calls without dropout.
 
-        Returns None where NaN or infinity may have reached rows that must not see them.
+        Returns None if NaN or infinity may have reached rows where they are masked.
         """
         ...
 
     @property
     def attend_careful(self) -> Attend | None:
-        """``attend`` for inputs whose logits may overflow, where ``attend`` adds masks to logits."""
+        """``attend`` for inputs whose logits may overflow, if ``attend`` adds masks to logits."""
         ...
 
     @property
     def repeater(self) -> MakeRepeat | None:
-        """Makes the short way for calls that come again with other tensors of the same sizes, dtypes and strides."""
+        """The maker of the fast path for repeated calls with other tensors of the same sizes, dtypes and strides."""
         ...
 
 
 class SeededAttend(Protocol):
-    """``Attend`` that takes the seed of dropout; None draws one from torch's generator."""
+    """``Attend`` with a dropout seed; None draws one from torch's generator."""
 
     def __call__(self, call: Call, plan: Plan | None, inputs: Inputs, /, seed: int | None = None) -> Result: ...
 
@@ -147,36 +147,36 @@ class OperatorBackend(Backend, Protocol):
         needed: tuple[bool, ...],
         /,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v, and of bias and sinks where they are needed."""
+        """Return the gradients of q, k, v, and of bias and sinks if needed."""
         ...
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which logits, softmax and lse are computed: float32, or float64 for float64."""
+    """Return the dtype of logits, softmax and lse: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return x, or a copy of it, such that ``data_ptr`` points to its numbers."""
+    """Return x, or a copy, such that ``data_ptr`` points to its numbers."""
     return x.clone() if is_lazy(x) else x
 
 
 def is_lazy(x: Tensor) -> bool:
-    """Whether x has no memory, or its memory holds the negatives of its numbers (``torch._neg_view``)."""
+    """Return whether x has no memory, or its memory holds the negatives of its numbers (``torch._neg_view``)."""
     return x.is_neg() or x._is_zerotensor()
 
 
 def within_range(call: Call, q: Tensor, k: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether q, k and bias, where there is one, are finite and so small that no logit overflows; a bias may be -inf.
+    """Return whether q, k and any bias are finite and so small that no logit overflows; a bias may be -inf.
 
-    By the norms of the whole of q and k: no product of two of their rows is larger (Cauchy and Schwarz).
+    It uses the norms of all of q and k, which bound each product of two rows (Cauchy–Schwarz).
     """
     dtype = accumulate_dtype(call.dtype)
     bound = max(1.0, abs(call.scale))
     for x in (q, k):
         bound *= torch.linalg.vector_norm(x.detach(), dtype=dtype).item()
     if bias is not None and bias.numel():
-        bound += max(bias.detach().amax().item(), 0.0)  # NaN stays NaN, and is not within
+        bound += max(bias.detach().amax().item(), 0.0)  # NaN stays NaN, and is out of range
     return bound <= torch.finfo(dtype).max / 4
 
 
@@ -184,20 +184,22 @@ _AS_IT_IS = nullcontext()
 
 
 def full_precision(call: Call) -> AbstractContextManager[object]:
-    """No autocast: it would round logits and weights to half precision behind the dtypes asked for."""
+    """Return a context without autocast, which would round logits and weights to half precision, whatever the
+    dtypes.
+    """
     if call.device == "meta" or not torch.is_autocast_enabled(call.device):
         return _AS_IT_IS
     return torch.autocast(call.device, enabled=False)
 
 
 def refuse_batched(*grads: Tensor | None) -> None:
-    """Raise where autograd hands in several gradients in the place of each; a compiled function has none such."""
+    """Raise if autograd passes batched gradients; a compiled function does not get such."""
     if not is_dynamo_compiling() and any(x is not None and is_legacy_batchedtensor(x) for x in grads):
         raise RuntimeError(NO_BATCHED_GRADIENTS)
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raise where one has a gradient in forward mode: what reads numbers alone would drop it without a word."""
+    """Raise if a tensor has a forward-mode gradient: code that only reads its values would silently drop it."""
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
@@ -205,18 +207,18 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def once(gradients: tuple[Tensor | None, ...], *made_from: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients that raise where somebody differentiates them again; for the end of a backward pass.
+    """Return gradients that raise if they are differentiated again; for the end of a backward pass.
 
-    torch's ``once_differentiable`` would not do: where the gradient that comes in needs none itself, it returns
-    constants, and a sum of a loss and a penalty on its gradient would lose the penalty's without a word.
+    torch's ``once_differentiable`` is not sufficient: if the incoming gradient does not require a gradient, it returns
+    constants. A sum of a loss and a penalty on its gradient would then silently lose the gradient of the penalty.
     """
-    if not torch.is_grad_enabled():  # as it is unless somebody asked for create_graph
+    if not torch.is_grad_enabled():  # the usual case, unless create_graph is set
         return gradients
     return _Once.apply(*gradients, *made_from)[: len(gradients)]
 
 
 class _Once(Function[tuple[Tensor | None, ...]]):
-    """Hands tensors through and refuses to be differentiated."""
+    """An identity that raises when it is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -1,11 +1,11 @@
-"""NaN and infinity in q, k, v reach exactly the rows that see them, whatever else is in the batch.
+"""NaN and infinity in q, k, v reach exactly the rows where they are visible, whatever else is in the batch.
 
-A logit is what arithmetic makes of q and k, and one that a mask hides is replaced: nothing of it is left. But weights
-meet whole blocks of values, and 0 x NaN is NaN: a NaN in a hidden value would leak into rows that do not see it. So
-where something is not finite and something is hidden, the backend runs with zeros in the place of what is not finite
-in v, and the rows that see one have it added. The sum of gradients has the same fault for q and k, and torch's fused
-kernels add a mask to the logits instead of replacing them; therefore gradients, and those kernels, get zeros in q and k
-too. Finite inputs come here only where a sum overflows, and then nothing changes.
+Masked logits are replaced, so a NaN in them has no effect. But weights multiply whole blocks of values, and 0 x NaN is
+    NaN: a NaN in a masked value would leak into rows where it is not visible. So if some values are not finite and some
+    keys are masked, the backend runs with zeros instead of the non-finite values in v, and they are then added to the
+    rows where they are visible. The sums of gradients have the same problem for q and k, and torch's fused kernels add
+    a mask to the logits instead of replacing them. Therefore gradients, and those kernels, get zeros in q and k too.
+    Finite inputs come here only if a sum overflows, and the result is then the same.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from headscope._support.autograd import Function
 from headscope._support.torch_state import has_no_values
 from headscope.masks import Plan
 
-_dispatch = attrgetter("__torch_dispatch__")  # what a subclass does in the place of torch's operators
+_dispatch = attrgetter("__torch_dispatch__")  # a subclass's replacement of torch's operators
 
 
 def suspicious(call: Call, inputs: Inputs, with_bias: bool = False) -> bool:
-    """Whether q, k, v or their logits may hold NaN or infinity, for backends that do not say it of what they return.
+    """Return whether q, k, v or their logits may hold NaN or infinity, for backends that do not report it.
 
-    Looks at norms and sums alone: one that overflows is suspicious too. ``with_bias``: NaN or +inf in the bias is, too.
+    It reads norms and sums only: one that overflows is suspicious too. ``with_bias``: so is NaN or +inf in the bias.
     """
     if call.device != "cpu" or has_no_values() or torch._C._are_functorch_transforms_active():
         return False
@@ -45,7 +45,7 @@ def suspicious(call: Call, inputs: Inputs, with_bias: bool = False) -> bool:
         return False
     if not within_range(call, inputs.q, inputs.k, inputs.bias if with_bias else None):
         return True
-    if not hides(call):  # each row sees all of v anyway
+    if not hides(call):  # all of v is visible to each row anyway
         return False
     return not math.isfinite(inputs.v.detach().sum(dtype=accumulate_dtype(call.dtype)).item())
 
@@ -53,12 +53,12 @@ def suspicious(call: Call, inputs: Inputs, with_bias: bool = False) -> bool:
 def attend(
     backend_attend: Attend, call: Call, plan: Plan | None, inputs: Inputs, replaces: Attend
 ) -> tuple[Tensor, Tensor | None]:
-    """``backend_attend``, a backend's ``attend``, for inputs that may hold NaN or infinity.
+    """Run ``backend_attend``, a backend's ``attend``, on inputs that may hold NaN or infinity.
 
     Args:
-        backend_attend: as the backend attends.
-        call, plan, inputs: what it takes.
-        replaces: the ``attend`` of a backend that replaces hidden logits; ``backend_attend``, unless it adds a mask to
+        backend_attend: the backend's function.
+        call, plan, inputs: its arguments.
+        replaces: the ``attend`` of a backend that replaces masked logits; ``backend_attend``, unless it adds a mask to
             them.
     """
     bad_q, bad_k, bad_v = (~torch.isfinite(x.detach()) for x in inputs[:3])
@@ -70,7 +70,7 @@ def attend(
     out, lse = backend_attend(call, plan, clean)
     rows = rows_of_bad_logits(call, plan, bias, bad_q, bad_k)
     if rows.any():
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # another draw would change what is drawn later
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # another draw would change all later draws
             exact_out, exact_lse = replaces(call, plan, inputs._replace(v=v).detach())
         out = torch.where(rows[..., None], exact_out, out)
         lse = None if lse is None or exact_lse is None else torch.where(rows, exact_lse, lse)
@@ -82,7 +82,7 @@ def attend(
 
 
 def _sums_of_bad_values(call: Call, plan: Plan | None, bias: Tensor | None, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """What NaN and infinity in the values that a row sees add up to, and 0 elsewhere, [B, H, Q, Dv]."""
+    """Return the sum of NaN and infinity in the values visible to a row, and 0 elsewhere, [B, H, Q, Dv]."""
     signs = torch.cat([v.isnan(), v == torch.inf, v == -torch.inf], -1)
     nan, plus, minus = marks_of_rows(call, plan, bias, signs).unflatten(-1, (3, -1)).unbind(-2)  # [B, H, Q, Dv]
     sums = torch.zeros_like(nan, dtype=dtype).masked_fill_(plus, torch.inf).masked_fill_(minus, -torch.inf)
@@ -90,7 +90,7 @@ def _sums_of_bad_values(call: Call, plan: Plan | None, bias: Tensor | None, v: T
 
 
 class _NanGradients(Function[tuple[Tensor, Tensor | None]]):
-    """Hands out and lse through, and gives NaN for a gradient to what rows of bad logits see."""
+    """An identity on out and lse, whose gradient is NaN for all that is visible to rows of bad logits."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,7 @@ class _NanGradients(Function[tuple[Tensor, Tensor | None]]):
         ctx.rows_of = rows_of
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        return out.clone(), None if lse is None else lse.clone()  # of views torch wants views as tangents
+        return out.clone(), None if lse is None else lse.clone()  # torch requires views as tangents of views
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -25,11 +25,11 @@ from headscope.masks import Mask, Plan, as_mask
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """All that can be computed for a call without reading the numbers of its tensors.
+    """The part of a call that does not depend on the values of its tensors.
 
     Attributes:
         canonical: q, k, v already have four axes and equal batch sizes.
-        repeat: the backend's short way for the same call on other tensors; None where it has none.
+        repeat: the backend's fast path for the same call on other tensors, or None.
     """
 
     call: Call
@@ -44,10 +44,10 @@ class PreparedCalls(BoundedTable[tuple[Any, ...], Prepared]):
     """A table of prepared calls by keys, bounded by their number and by the rows of their plans.
 
     Attributes:
-        most_rows: how many rows all plans have together; a row takes some 50 bytes.
-        rows: how many they have now.
-        latest: the latest call and its key. ``prepare`` compares this key first: that takes half as long as hashing
-            one. They are one tuple because another thread may replace them at any time.
+        most_rows: the most rows of all plans together; a row takes about 50 bytes.
+        rows: their present number.
+        latest: the latest call and its key. ``prepare`` compares this key first: that takes half as long as hashing a
+            key. They form one tuple because another thread may replace them at any time.
     """
 
     def __init__(self, most: int = 1024, most_rows: int = 1 << 19) -> None:
@@ -57,7 +57,7 @@ class PreparedCalls(BoundedTable[tuple[Any, ...], Prepared]):
         self.latest: tuple[tuple[Any, ...], Prepared | None] = ((), None)
 
     def find(self, key: tuple[Any, ...]) -> Prepared | None:
-        """Return the call of this key, or None.
+        """Return the call with this key, or None.
 
         Raises:
             TypeError: the key cannot be hashed.
@@ -91,7 +91,7 @@ def _rows_of_plan(prepared: Prepared) -> int:
 
 
 prepared_calls = PreparedCalls()
-atexit.register(prepared_calls.clear)  # torch's operators refer to this table until the extension is gone
+atexit.register(prepared_calls.clear)  # torch's operators refer to this table until the extension is unloaded
 _modules = sys.modules
 
 
@@ -99,22 +99,22 @@ def prepare(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     scale: float | None, softcap: float | None, dropout: float, lse: bool, backend: str | None,
 ) -> Prepared:  # fmt: skip
-    """Return the prepared call: from the table, or checked, planned and selected anew.
+    """Return the prepared call: from the table, or newly checked, planned and assigned to a backend.
 
-    There is no plan where an operator will run the call: it plans when it runs.
+    A call that an operator will run has no plan: the operator plans when it runs.
     """
     if CONTEXT_PARALLEL in _modules:
         check_context_parallel()
     key = None
     if not is_traced() and (mask is None or not isinstance(mask, Tensor)):
         try:
-            if mask is None or not mask.tensors():  # what tensors hold may change under an equal key
+            if mask is None or not mask.tensors():  # the values of tensors may change under an equal key
                 key = (
                     q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-                    (q.is_cpu and k.is_cpu and v.is_cpu) or (q.device, k.device, v.device),  # to name them takes longer
+                    (q.is_cpu and k.is_cpu and v.is_cpu) or (q.device, k.device, v.device),  # naming them takes longer
                     type(q), type(k), type(v), mask, backend,
                     q.is_neg() or k.is_neg() or v.is_neg(),  # the memory then holds the negatives
-                    scale, softcap, dropout, lse, type(scale), type(softcap), type(dropout),  # True is 1, but no number
+                    scale, softcap, dropout, lse, type(scale), type(softcap), type(dropout),  # True == 1, but is not a number
                     torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or "none"),
                     bias is not None and _key(bias),
                     sinks is not None and _key(sinks),
@@ -126,7 +126,7 @@ def prepare(
                 if prepared is not None:
                     return prepared
         except (AttributeError, TypeError, RuntimeError, ValueError):
-            key = None  # not such tensors, no mask, not hashable: the checks raise
+            key = None  # not hashable or wrong: the checks raise
     prepared = _prepare_anew(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
     return prepared if key is None else prepared_calls.add(key, prepared)
 
@@ -135,7 +135,7 @@ def prepare_with_plan(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     scale: float | None, softcap: float | None, dropout: float, lse: bool, backend: str | None,
 ) -> Prepared:  # fmt: skip
-    """``prepare``, with the plan of the mask in any case."""
+    """Return ``prepare``, always with the plan of the mask."""
     prepared = prepare(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
     call, mask = prepared.call, prepared.mask
     if mask is None or prepared.plan is not None:
@@ -155,8 +155,8 @@ def _prepare_anew(
     if isinstance(mask, Tensor) and any(getattr(x, "ndim", 0) > 4 for x in (q, k, v)):
         mask = fold_mask(mask, q, k, v)
     mask = as_mask(mask)
-    # the operator plans when it runs: to plan here would fill a compiler's graph with what nobody reads
-    if is_traced():  # the compiler guards the comparison: a graph from outside of context_parallel is traced anew in it
+    # the operator plans when it runs: planning here would add unused nodes to a compiler's graph
+    if is_traced():  # the compiler guards the comparison: a graph from outside context_parallel is retraced within it
         _ = F.scaled_dot_product_attention is sdpa.ORIGINAL
     traced = form(q, k, v, bias, sinks, *(() if mask is None else mask.tensors())) == "traced"
     as_operator = native.extension is not None if backend is None else backend in torch_operators.OPERATOR_BACKENDS
@@ -174,7 +174,7 @@ def _prepare_anew(
         plan = None
     elif mask is not None and plan is None:
         plan = mask.plan(call.batch, call.heads, call.queries, call.keys)
-    may_repeat = mask is None or len(mask.tensors()) == 0  # else the plan may change under an equal call
+    may_repeat = mask is None or len(mask.tensors()) == 0  # else the plan may change between equal calls
     repeat = None
     if canonical and may_repeat and call.form == "plain" and selected.repeater is not None:
         repeat = selected.repeater(call, plan, Inputs(q, k, v, bias, sinks))

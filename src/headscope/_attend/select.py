@@ -1,4 +1,4 @@
-"""select(call, name) -> backend: the first in the table that refuses nothing, or the one that was named."""
+"""select(call, name) -> backend: the first in the table that supports the call, or the named one."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ BACKENDS: dict[str, Backend] = {
     sdpa.name: sdpa,
     blocked.name: blocked,
     reference.name: reference,
-    reproducible.name: reproducible,  # by name alone
+    reproducible.name: reproducible,  # by name only
 }
 
-# Fastest first of what is right, by device type or as ``order`` says; other devices take the order of "default".
+# Fastest first, by device type or as ``order`` decides; other devices use the order of "default".
 ORDER: dict[str, tuple[str, ...]] = {
     "default": (native.name, sdpa.name, blocked.name, reference.name),
-    # bf16 on a CPU with matrix tiles, which torch's kernel uses and ours do not
+    # bf16 on a CPU with matrix tiles, which torch's kernel uses and the native kernels do not
     "cpu, AMX": (sdpa.name, native.name, blocked.name, reference.name),
-    # torch.func within torch.compile, which may ask for any derivative: torch's kernels have the first one only
+    # torch.func within torch.compile may require any derivative: torch's kernels have the first one only
     "transformed": (blocked.name, native.name, sdpa.name, reference.name),
 }
-AMX_ROWS = 32  # query rows of a key/value head from which on tiles are filled
+AMX_ROWS = 32  # from so many query rows of a key/value head on, tiles are full
 
 
 def order(call: Call) -> tuple[str, ...]:
-    """The names of the backends in the order in which they are asked."""
+    """Return the names of the backends in the order of selection."""
     if call.form == "transformed":
         return ORDER["transformed"]
     rows = call.queries * call.group
@@ -42,23 +42,23 @@ def _find_amx() -> bool:
     return bool(is_supported()) if is_supported is not None else False
 
 
-_AMX = _find_amx()  # once and now: a compiler cannot follow the question
+_AMX = _find_amx()  # once and now: a compiler cannot trace the check
 
 
 def has_amx() -> bool:
-    """Whether torch finds the matrix tiles of AMX here; False where this torch cannot say."""
+    """Return whether torch detects the matrix tiles of AMX; False if this torch has no such check."""
     return _AMX
 
 
 def select(call: Call, name: str | None = None) -> Backend:
-    """The backend that will run a call.
+    """Return the backend that will run a call.
 
     Args:
-        call: what is to be computed.
-        name: a backend's name, or None for the first of the table that refuses nothing.
+        call: the call to run.
+        name: a backend's name, or None for the first in the table that supports the call.
 
     Raises:
-        ValueError: there is no backend of that name, or it refuses the call; the message lists its reasons.
+        ValueError: the backend does not exist, or does not support the call; the message lists the reasons.
     """
     if name is None:
         return next(BACKENDS[each] for each in order(call) if not BACKENDS[each].refuses(call))

@@ -1,4 +1,4 @@
-"""What the operators of ``_attend.torch_operators`` run: the same as a call without a compiler."""
+"""Kernels of the operators of ``_attend.torch_operators``: they run the same as a call without a compiler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, codes: list[int], parts: list[Tensor],
     scale: float, softcap: float, dropout: float, seed: Tensor | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend without gradients: out and lse."""
+    """Return out and lse, without gradients."""
     with torch.no_grad():
         mask = mask_from_codes(codes, parts)
         prepared = prepare_with_plan(q, k, v, mask, bias, sinks, scale, softcap or None, dropout, True, backend)
@@ -34,7 +34,7 @@ def _forward(
                 torch_operators.AS_OPERATORS[backend], prepared.call, prepared.plan, inputs, number
             )
     out, lse = result
-    assert lse is not None  # the call asks for it
+    assert lse is not None  # the call requests it
     return torch_operators.lay_out(out, backend), lse.contiguous()
 
 
@@ -70,13 +70,13 @@ def _of_bad_inputs(
 
 
 def _forward_flops(q: Sizes, k: Sizes, v: Sizes, *rest: Any, **options: Any) -> int:
-    """Of both products, as torch counts its own attention: whatever a mask hides."""
+    """Count both products, as torch counts its own attention: masked keys included."""
     batch, heads, queries, width = q
     return 2 * batch * heads * queries * k[2] * (width + v[3])
 
 
 def _backward_flops(q: Sizes, k: Sizes, v: Sizes, *rest: Any, **options: Any) -> int:
-    """Of five products: the logits again, and the gradients of weights, q, k and v."""
+    """Count five products: the recomputed logits, and the gradients of weights, q, k and v."""
     batch, heads, queries, width = q
     return 2 * batch * heads * queries * k[2] * (3 * width + 2 * v[3])
 

@@ -5,8 +5,8 @@ for one length. It traces an operator instead: its schema, the sizes and strides
 and its gradient. The operator runs the same as a call without a compiler.
 ``_attend.torch_operator_kernels``, which is above this module, registers what it runs: see ``implement``.
 
-An operator takes tensors and numbers, so a mask crosses as codes (a small program in postfix order) and the tensors it
-reads. Its plan is made when the operator runs: nothing of it depends on a length that the compiler left open.
+An operator takes tensors and numbers, so a mask is passed as codes (a small program in postfix order) and the tensors
+it reads. The operator makes the plan when it runs, so the graph does not depend on symbolic lengths.
 """
 
 from __future__ import annotations
@@ -37,17 +37,21 @@ from headscope._support.onnx_export import warn_if_untranslated
 from headscope.masks import Mask
 
 FORWARD, BACKWARD = "headscope::attend_forward", "headscope::attend_backward"
-# softcap 0 is none; seed: one int64, required with dropout; backend: the name of the one that runs
+# softcap 0 = none; seed: one int64, required with dropout; backend: the name of the backend that runs
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, SymInt[] codes, Tensor[] parts"
 _NUMBERS = "float scale, float softcap, float dropout, Tensor? seed, str backend"
 _RESULTS = "Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse"
 
 
 class _Library(torch.library.Library):
-    """One whose operators refuse tangents: torch calls what has no gradient in forward mode as if there were none."""
+    """A library whose operators raise for tangents: torch calls operators without forward-mode gradients as if there
+    were no tangents.
+    """
 
     def impl(self, op_name: str, fn: Callable[..., Any], dispatch_key: str = "", **how: Any) -> None:
-        """``register_autograd`` comes here too: above its kernel, and nowhere below, torch shows what it would drop."""
+        """``register_autograd`` calls this too: only above its kernel does torch show the tangents that it would
+        drop.
+        """
         if dispatch_key != "Autograd":
             return super().impl(op_name, fn, dispatch_key, **how)
 
@@ -72,17 +76,21 @@ def implement(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[
     """Register what the operators run, on any device; the arguments are those of their schemas."""
     _library.impl("attend_forward", forward, "CompositeExplicitAutograd")
     _library.impl("attend_backward", backward, "CompositeExplicitAutograd")
-    _library.impl("attend_backward", _refuse_batches, "Batched")  # torch's key for autograd's own batches, not vmap's
+    _library.impl("attend_backward", _refuse_batches, "Batched")  # torch's key for batches of autograd, not of vmap
 
 
 AS_OPERATORS: dict[str, OperatorBackend] = {native.name: native, blocked.name: blocked, reproducible.name: reproducible}
-"""Those that run as operators: a compiler cannot trace the native ones, and would cut the other by one length."""
+"""Backends that run as operators: a compiler cannot trace the native one, and would unroll the blocked one for one
+length.
+"""
 
-OPERATOR_BACKENDS = tuple(AS_OPERATORS)  # a compiler takes a tuple of names for a constant
+OPERATOR_BACKENDS = tuple(AS_OPERATORS)  # a compiler treats a tuple of names as a constant
 
 
 def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
-    """out and lse of a call, by the operator. The seed of dropout is a tensor: each run of a graph draws another."""
+    """Return out and lse of a call, by the operator. The dropout seed is a tensor: each run of a graph draws
+    another.
+    """
     codes: list[int] = []
     parts: list[Tensor] = []
     if mask is not None:
@@ -109,9 +117,9 @@ def _rows(like: Tensor, heads: int, length: int, width: int, backend: str) -> Te
 
 
 def lay_out(x: Tensor, backend: str) -> Tensor:
-    """Return a result [B, heads, length, width] with the strides of ``_rows``, which are compiled into programs.
+    """Return a result [B, heads, length, width] with the strides of ``_rows``, which compiled programs contain.
 
-    Where NaN or infinity is treated, a result comes from torch's operators, which choose strides of their own.
+    With NaN or infinity, a result comes from torch's operators, which choose their own strides.
     """
     if backend == blocked.name:
         return x.contiguous()
@@ -150,7 +158,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _for_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[tuple[Any, ...], Any]:
-    """The arguments of the operator for the backward pass, and whether bias and sinks want a gradient."""
+    """Return the arguments of the backward operator, and whether bias and sinks require a gradient."""
     q, k, v, bias, sinks, seed, out, lse, *parts = ctx.saved_tensors
     needed = (bias is not None and ctx.needs_input_grad[3], sinks is not None and ctx.needs_input_grad[4])
     inputs = (q, k, v, bias, sinks, ctx.codes, parts, *ctx.numbers, seed, ctx.backend)
@@ -161,7 +169,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     args, needed = _for_backward(ctx, grad_out, grad_lse)
     dq, dk, dv, dbias, dsinks = torch.ops.headscope.attend_backward(*args)
     beside = (dbias if needed[0] else None, dsinks if needed[1] else None)
-    no_codes = None if ctx.codes else []  # torch takes an empty list for one of tensors, which wants a list back
+    no_codes = None if ctx.codes else []  # torch treats an empty list as a list of tensors, and requires a list back
     return dq, dk, dv, *beside, no_codes, [None] * ctx.parts, None, None, None, None, None
 
 
@@ -181,7 +189,7 @@ def _refuse_forward_mode(ctx: Any, *tangents: Tensor | None) -> NoReturn:
 
 
 class _Forward(Function[tuple[Tensor, Tensor]]):
-    """The forward operator under torch.func, which does not take the gradient that is registered with an operator."""
+    """The forward operator under torch.func, which ignores the gradient registered with an operator."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -214,7 +222,7 @@ class _Backward(Function[tuple[Tensor, ...]]):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing: there is no second derivative."""
+        """Save nothing, because a second derivative is not supported."""
 
     backward = staticmethod(_refuse_second)
     jvp = staticmethod(_refuse_forward_mode)
@@ -225,21 +233,23 @@ class _Backward(Function[tuple[Tensor, ...]]):
 
 
 def _spread(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """An operator's arguments with the mask's tensors last, each by itself: torch.func looks into no list."""
+    """Return an operator's arguments with the mask's tensors last, separately: torch.func does not look inside
+    lists.
+    """
     return *args[:6], *args[7:], *args[6]
 
 
 def _gathered(args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """The inverse: the first ``count`` are an operator's own arguments, the rest are the mask's tensors."""
+    """Invert ``_spread``: the first ``count`` are an operator's own arguments, the rest are the mask's tensors."""
     return *args[:6], list(args[count:]), *args[6:count]
 
 
 def _run_each_entry(
     run: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """``run_each_entry``; of a function that is compiled within vmap, torch leaves this one out, not what it calls."""
+    """Run ``run_each_entry``; in a function compiled within vmap, torch skips this function, but not its callees."""
     if is_dynamo_compiling():
-        from headscope._attend import eager  # it loads torch's compiler
+        from headscope._attend import eager  # this import loads torch's compiler
 
         return eager.run_each_entry(run, info, in_dims, args)
     return run_each_entry(run, info, in_dims, args)

@@ -1,4 +1,4 @@
-"""Which rows see which keys, block by block; and what a NaN or an infinity in q, k or v does to rows and gradients."""
+"""Visible keys of rows, block by block; and the effect of NaN or infinity in q, k or v on rows and gradients."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from headscope.masks import Plan
 ROWS = 1 << 19  # elements of one block of visibility
 
 Gradients = tuple[Tensor | None, ...]
-"""Of q, k, v, bias and sinks."""
+"""Gradients of q, k, v, bias and sinks."""
 
 
 def hides(call: Call) -> bool:
-    """Whether there may be keys that a row does not see."""
+    """Return whether some keys may be masked for some row."""
     return call.spans != "all" or call.rest != "none" or call.bias is not None
 
 
 def visible_blocks(
     call: Call, plan: Plan | None, bias: Tensor | None, keys: slice, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Which of some keys each row sees, a block of rows at a time.
+    """Yield which of some keys are visible to each row, a block of rows at a time.
 
-    Yields:
-        rows; the span of keys that any of them sees; and visibility, boolean [B or 1, H or 1, rows, span].
+    Yields: rows; the span of keys that are visible to any of them; and visibility, boolean [B or 1, H or 1, rows,
+        span].
     """
     for rows in slices(call.queries, ROWS // max(1, call.batch * call.heads * (keys.stop - keys.start))):
         any_row = visible_keys(call, plan, rows)
@@ -46,9 +46,9 @@ def visible_blocks(
 
 
 def marks_of_rows(call: Call, plan: Plan | None, bias: Tensor | None, marks: Tensor) -> Tensor:
-    """Whether a row sees a marked key: marks [B, Hkv, K, C] -> [B, H, Q, C].
+    """Return whether a marked key is visible to a row: marks [B, Hkv, K, C] -> [B, H, Q, C].
 
-    Marks are rare, or everywhere at once: only keys and columns that have one are visited.
+    Marks are rare, or everywhere at once: only keys and columns with a mark are visited.
     """
     marked = marks.new_zeros((call.batch, call.heads, call.queries, marks.shape[-1]))
     keys, columns = (marks.any(0).any(0).any(axis).nonzero().flatten() for axis in (1, 0))
@@ -68,7 +68,7 @@ def marks_of_rows(call: Call, plan: Plan | None, bias: Tensor | None, marks: Ten
 
 
 def rows_with_keys(call: Call, plan: Plan | None, bias: Tensor | None, device: torch.device) -> Tensor:
-    """Whether a row sees any key, [B, H, Q]."""
+    """Return whether a row has any visible key, [B, H, Q]."""
     shape = (call.batch, call.heads, call.queries)
     if call.keys and bias is None and (plan is None or not plan.may_be_empty):
         return torch.ones(shape, dtype=torch.bool, device=device)
@@ -79,7 +79,7 @@ def rows_with_keys(call: Call, plan: Plan | None, bias: Tensor | None, device: t
 
 
 def rows_of_bad_logits(call: Call, plan: Plan | None, bias: Tensor | None, bad_q: Tensor, bad_k: Tensor) -> Tensor:
-    """Whether a row sees a key and one of q and k is not finite there, [B, H, Q]."""
+    """Return whether a row has a visible key where q or k is not finite, [B, H, Q]."""
     rows = marks_of_rows(call, plan, bias, bad_k.any(-1, keepdim=True))[..., 0]
     if bad_q.any():
         rows = rows | (bad_q.any(-1) & rows_with_keys(call, plan, bias, bad_q.device))
@@ -87,7 +87,7 @@ def rows_of_bad_logits(call: Call, plan: Plan | None, bias: Tensor | None, bad_q
 
 
 def incoming(grads: Pair) -> Tensor | bool:
-    """Whether the gradient of a row's out or lse is not 0, [B, H, Q]."""
+    """Return whether the gradient of a row's out or lse is not 0, [B, H, Q]."""
     nonzero: Tensor | bool = False
     if grads[0] is not None:
         nonzero = (grads[0] != 0).any(-1)
@@ -99,10 +99,10 @@ def incoming(grads: Pair) -> Tensor | bool:
 def gradients_of_bad_inputs(
     forward: ForwardPass, inputs: Inputs, grads: Pair, gradients: Callable[[Inputs, Pair], Gradients]
 ) -> Gradients | None:
-    """Gradients where q, k or v hold NaN or infinity; None if they do not.
+    """Return gradients for q, k or v with NaN or infinity; None if all are finite.
 
-    Rows of bad logits have NaN for a gradient, and so has all that they see, unless nothing depends on their result.
-    What the other rows give is as if zeros stood in the place of NaN and infinity: 0 x NaN is NaN.
+    Rows of bad logits have the gradient NaN, and so have their visible keys and values, unless nothing depends on their
+    result. The other rows contribute as if NaN and infinity were zeros, because 0 x NaN is NaN.
     """
     call, plan, bias = forward.call, forward.plan, inputs.bias
     bad = [~x.isfinite() for x in inputs[:3]]
@@ -122,7 +122,7 @@ def gradients_of_bad_inputs(
 def with_nan_of_rows(
     call: Call, plan: Plan | None, bias: Tensor | None, rows: Tensor, gradients: Gradients
 ) -> Gradients:
-    """Gradients with NaN for some rows [B, H, Q], for the keys and values that they see, their biases and sinks."""
+    """Return gradients with NaN for some rows [B, H, Q], and for their visible keys and values, biases and sinks."""
     if not rows.any():
         return gradients
     dq, dk, dv, dbias, dsinks = gradients

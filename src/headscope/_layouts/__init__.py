@@ -1,4 +1,4 @@
-"""Layouts of other modules' weights, as data, and the conversions from them and to them."""
+"""Layouts of other modules' weights, as data, and the conversions between them and headscope's."""
 
 from headscope._layouts.convert import convert_module, convert_state, export_state
 from headscope._layouts.state import State

@@ -26,7 +26,7 @@ Built = TypeVar("Built", bound=AttentionModule)
 
 @dataclass(frozen=True)
 class Conversion(Generic[Built]):
-    """A module with converted weights, and the key that each of its tensors, by our name, came from."""
+    """A module with converted weights, and the source key of each tensor, by headscope's name."""
 
     module: Built
     keys: dict[str, str]
@@ -41,7 +41,7 @@ def convert_module(
         module: the other module.
         layout: the name of its layout; None = recognise it.
         into: builds the module from its options.
-        base: the class of headscope's own modules, which are refused.
+        base: the class of headscope's own modules, for which it raises.
         options: those of the caller.
     """
     check_type("module", module, nn.Module, "a torch.nn.Module")
@@ -56,7 +56,7 @@ def convert_module(
     trained = {key: isinstance(x, Tensor) and x.requires_grad for key, x in state.items()}
     for name, parameter in built.module.named_parameters():
         sources = [trained[built.keys[ours]] for ours in _tensor_names(name) if ours in built.keys]
-        if sources:  # a table that was passed in stays as it is
+        if sources:  # a table passed in does not change
             parameter.requires_grad_(any(sources))
     return built.module.train(module.training)
 
@@ -86,10 +86,10 @@ def _build(
     for name in ("bias_k", "bias_v"):
         if name in tensors:
             tensors[name] = tensors[name].unflatten(0, (sizes.kv_heads, -1))  # [Hkv, D]
-    if isinstance(inferred.get("position_bias"), RelativeBias):  # another layer's: shared, and left as it is
+    if isinstance(inferred.get("position_bias"), RelativeBias):  # another layer's: shared and not changed
         tensors["position_bias.weight"] = inferred["position_bias"].weight
     module = into(**inferred, device="meta")
-    frozen = module.sinks is not None and "sinks" in layout.more  # add_zero_attn=True, on the other side
+    frozen = module.sinks is not None and "sinks" in layout.more  # add_zero_attn=True, in torch's module
     if frozen:
         tensors["sinks"] = tensors["q.weight"].new_zeros(module.num_heads)
     _check_places(layout, module, weights)
@@ -155,7 +155,7 @@ def _tensor_names(parameter: str) -> list[str]:
 
 
 def _list_tensors(module: AttentionModule) -> dict[str, Tensor]:
-    """Return a module's parameters by our names of tensors."""
+    """Return a module's parameters by headscope's names of tensors."""
     tensors: dict[str, Tensor] = {}
     for name in PROJECTIONS:
         weight, bias = module.projection(name)

@@ -21,7 +21,7 @@ OPTIONS = {
 
 
 def describe_changed_calls(module: nn.Module, called: Iterable[str]) -> Iterator[str]:
-    """Yield in words each forward that was set on the module or a part, and each part of ``called`` with hooks."""
+    """Yield a description of each forward set on the module or a part, and of each part of ``called`` with hooks."""
     parts = dict(module.named_modules(remove_duplicate=False))
     for path, part in parts.items():
         if "forward" in vars(part):
@@ -32,7 +32,7 @@ def describe_changed_calls(module: nn.Module, called: Iterable[str]) -> Iterator
 
 
 def check_calls(module: nn.Module, base: type[nn.Module]) -> None:
-    """Raise unless the weights of a module determine what its call computes: what those of ``base`` compute.
+    """Raise unless the weights of a module determine its output, computed as by ``base``.
 
     Raises:
         ValueError: its class or the module itself has another ``forward`` or ``project``, a norm is of another kind, or
@@ -61,12 +61,12 @@ def _changes(module: nn.Module, base: type[nn.Module]) -> Iterator[str]:
 
 
 def check_rotary(argument: str, layout: Layout, module: AttentionModule) -> None:
-    """Raise unless a module of the layout can turn q and k as this one does.
+    """Raise unless a module of the layout can rotate q and k as this one does.
 
-    Modules with rotary positions turn whole heads, in halves, always.
+    Modules with rotary positions always rotate whole heads, in halves.
 
     Raises:
-        ValueError: none where the layout has one, or one that pairs otherwise or turns a part of each head.
+        ValueError: rotary is missing and the layout has it, uses another pairing, or rotates a part of each head.
     """
     rotary = module.rotary
     if "rotary" not in layout.needs:
@@ -82,7 +82,7 @@ def check_expressible(module: AttentionModule, layout: Layout, tensors: dict[str
     """Raise unless a module of this layout would compute the same.
 
     Raises:
-        ValueError: an option that this layout has no place for, or that it requires; the message names the option.
+        ValueError: the layout does not support an option, or requires one; the message names the option.
     """
     _check_tensors(layout, tensors)
     if module.kv_heads != module.num_heads and not layout.grouped:
@@ -107,11 +107,11 @@ def check_expressible(module: AttentionModule, layout: Layout, tensors: dict[str
 
 
 def _check_tensors(layout: Layout, tensors: dict[str, Tensor]) -> None:
-    """Raise unless each tensor has a place, and each place that must be filled a tensor; a bias may be zeros."""
+    """Raise unless each tensor has a place in the layout, and each required place a tensor; a bias may be zeros."""
     places = {name for part in layout.parts for name in part.holds}
     unplaced = [name for name in tensors if name not in places]
     if unplaced == ["sinks"] and "sinks" in layout.more and not tensors["sinks"].any():
-        unplaced = []  # add_zero_attn=True, on the other side
+        unplaced = []  # add_zero_attn=True, in torch's module
     if unplaced:
         raise ValueError(
             f"module: has {', '.join(unplaced)}, which layout {layout.name!r} does not have; expected a module "

@@ -1,4 +1,4 @@
-"""What the conversions use of the attention module that they read, write or build."""
+"""The interface of the attention module that the conversions read, write or build."""
 
 from __future__ import annotations
 

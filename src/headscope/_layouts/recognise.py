@@ -1,4 +1,4 @@
-"""Which layout a module has, and the options that its attributes hold."""
+"""Recognise the layout of a module, and read the options in its attributes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def find_layout(layout: str) -> Layout:
 
 
 def recognise_layout(module: nn.Module, keys: set[str]) -> Layout:
-    """Return the layout of a module: by its class, else by its keys, where they determine all that it computes.
+    """Return the layout of a module: by its class, else by its keys if they determine all that it computes.
 
     Raises:
         ValueError: no layout is known for it, or its weights may not determine what it computes.
@@ -63,9 +63,9 @@ def recognise_layout(module: nn.Module, keys: set[str]) -> Layout:
 
 
 def _describe_changes(module: nn.Module, layout: Layout) -> Iterator[str]:
-    """Yield in words what may compute something else from the weights than this layout does.
+    """Yield a description of each part that may use the weights differently from this layout.
 
-    Hooks of the module itself, as those that transformers sets, run around the attention and are allowed.
+    Hooks of the module itself, such as those of transformers, run around the attention and are allowed.
     """
     if (known := _find_overridden(type(module).__mro__)) is not None:
         yield f"{type(module).__name__} is a {known} with a forward of its own"
@@ -83,7 +83,7 @@ def _describe_changes(module: nn.Module, layout: Layout) -> Iterator[str]:
 
 
 def _is_conv(part: nn.Module) -> bool:
-    """Return whether it is the transposed linear of transformers' GPT-2, by the class that its forward is of."""
+    """Return whether it is the transposed linear of transformers' GPT-2, by the class that defines its forward."""
     return _full_name(next(each for each in type(part).__mro__ if "forward" in vars(each))) == "transformers:Conv1D"
 
 
@@ -113,7 +113,7 @@ def read_options(module: nn.Module, layout: Layout, options: Mapping[str, Any]) 
             continue
         try:
             values: list[Any] = [attrgetter(path)(module) for path in paths.split()]
-        except AttributeError:  # of another class, with the same keys: ``needs`` says what must be given
+        except AttributeError:  # of another class, with the same keys: ``needs`` lists the required options
             continue
         if any(value != values[0] for value in values[1:]):
             values_text = ", ".join(f"{path} is {value}" for path, value in zip(paths.split(), values, strict=True))
@@ -131,7 +131,7 @@ def _convert_attribute(option: str, value: Any, module: nn.Module) -> Any:
     """Return the value of an attribute as the value of an option."""
     if isinstance(value, nn.Dropout):
         return value.p
-    if option == "qk_norm_eps" and value is None:  # of nn.RMSNorm: that of the type that it computes in
+    if option == "qk_norm_eps" and value is None:  # of nn.RMSNorm: eps of the dtype in which it computes
         double = next(module.parameters()).dtype == torch.float64
         return torch.finfo(torch.float64 if double else torch.float32).eps
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta else value

@@ -42,7 +42,7 @@ class Sizes:
 
 
 def infer_sizes(layout: Layout, weights: Weights, options: Mapping[str, Any]) -> Sizes:
-    """Return the sizes that the weights have with the number of heads in ``options`` or in the axes of the weights.
+    """Return the sizes of the weights, given the number of heads in ``options`` or in the axes of the weights.
 
     Raises:
         ValueError: the number of heads is missing, or the weights do not fit it or each other.
@@ -100,7 +100,7 @@ def _check_shapes(weights: Weights, sizes: Sizes) -> None:
 
 
 def infer_options(layout: Layout, weights: Weights, sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of the module: those that the weights determine, those of the layout, and the caller's.
+    """Return all options of the module: those that the weights determine, the layout's and the caller's.
 
     Raises:
         ValueError: the caller's options contradict the weights, or an option is missing.
@@ -125,7 +125,7 @@ def infer_options(layout: Layout, weights: Weights, sizes: Sizes, options: Mappi
 
 
 def _other_options(layout: Layout, weights: Weights, sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are not sizes: the caller's, those of the layout, those that weights require."""
+    """Return the options that are not sizes: the caller's, the layout's and those that weights require."""
     others: dict[str, Any] = {**options, **layout.fixed}
     others.pop("num_heads", None)
     others.setdefault("scale", layout.scales(sizes.embed_dim, sizes.head_dim)[0])

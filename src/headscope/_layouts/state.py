@@ -25,12 +25,12 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Weights:
-    """Copies of the weights of one attention module, by our names.
+    """Copies of the weights of one attention module, by headscope's names.
 
     Attributes:
         tensors: such as ``q.weight``.
         keys: the key of the state dict that each tensor came from.
-        splits: the heads that the axes of a tensor show, where they do.
+        splits: the heads that the axes of a tensor show, if they do.
     """
 
     tensors: dict[str, Tensor]
@@ -65,7 +65,9 @@ def read_state(state: State | str | Path, prefix: str) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path, prefix: str) -> dict[str, Tensor]:
-    """Return the entries that begin with the prefix in one file, or in those that an index beside them names."""
+    """Return the entries that begin with the prefix in one file, or in the files that an index in the same folder
+    lists.
+    """
     if not (path.name.endswith(".index.json") and path.is_file()):
         return _read_file(path, prefix)
     places = {key: file for key, file in _weight_map(path).items() if key.startswith(prefix)}
@@ -85,7 +87,9 @@ def _read_safetensors(path: Path, prefix: str) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path, prefix: str, elsewhere: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the entries of one file that begin with the prefix, except those that the index has in another file."""
+    """Return the entries of one file that begin with the prefix, except those that the index assigns to another
+    file.
+    """
     if path.exists() and not path.is_file():
         problem = (
             "a directory, expected a safetensors file in it"
@@ -161,7 +165,7 @@ def read_weights(layout: Layout, state: dict[str, Any]) -> Weights:
 
 def _check_tensor(part: Part, x: Any) -> Tensor:
     """Return one entry of a state as a tensor with the axes that its form has."""
-    if isinstance(x, np.ndarray):  # torch reads neither the other byte order nor what is turned round
+    if isinstance(x, np.ndarray):  # torch reads neither the other byte order nor negative strides
         x = np.array(x, x.dtype.newbyteorder("="), order="C")
     try:
         tensor = x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")  # a copy: arrays may not be writable

@@ -1,7 +1,7 @@
-"""The layouts that ``layouts`` knows: under which keys other modules keep their weights, and in what form.
+"""The table of layouts: the keys and forms in which other modules store their weights.
 
-A layout is data. Each of its parts says which of our tensors a key holds: ``q.weight`` [H * D, E], ``k.weight``,
-``v.weight`` and ``out.weight`` [E, H * Dv] with rows ordered by head, their biases, and what the module's options add.
+A layout is data. Each part maps a key to headscope's tensors: ``q.weight`` [H * D, E], ``k.weight``, ``v.weight`` and
+``out.weight`` [E, H * Dv] with rows ordered by head, their biases, and the tensors that options add.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headscope.positions import NTK, LinearScaling, Llama3, Rotary, T5Buckets, Y
 
 Form = Literal["rows", "columns", "to heads", "from heads", "token"]
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "h")
-"""What modules call their number of heads; for those whose class is not known."""
+"""Attribute names for the number of heads, for modules of unknown class."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Part:
 
     Attributes:
         key: as in the state dict.
-        holds: the names of our tensors that stand there, one below the other.
+        holds: the names of headscope's tensors under the key, concatenated along the rows.
         form: "rows": [rows, width], as ``nn.Linear`` (or [rows], a bias); "columns": [width, rows]; "to heads":
             [width, H, D] (a bias: [H, D]); "from heads": [H, D, width]; "token": [1, 1, H * D].
         optional: it may be missing.
@@ -40,24 +40,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a kind of module keeps its weights, and what else its forward does with them.
+    """The keys of a kind of module, and how its forward uses the weights.
 
     Attributes:
         name: the argument ``layout`` that selects it.
-        of: whose it is, in a few words.
+        of: its origin, in a few words.
         parts: its keys.
-        classes: "package:Class" of the modules that have it.
+        classes: "package:Class" of the modules that use it.
         inner: classes of modules that hold only a part of it.
-        reads: which attribute of such a module holds which option of ours; where it names two, they must agree.
-        more: options that take more than an attribute.
-        needs: options that the weights do not tell: they come from the module, or from the caller.
+        reads: which attribute of such a module holds which option of headscope; two attributes must be equal.
+        more: options that require more than an attribute.
+        needs: options that the weights do not determine: they come from the module, or from the caller.
         fixed: options that such a module always has.
-        scales: those of the logits that its configuration can set, from embed_dim and head_dim; the default first.
+        scales: the scales that its configuration can set, from embed_dim and head_dim; the default first.
         by_layer: its configuration can divide the scale by the number of the layer, from 1.
-        ignores: keys that are no weights of the attention.
-        plain: its keys say all there is to know, so that a module of unknown class with these keys is taken for one.
+        ignores: keys that are not weights of the attention.
+        plain: its keys determine the computation, so a module of unknown class with these keys is recognised.
         grouped: it may have fewer key/value heads than heads.
-        widths: which of our ``head_dim``, ``v_head_dim``, ``kdim`` and ``vdim`` may be other than the usual.
+        widths: which of ``head_dim``, ``v_head_dim``, ``kdim`` and ``vdim`` may differ from the default.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Layout:
     widths: tuple[str, ...] = ()
 
     def fit(self, keys: set[str]) -> tuple[list[str], list[str]]:
-        """Return the keys that are missing, and those that it does not have."""
+        """Return the keys that are missing, and those that are unexpected."""
         missing = [part.key for part in self.parts if not part.optional and part.key not in keys]
         known = {part.key for part in self.parts}
         unexpected = [key for key in keys - known if not any(key == name or key.startswith(f"{name}.")
@@ -94,7 +94,7 @@ class HeadSplit:
 
 
 def split_of(part: Part, x: Tensor) -> HeadSplit | None:
-    """Return the heads that the axes of an entry show; None where they do not."""
+    """Return the heads that the axes of an entry show; None if they do not."""
     match part.form:
         case "to heads":
             return HeadSplit(x.shape[-2], x.shape[-1])
@@ -135,13 +135,13 @@ def write_part(part: Part, x: Tensor, split: HeadSplit) -> Tensor:
             return x.flatten()[None, None]
 
 
-# ---------------------------------------------------------------- parts that come again
+# ---------------------------------------------------------------- shared parts
 
 WIDTHS = ("head_dim", "v_head_dim", "kdim", "vdim")
 
 
 def linears(names: str, biases: str = "q k v out", maybe: str = "") -> tuple[Part, ...]:
-    """Four ``nn.Linear`` named ``names``, for q, k, v and out; which have a bias, and which may have one."""
+    """Return four ``nn.Linear`` named ``names``, for q, k, v and out; with those that have, or may have, a bias."""
     parts: list[Part] = []
     for ours, theirs in zip(PROJECTIONS, names.split(), strict=True):
         parts.append(Part(f"{theirs}.weight", (f"{ours}.weight",)))
@@ -151,7 +151,7 @@ def linears(names: str, biases: str = "q k v out", maybe: str = "") -> tuple[Par
 
 
 def packed(name: str, parts: tuple[str, ...] = QKV, form: Form = "rows", *, maybe: bool = False) -> tuple[Part, ...]:
-    """One linear for several projections, one below the other."""
+    """Return one linear for several projections, concatenated along the rows."""
     return (
         Part(f"{name}.weight", tuple(f"{part}.weight" for part in parts), form),
         Part(f"{name}.bias", tuple(f"{part}.bias" for part in parts), optional=maybe),
@@ -159,13 +159,13 @@ def packed(name: str, parts: tuple[str, ...] = QKV, form: Form = "rows", *, mayb
 
 
 def norms(*parts: str, maybe: bool = False) -> tuple[Part, ...]:
-    """Norms of q and k under our own names."""
+    """Return norms of q and k under headscope's names."""
     keys = [f"{name}.{part}" for name in ("q_norm", "k_norm") for part in parts]
     return tuple(Part(key, (key,), optional=maybe) for key in keys)
 
 
 def kernels() -> tuple[Part, ...]:
-    """Keras: einsum kernels of three axes."""
+    """Return the parts of Keras: einsum kernels of three axes."""
     parts: list[Part] = []
     for ours, theirs in zip(PROJECTIONS, ("query", "key", "value", "attention_output"), strict=True):
         form: Form = "from heads" if ours == "out" else "to heads"
@@ -179,14 +179,14 @@ TORCH_OUT = (Part("out_proj.weight", ("out.weight",)), Part("out_proj.bias", ("o
 TORCH_IN_BIAS = Part("in_proj_bias", ("q.bias", "k.bias", "v.bias"), optional=True)
 
 
-# ---------------------------------------------------------------- options that take more than an attribute
+# ---------------------------------------------------------------- options that require more than an attribute
 
 
 def rotary(module: Any) -> Rotary:
     """Return the rotary positions of the configuration of a transformers model.
 
     Raises:
-        ValueError: a kind of scaling that ``Rotary`` does not have, or one for each kind of layer.
+        ValueError: a kind of scaling that ``Rotary`` does not support, or one for each kind of layer.
     """
     config = module.config
     parameters: dict[str, Any] = dict(config.rope_parameters)
@@ -214,14 +214,14 @@ def rotary(module: Any) -> Rotary:
             raise ValueError(
                 f"module: its rope_type is {kind!r}; expected default, linear, dynamic, llama3 or yarn, or pass rotary="
             )
-    # the default of these models turns whole heads, whatever the factor
+    # the default of these models rotates whole heads, whatever the factor
     share = 1.0 if kind == "default" else parameters.get("partial_rotary_factor", 1.0)
     dim = int(module.head_dim * share)
     return Rotary(dim, float(parameters["rope_theta"]), scaling=scaling)
 
 
 def buckets(module: Any) -> T5Buckets | None:
-    """Return the buckets of a T5 layer that has a table; None for the other layers, which get its biases."""
+    """Return the buckets of a T5 layer that has a table; None for the other layers, which reuse its biases."""
     if not module.has_relative_attention_bias:
         return None
     sizes = module.relative_attention_num_buckets, module.relative_attention_max_distance
@@ -232,7 +232,7 @@ def kind_of_norm(module: Any) -> str | None:
     """Return the kind of the norms of q and k in timm, by their classes.
 
     Raises:
-        ValueError: a class that is neither torch's nor says what it is by its name, or one for q and another for k.
+        ValueError: a class that is neither torch's nor recognisable by name, or different classes for q and k.
     """
     kinds: dict[str, str | None] = {}
     for name in ("q_norm", "k_norm"):
@@ -262,7 +262,9 @@ def zero_sink(module: Any) -> bool:
 
 
 def torch_layouts() -> tuple[Layout, ...]:
-    """``nn.MultiheadAttention``, with one matrix for q, k and v, or, where their inputs differ in width, with three."""
+    """Return the layouts of ``nn.MultiheadAttention``: one matrix for q, k and v, or three if their input widths
+    differ.
+    """
     separate = tuple(Part(f"{name}_proj_weight", (f"{name}.weight",)) for name in QKV)
     each: dict[str, Any] = {
         "classes": ("torch:MultiheadAttention", "headscope:MultiheadAttention"),
@@ -284,7 +286,7 @@ def torch_layouts() -> tuple[Layout, ...]:
 
 
 def tutorial_layouts() -> tuple[Layout, ...]:
-    """Four linears, under the names of tutorials; the number of heads is an attribute, or is given."""
+    """Return the layouts of tutorials: four linears; the number of heads is an attribute, or an argument."""
 
     def plain(name: str, names: str) -> Layout:
         return Layout(name, ", ".join(names.split()), linears(names, "", "q k v out"), plain=True, widths=WIDTHS)
@@ -306,7 +308,7 @@ def gpt2_scales(embed_dim: int, head_dim: int) -> tuple[float, ...]:
 
 
 def encoder_layouts() -> tuple[Layout, ...]:
-    """Models of transformers without rotary positions."""
+    """Return the layouts of transformers' models without rotary positions."""
     usual = {"num_heads": "num_heads", "dropout": "dropout"}
     projections = "q_proj k_proj v_proj out_proj"
     bert = {"num_heads": "self.num_attention_heads", "dropout": "self.dropout", "scale": "self.scaling"}
@@ -347,7 +349,7 @@ def encoder_layouts() -> tuple[Layout, ...]:
 
 
 def decoder_layouts() -> tuple[Layout, ...]:
-    """Models of transformers with rotary positions and grouped heads; their masks are causal."""
+    """Return the layouts of transformers' models with rotary positions and grouped heads; their masks are causal."""
     names = "q_proj k_proj v_proj o_proj"
     each: dict[str, Any] = {
         "reads": {"num_heads": "config.num_attention_heads", "dropout": "attention_dropout", "scale": "scaling"},
@@ -369,7 +371,7 @@ def decoder_layouts() -> tuple[Layout, ...]:
 
 
 def other_layouts() -> tuple[Layout, ...]:
-    """Of other libraries."""
+    """Return the layouts of other libraries."""
     timm = (*packed("qkv", maybe=True), *packed("proj", ("out",)), *norms("weight", "bias", maybe=True))
     return (
         Layout("timm", "timm's Attention", timm, ("timm:Attention",), more={"qk_norm": kind_of_norm}, plain=True,

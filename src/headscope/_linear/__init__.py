@@ -1,4 +1,4 @@
-"""Linear layers by the fastest route, as a shipped table selects it, and the projections of attention modules."""
+"""Linear layers by the fastest route in a shipped table, and the projections of attention modules."""
 
 from headscope._linear.layer import (
     Linear,

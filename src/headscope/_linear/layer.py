@@ -1,9 +1,9 @@
-"""Linear: ``nn.Linear`` by the fastest route there is, as a shipped table says for this kind of CPU.
+"""Linear: ``nn.Linear`` by the fastest route, which a shipped table lists for this kind of CPU.
 
-``F.linear`` in float32 goes to MKL, which takes a slower path on CPUs that are not Intel's; oneDNN, which torch also
-carries, does not; and the tiles of our own kernels multiply too. ``table.json`` holds what was measured, and the
-choice is made from that and from the shapes alone. oneDNN's has no gradient, so it runs in inference only; where one is
-not there (it is internal to torch), or the call is not an ordinary one, ``F.linear`` runs.
+``F.linear`` in float32 calls MKL, which takes a slower path on CPUs that are not Intel's. oneDNN, which torch also
+includes, does not; the native kernels can multiply too. The choice depends only on the measurements in ``table.json``
+and on the shapes. oneDNN's product has no gradient, so it runs in inference only. If it is missing (it is internal to
+torch), or the call is not an ordinary one, ``F.linear`` runs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from headscope._support.cpuinfo import family, vendor
 from headscope._support.torch_state import is_traced
 
 TABLE = "table.json"
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # that the table may speak of
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # that the table may contain
 
 
 class Product(Protocol):
     """``x @ weight.T + bias``."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., width], [outs, width] -> [..., outs]."""
+        """Multiply: [..., width], [outs, width] -> [..., outs]."""
         ...
 
 
@@ -41,33 +41,33 @@ class Linear(nn.Linear):
     """``nn.Linear``, with the same parameters and the same result to rounding.
 
     Attributes:
-        reproducible: whether each row of the result has the same bits whatever rows are beside it.
+        reproducible: whether each row of the result has the same bits whatever the other rows are.
     """
 
     reproducible = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
+        """Apply the layer: [..., in_features] -> [..., out_features]."""
         product = reproducible_linear if self.reproducible else linear
         return product(input, self.weight, self.bias)
 
 
 def weight_and_bias(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and the bias, which torch's type hints declare to be there always."""
+    """Return the weight and the bias, which torch's type hints declare as never None."""
     return linear.weight, linear.bias
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` by the fastest route."""
+    """Compute ``F.linear`` by the fastest route."""
     product = route(input, weight, bias)
     return F.linear(input, weight, bias) if product is None else product(input, weight, bias)
 
 
 def in_heads(linear: nn.Module, input: Tensor, width: int) -> Tensor | None:
-    """What a linear projects, as heads of that width, each of which lies together: [..., T, E] -> [..., H, T, width].
+    """Project, with the result as contiguous heads of a width: [..., T, E] -> [..., H, T, width].
 
-    Attention reads them faster so. None where they would not come from our own kernels, or somebody wants to see them
-    come out of the module.
+    Attention reads contiguous heads faster. Returns None if the native kernels would not compute them, or if hooks
+    observe the module's output.
     """
     weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
     if getattr(linear, "reproducible", False):
@@ -79,7 +79,7 @@ def in_heads(linear: nn.Module, input: Tensor, width: int) -> Tensor | None:
 
 
 def route(input: Tensor, weight: Tensor, bias: Tensor | None) -> Product | None:
-    """The product that the table prefers to torch's for this call."""
+    """Return the product that the table prefers to torch's for this call."""
     if torch.compiler.is_compiling() or is_traced() or not fits(input, weight, bias):
         return None
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias))
@@ -90,7 +90,7 @@ def route(input: Tensor, weight: Tensor, bias: Tensor | None) -> Product | None:
 
 
 def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the table's figures speak of this call: plain and dense, on the CPU, and enough of it."""
+    """Return whether the table's figures apply to this call: plain and dense, on the CPU, and large enough."""
     return (
         type(input) is Tensor
         and type(weight) is nn.Parameter
@@ -108,18 +108,18 @@ def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear by its class: ``nn.Linear``, ours, or one that inherits its forward from them."""
+    """Return whether its class is ``nn.Linear``, headscope's ``Linear``, or one that inherits its forward from them."""
     return isinstance(module, nn.Linear) and type(module).forward in (Linear.forward, nn.Linear.forward)
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether it is a linear whose call is its weight's product and nothing more."""
+    """Return whether it is a linear whose call computes only the product with its weight."""
     hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
     return is_linear(linear) and not hooked
 
 
 def check_kind(name: str, x: Tensor, linear: nn.Module) -> None:
-    """Whether x has the dtype and device of what projects it; a module that took its place may take any."""
+    """Raise unless x has the dtype and device of its projection; a replaced module may accept any."""
     weight = linear._parameters.get("weight")
     if weight is None or (x.dtype == weight.dtype and x.device == weight.device):
         return
@@ -134,19 +134,21 @@ def check_kind(name: str, x: Tensor, linear: nn.Module) -> None:
 
 
 def unknown_projections(module: nn.Module) -> dict[str, nn.Module]:
-    """Projections of a module that are no linears, as those of LoRA: their weight, if any, may not be all."""
+    """Return projections of a module that are not linears, such as those of LoRA: more than their weight may matter."""
     return {name: part for name, part in module.named_children() if name.endswith("_proj") and not is_linear(part)}
 
 
 def entry() -> dict[str, Any]:
-    """What the table says of this CPU: of its family, else of its vendor."""
+    """Return the table's entry for this CPU: of its family, else of its vendor."""
     cpus = table()["cpus"]
     return cpus.get(f"{vendor()} {family()}".strip()) or cpus.get(vendor()) or {}
 
 
 @cache
 def routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
-    """What the table prefers to torch's product on this CPU, and is there: from so many rows on, the fastest first."""
+    """Return the available products that the table prefers to torch's on this CPU: from so many rows on, the fastest
+    first.
+    """
     there = {"native": native_product(dtype), "onednn": onednn() if dtype is torch.float32 else None}
     entries = entry().get(DTYPES[dtype], {}).get("routes", ())
     return tuple((rows, product) for rows, name in entries if (product := there[name]) is not None)
@@ -154,7 +156,7 @@ def routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
 
 @cache
 def trained_routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
-    """Likewise where gradients are asked for: forward and backward together."""
+    """Return the same for calls with gradients: forward and backward together."""
     entries = entry().get(DTYPES[dtype], {}).get("trained", ())
     product = native_product(dtype)
     return () if product is None else tuple((rows, product.trained) for rows, _ in entries)
@@ -162,7 +164,9 @@ def trained_routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
 
 @cache
 def native_product(dtype: torch.dtype) -> Native | None:
-    """The product of our own kernels; None where they are missing, refuse, or run another target than was measured."""
+    """Return the product of the native kernels; None if they are missing, do not support it, or run another target than
+    measured.
+    """
     kernels = cpu.extension
     if kernels is None or kernels.target() != entry().get("target", kernels.target()):
         return None
@@ -171,7 +175,7 @@ def native_product(dtype: torch.dtype) -> Native | None:
 
 @cache
 def onednn() -> Product | None:
-    """``x @ weight.T + bias`` in float32 by oneDNN; None where this torch cannot, or does not compute that."""
+    """Return ``x @ weight.T + bias`` in float32 by oneDNN; None if this torch lacks it, or computes something else."""
     if not torch.backends.mkldnn.is_available():
         return None
     try:
@@ -194,5 +198,5 @@ def onednn() -> Product | None:
 
 @cache
 def table() -> dict[str, Any]:
-    """The shipped table."""
+    """Return the shipped table."""
     return json.loads(files("headscope._linear").joinpath(TABLE).read_text(encoding="utf-8"))

@@ -15,13 +15,13 @@ def check_own_parameters(module: nn.Module, *parts: nn.Module) -> None:
     """Raise unless the weights of a module, or of these parts of it, are parameters.
 
     Raises:
-        ValueError: one is made anew for each call, by a mask of ``torch.nn.utils.prune`` or a parametrization.
+        ValueError: a mask of ``torch.nn.utils.prune`` or a parametrization recomputes one in each call.
     """
     paths = {part: path for path, part in module.named_modules()}
     for part in parts or (module,):
         parametrizations = getattr(part, "parametrizations", None)
         computed = list(parametrizations) if isinstance(parametrizations, nn.ModuleDict) else []
-        own = set(part._parameters.keys())  # of a scripted module they are a list
+        own = set(part._parameters.keys())  # for a scripted module they are a list
         computed += [name for name in vars(part) if own & {f"{name}_orig", f"{name}_g"}]
         if computed:
             path = f"{paths[part]}.{computed[0]}".lstrip(".")
@@ -32,10 +32,10 @@ def check_own_parameters(module: nn.Module, *parts: nn.Module) -> None:
 
 
 def split_heads(x: Tensor, heads: int, head_dim: int) -> Tensor:
-    """[B, length, heads * head_dim] -> [B, heads, length, head_dim]: split the width, then move the heads forward."""
+    """Split the width, then move the heads forward: [B, length, heads * head_dim] -> [B, heads, length, head_dim]."""
     return x.unflatten(-1, (heads, head_dim)).transpose(-3, -2)  # [B, heads, length, head_dim]
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """[B, heads, length, head_dim] -> [B, length, heads * head_dim]: the inverse of ``split_heads``."""
+    """Invert ``split_heads``: [B, heads, length, head_dim] -> [B, length, heads * head_dim]."""
     return x.transpose(-3, -2).flatten(-2)  # [B, length, heads * head_dim]

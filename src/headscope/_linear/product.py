@@ -1,4 +1,4 @@
-"""The product of our own kernels, ``x @ weight.T + bias``: one place calls them, whoever asks."""
+"""The product of the native kernels, ``x @ weight.T + bias``: the only module that calls it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def multiply(
     x: Tensor, x_strides: tuple[int, int], weight: Tensor, weight_strides: tuple[int, int], bias: Tensor | None,
     out: Tensor, sizes: tuple[int, int, int], blocks: tuple[int, int, tuple[int, int, int]] | None = None,
 ) -> None:  # fmt: skip
-    """Write ``x @ weight.T + bias`` into out. A row is summed in one order, whatever rows and threads are beside it.
+    """Write ``x @ weight.T + bias`` into out. Each row is summed in one order, whatever the other rows and threads.
 
     Args:
         x: read with these strides over rows and depth.
         weight: read with these strides over columns and depth.
         bias: contiguous, a number for each column.
-        out: of the same dtype as all.
+        out: of the same dtype as the others.
         sizes: rows, depth, columns.
-        blocks: rows and columns of the blocks that lie together in out, and its strides over blocks of rows, blocks of
-            columns and rows; by default one block, contiguous.
+        blocks: rows and columns of the contiguous blocks in out, and its strides over blocks of rows, blocks of columns
+            and rows; by default one block, contiguous.
     """
     rows, _, columns = sizes
     length, width, strides = blocks or (rows, columns, (0, 0, columns))
@@ -38,7 +38,7 @@ def multiply(
 
 
 def lies_plainly(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether its numbers lie in memory, which may have been freed, one behind the other, as they are to be read."""
+    """Return whether its numbers are contiguous in memory that has not been freed, so kernels can read them."""
     return (
         x.is_cpu
         and x.dtype == dtype
@@ -50,16 +50,15 @@ def lies_plainly(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 class Native:
-    """The product of our own kernels.
-
-    A row is summed in one order, whatever the other rows and the number of threads.
+    """The product of the native kernels. A row is summed in one order, whatever the other rows and the number of
+    threads.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.code = dtype, native.CODES[dtype]
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether they multiply this width: pairs of bf16 want an even one."""
+        """Return whether the kernels support this width: pairs of bf16 require an even one."""
         return weight.shape[1] > 0 and native.extension.supports_linear(self.code, weight.shape[1])
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -73,26 +72,28 @@ class Native:
         return out
 
     def trained(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same with gradients."""
+        """Multiply with gradients."""
         out: Any = _Trained.apply(self, x.reshape(-1, x.shape[-1]), weight.t(), bias)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """``grad @ weight``: [rows, outs], [outs, width] -> [rows, width]."""
+        """Return ``grad @ weight``: [rows, outs], [outs, width] -> [rows, width]."""
         (rows, outs), width = grad.shape, weight.shape[1]
         out = torch.empty((rows, width), dtype=self.dtype, device="cpu")
         multiply(grad, (outs, 1), weight, (1, width), None, out, (rows, outs, width))
         return out
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        """``grad.T @ x``: [rows, outs], [rows, width] -> [outs, width]."""
+        """Return ``grad.T @ x``: [rows, outs], [rows, width] -> [outs, width]."""
         (rows, outs), width = grad.shape, x.shape[1]
         out = torch.empty((outs, width), dtype=self.dtype, device="cpu")
         multiply(grad, (1, outs), x, (1, width), None, out, (outs, rows, width))
         return out
 
     def heads(self, x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
-        """[..., T, E], [count * width, E] -> [..., count, T, width]; the width is a multiple of 16."""
+        """Project to heads: [..., T, E], [count * width, E] -> [..., count, T, width]; the width is a multiple of
+        16.
+        """
         *batch, length, _ = x.shape
         outs = weight.shape[0]
         out = torch.empty((*batch, outs // width, length, width), dtype=self.dtype, device="cpu")
@@ -103,18 +104,18 @@ class Native:
 
 
 class _Trained(Function[Tensor]):
-    """Our own product and its gradients; torch's where they are differentiated again, or many are asked for at once.
+    """The native product and its gradients; torch's if they are differentiated again, or batched.
 
-    Takes and saves what ``torch.addmm`` (without bias ``torch.mm``) takes and saves in ``F.linear``, so that whoever
-    counts, changes or replaces what is saved finds no difference: x [rows, width] and the weight turned, [width, outs],
-    each if the other needs a gradient.
+    It takes and saves the same tensors as ``torch.addmm`` (without bias ``torch.mm``) in ``F.linear``, so tools that
+    count, change or replace saved tensors behave the same: x [rows, width] and the transposed weight, [width, outs],
+    each if the other requires a gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, product: Native, x: Tensor, turned: Tensor, bias: Tensor | None) -> Tensor:
         _, of_x, of_turned, _ = ctx.needs_input_grad
         ctx.product = product
-        saved = (x if of_turned else None, turned if of_x else None)  # in torch's order, which is by its names for them
+        saved = (x if of_turned else None, turned if of_x else None)  # in torch's order, by its argument names
         ctx.biased = bias is not None
         ctx.save_for_backward(*(saved if ctx.biased else saved[::-1]))
         return product(x, turned.t(), bias)
@@ -134,7 +135,7 @@ class _Trained(Function[Tensor]):
 
 
 def _own(*factors: Tensor) -> tuple[Tensor, ...] | None:
-    """Factors as our own product reads them in a backward pass, or None: hooks may have given back anything."""
+    """Return factors as the native product reads them in a backward pass, or None: hooks may have returned anything."""
     if torch.is_grad_enabled() or is_traced() or any(is_legacy_batchedtensor(x) for x in factors):
         return None
     dense = tuple(x.contiguous() if x.layout == torch.strided else x for x in factors)

@@ -1,8 +1,8 @@
 """A linear layer of which each row is, to the bit, a function of that row alone: ``reproducible=True``.
 
-``F.linear`` chooses the order of its sums by the number of rows, so a token gets other last bits in a batch of another
-size. The kernels here sum each row in one order. They are there for float32 and float64, and for pairs of bfloat16
-on targets that multiply them; other half types are multiplied in float32 and rounded once.
+``F.linear`` chooses the order of its sums by the number of rows, so the last bits of a token depend on the batch size.
+The kernels here sum each row in one order. They support float32 and float64, and pairs of bfloat16 on targets that
+multiply them; other half types are multiplied in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _library.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor", t
 
 
 def reproducible_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` whose rows do not depend on each other, on their number, or on the threads.
+    """Compute ``F.linear`` such that rows do not depend on each other, on their number, or on the threads.
 
     Shapes: input [..., width], weight [outs, width], bias [outs] -> [..., outs].
 
     Raises:
         TypeError: a class of tensor without memory of its own.
-        ValueError: another device than the CPU, another layout, or no native kernels.
+        ValueError: a device other than the CPU, another layout, or missing native kernels.
     """
     input, weight, bias = _autocast(input, weight, bias)
     _check(input, weight)
@@ -47,9 +47,9 @@ def reproducible_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 
 def reproducible_sigmoid(x: Tensor) -> Tensor:
-    """The sigmoid, of which each number has the same bits wherever it lies.
+    """Return the sigmoid, with the same bits for each number wherever it is stored.
 
-    torch's own computes the numbers at the end of a vector, and of a thread's share, by another function.
+    torch's own uses another function for the numbers at the end of a vector, and of a thread's share.
     """
     wide = x if x.dtype.itemsize >= 4 else x.float()
     least = -700.0 if wide.dtype == torch.float64 else -80.0  # exp does not overflow, also in the gradient
@@ -57,7 +57,7 @@ def reproducible_sigmoid(x: Tensor) -> Tensor:
 
 
 def _autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors as autocast rounds them for ``F.linear``."""
+    """Return the factors as autocast rounds them for ``F.linear``."""
     if not torch.is_autocast_enabled("cpu") or input.dtype == torch.float64:
         return input, weight, bias
     dtype = torch.get_autocast_dtype("cpu")
@@ -85,7 +85,7 @@ def _check(input: Tensor, weight: Tensor) -> None:
 
 
 class _Linear(Function[Tensor]):
-    """The product with its gradients; that of the input is a product of the same kind."""
+    """The product with its gradients; the gradient of the input is a product of the same kind."""
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -110,7 +110,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of input, weight and bias."""
+    """Return the gradients of input, weight and bias."""
     input, weight = ctx.saved_tensors
     of_input, of_weight, of_bias = ctx.needs_input_grad
     rows = grad.reshape(-1, grad.shape[-1])
@@ -122,7 +122,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _fold_batch(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-    """Under vmap: more rows, where the weight is one for all; else one product for each entry."""
+    """Run under vmap: with more rows if all entries share the weight; else one product for each entry."""
     input, weight, bias = args
     if in_dims[1] is None and in_dims[2] is None:
         return reproducible_linear(input.movedim(in_dims[0], 0), weight, bias), 0
@@ -134,7 +134,7 @@ def _fold_batch(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor
 
 
 def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product by our own kernels: contiguous, in the dtype of the input."""
+    """Return the product by the native kernels: contiguous, in the dtype of the input."""
     width, outs = input.shape[-1], weight.shape[0]
     if width == 0 or input.numel() == 0 or outs == 0:
         empty = input.new_zeros((*input.shape[:-1], outs))

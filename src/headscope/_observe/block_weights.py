@@ -199,7 +199,7 @@ def _normal(rows: Rows, top: Tensor, beside: Tensor, sees: Tensor) -> tuple[Tens
         got, largest = float(rows.lse[b, h, i]), float(top[b, h, i])
         raise ValueError(
             f"lse: got {got:g} for a row whose largest logit is {largest:g}, which gives a weight of "
-            "{math.exp(min(largest - got, 700)):.3g}; expected the natural logarithm of Σ exp over all its logits"
+            f"{math.exp(min(largest - got, 700)):.3g}; expected the natural logarithm of Σ exp over all its logits"
         )
     offset = torch.where(offset.isfinite(), offset.clamp_min(0.0), offset).to(top.dtype)
     return torch.where(near, norm, offset), torch.where(near, scale, (-offset).exp())

@@ -1,1 +1,1 @@
-"""Small helpers that every other package may use; none of them knows attention."""
+"""Small helpers that every other package may use; they do not depend on attention."""

@@ -15,17 +15,17 @@ AXES = ("B", "H", "Q", "K")
 
 
 def shapes(**tensors: Tensor) -> str:
-    """Write ``q [2, 8, 16, 128], k [2, 8, 16, 64]``, with which every message about sizes ends."""
+    """Return ``q [2, 8, 16, 128], k [2, 8, 16, 64]``, the end of every message about sizes."""
     return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
 
 
 def kind(value: object) -> str:
-    """Name what a value is: the dtype of a tensor, else the name of its type."""
+    """Return the kind of a value: the dtype of a tensor, else the name of its type."""
     return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
 
 
 def as_whole(value: object) -> int | None:
-    """Return a value as an int, numpy's and a tensor without axes too; None if it is no whole number, as a bool."""
+    """Return a value as an int, also from numpy or a 0-d tensor; None if it is not a whole number, such as a bool."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool)):
@@ -40,7 +40,7 @@ def whole(name: str, value: object, least: int = 1, otherwise: str = "") -> int:
     """Return an argument as an int.
 
     Raises:
-        TypeError, ValueError: it is no whole number from ``least`` on; ``otherwise`` says what would do, too.
+        TypeError, ValueError: it is not a whole number from ``least``; ``otherwise`` describes alternatives.
     """
     integer, expected = as_whole(value), f"expected a whole number from {least}{otherwise}"
     if integer is None:
@@ -51,7 +51,7 @@ def whole(name: str, value: object, least: int = 1, otherwise: str = "") -> int:
 
 
 def number(name: str, value: object) -> float:
-    """Return an argument as an int or a float: numpy has numbers of its own. A bool is none."""
+    """Return an argument as an int or a float, also from numpy. A bool is not a number."""
     if isinstance(value, bool):
         raise TypeError(f"{name}: got bool, expected a number")
     if isinstance(value, (int, float)):
@@ -62,7 +62,7 @@ def number(name: str, value: object) -> float:
 
 
 def check_layout(name: str, tensor: Tensor) -> None:
-    """Raise unless it is an ordinary tensor: neither sparse nor nested, and no ``CausalBias``."""
+    """Raise unless it is an ordinary tensor: not sparse, nested or a ``CausalBias``."""
     check_no_causal_bias(name, tensor)
     if tensor.layout == torch.jagged or (tensor.layout == torch.strided and tensor.is_nested):
         raise TypeError(f"{name}: is a nested tensor of layout {tensor.layout}, expected an ordinary one")
@@ -82,7 +82,7 @@ def check_broadcast(name: str, tensor: Tensor, lead: tuple[int, ...], last: tupl
         raise ValueError(f"{name}: has {tensor.ndim} axes, expected {most}; {shapes(**{name: tensor})}")
     for axis in range(-1, -tensor.ndim - 1, -1):
         got = tensor.shape[axis]
-        if got != 1 and got != sizes[axis]:  # `not in` a compiler answers from the numbers that it knows
+        if got != 1 and got != sizes[axis]:  # a compiler evaluates `not in` on its example sizes
             where = f"axis {tensor.ndim + axis} ({letters[axis]})"
             raise ValueError(
                 f"{name}: {where} is {got}, expected {sizes[axis]} or 1; {shapes(**{name: tensor})}, "
@@ -108,8 +108,8 @@ def check_type(
         name: the argument.
         value: what was passed.
         expected: one type or several.
-        text: what is expected, in words, as "a torch.nn.Module".
-        describe: writes the value in the message: by default the name of its type; ``kind``, ``repr``.
+        text: the expected type in words, such as "a torch.nn.Module".
+        describe: formats the value in the message: by default the name of its type; ``kind``, ``repr``.
 
     Raises:
         TypeError: it is of another type.

@@ -1,4 +1,4 @@
-"""Characters beyond ASCII that are printed, and what stands for them where they cannot be shown."""
+"""ASCII replacements for printed characters, for terminals that cannot show them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LIKE = {
     "√": "sqrt ", "∞": "inf", "Σ": "sum ", "✗": "x", "…": "...", "±": "+-", "⌊": "floor(", "⌋": ")",
     "░": ".", "▒": ":", "▓": "*", "█": "#", "▀": "'", "▄": ",", "■": "#", "─": "-", "━": "-", "│": "|", "┃": "|",
 }  # fmt: skip
-"""In a sentence; an equation, a mark of a check and a token's label have words of their own for some."""
+"""For sentences; equations, marks of checks and token labels have their own replacements for some."""
 
 _PLAIN_POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
 _ASCII = {
@@ -20,7 +20,7 @@ _ASCII = {
 
 
 def to_ascii(text: str) -> str:
-    """Return a text, or an equation, in ASCII, for terminals that have nothing else."""
+    """Return a text, or an equation, in ASCII, for terminals that support nothing else."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"^{match[0].translate(_PLAIN_POWERS)}", text)
     for fancy, simple in _ASCII.items():
         text = text.replace(fancy, simple)

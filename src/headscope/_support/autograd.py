@@ -1,4 +1,4 @@
-"""torch.autograd.Function with types: what its methods take and return, and what ``apply`` returns."""
+"""torch.autograd.Function with types for its methods and for the result of ``apply``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _apply = attrgetter("apply")
 
 
 class Function(torch.autograd.Function, Generic[Result]):
-    """The base of our functions with a gradient. ``Result`` is the type that ``forward`` and ``apply`` return.
+    """The base of headscope's functions with a gradient. ``Result`` is the type that ``forward`` and ``apply`` return.
 
-    torch declares its methods with parameters that no function has, so that a type checker refuses each override, and
-    it does not declare the type of ``apply``. The declarations below are for the type checker. At run time the class
-    adds nothing to torch's: a method of its own would make torch believe that a subclass overrides it.
+    torch declares its methods with parameters that no function has, so a type checker rejects each override, and it
+    does not declare the type of ``apply``. The declarations below are for the type checker. At run time the class adds
+    nothing to torch's: with its own method, torch would assume that a subclass overrides it.
     """
 
     if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class Function(torch.autograd.Function, Generic[Result]):
 
 
 def outside_transforms(function: type[Function[Result]]) -> Callable[..., Result]:
-    """Return ``function.apply`` as it is outside of torch.func. torch's own first looks whether torch.func is active.
+    """Return ``function.apply`` without torch's check whether torch.func is active.
 
-    The look costs as much as the rest. Call the result only where torch.func is known to be inactive.
+    The check costs as much as the rest. Call the result only where torch.func is known to be inactive.
     """
     return _apply(super(torch.autograd.Function, function))

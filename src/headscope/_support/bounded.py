@@ -1,4 +1,4 @@
-"""The one kind of table for what can be computed again."""
+"""The table for all cached values that can be recomputed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ V = TypeVar("V")
 
 
 class BoundedTable(dict[K, V]):
-    """A table that is emptied when it would hold more than ``most`` entries.
+    """A table that is cleared when it would hold more than ``most`` entries.
 
-    So many come only from sizes that grow with every call, and then no old one is asked for again. It needs no lock: an
-    entry is complete before it is added, and one that another thread drops is computed again.
+    Only sizes that grow with every call lead to so many entries, and old entries are then never used again. It does not
+        require a lock: an entry is complete before it is added, and one that another thread drops is recomputed.
     """
 
     def __init__(self, most: int) -> None:

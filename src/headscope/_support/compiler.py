@@ -1,4 +1,4 @@
-"""What torch.compile does with a function: leave the graph for it, or take its result for a constant."""
+"""Marks for torch.compile: break the graph at a function, or treat its result as a constant."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 def disable_compiler(function: AnyFunction, reason: str) -> AnyFunction:
-    """Return a function that a graph is left for. It loads torch's compiler; the reason is for its reports."""
+    """Return a function that breaks the graph. This loads torch's compiler; the reason is for its reports."""
     return cast(AnyFunction, torch.compiler.disable(function, reason=reason))
 
 
 def mark_constant(function: AnyFunction) -> AnyFunction:
-    """Let a compiler call a function without arguments while it traces, and take the result for a constant.
+    """Let a compiler call a function without arguments while it traces, and treat the result as a constant.
 
     ``torch.compiler.assume_constant_result`` sets the same mark, but loads the compiler.
     """

@@ -1,4 +1,4 @@
-"""What the system says of the CPU."""
+"""The system's description of the CPU."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """The CPU's name, as "AMD EPYC 9R14"; else what Python knows."""
+    """Return the CPU's name, such as "AMD EPYC 9R14"; else Python's description."""
     return _read_field("model name") or platform.processor() or platform.machine()
 
 
 def vendor() -> str:
-    """The CPU's vendor as the system names it: GenuineIntel, AuthenticAMD, …; else what Python knows."""
+    """Return the CPU's vendor as the system names it: GenuineIntel, AuthenticAMD, …; else Python's description."""
     return _read_field("vendor_id") or platform.processor() or platform.machine()
 
 
 def family() -> str:
-    """The CPU's family as the system numbers it, as "26" for a Zen 5; else nothing."""
+    """Return the CPU's family as the system numbers it, such as "26" for a Zen 5; else an empty string."""
     return _read_field("cpu family") or ""
 
 

@@ -1,4 +1,4 @@
-"""Files are replaced whole or not at all."""
+"""Files are written atomically."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path, PureWindowsPath
 
 
 def describe_obstacle(path: Path) -> str | None:
-    """Why what is there can be replaced by no file, whatever is forced; None where it can, or where nothing is."""
+    """Return why a file cannot replace this path, even with force; None if it can, or if the path does not exist."""
     if path.is_dir():
         return "is a directory, expected the name of a file"
     return "is not a regular file" if path.exists() and not path.is_file() else None  # a device or a pipe
@@ -22,9 +22,9 @@ def is_inside(name: str) -> bool:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write to a file beside the target, then put it in the target's place; its mode is what the umask leaves.
+    """Write a file atomically: to a temporary file in the same folder, then rename; its mode follows the umask.
 
-    The target of a link is that of the path it leads to, there or not; the link stays.
+    A link is followed, even if its target does not exist; the link stays.
 
     Raises:
         OSError: it cannot be written; the error names the target.
@@ -35,7 +35,7 @@ def replace_file(path: Path, content: bytes) -> None:
     temporary = path.parent / f".headscope-{secrets.token_hex(8)}.tmp"
     try:
         _write_and_rename(temporary, path, content)
-    except OSError as error:  # that of a full disk names no file, others the temporary one
+    except OSError as error:  # the error of a full disk names no file, others name the temporary one
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 

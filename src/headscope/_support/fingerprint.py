@@ -1,7 +1,7 @@
-"""Fingerprints of tensors: notice later that the contents of a tensor have changed, without keeping a copy of it.
+"""Fingerprints of tensors: detect later changes of a tensor without a copy.
 
-``Tensor._version`` counts only the writes that autograd sees. ``torch.distributed``, numpy, DLPack and ``.data`` write
-to the same memory and leave the version as it is, so only the contents themselves can answer.
+``Tensor._version`` counts only writes through autograd. ``torch.distributed``, numpy, DLPack and ``.data`` write to the
+same memory without a new version, so only the contents show the change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-AT_ONCE = 1 << 18  # words that are multiplied at once: 2 MiB as int64, which stays in the L2 cache
+AT_ONCE = 1 << 18  # words multiplied at once: 2 MiB as int64, which stay in the L2 cache
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by the bytes of an element
 _SALTS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # the first digits of π: one salt for each of the two sums
 
@@ -22,7 +22,7 @@ Rows = tuple[int | slice | EllipsisType, ...]
 class Fingerprint:
     """Two 64-bit sums for each row of a tensor (a row runs along the last axis).
 
-    A sum adds the row's 32-bit words, each times a 64-bit number that depends on the word's place. Two rows that differ
+    A sum adds the row's 32-bit words, each times a 64-bit number that depends on the word's index. Two rows that differ
     have equal sums with a probability of 2 ** -66 at most, whether words were changed, swapped or negated. Bits are
     compared, so NaN equals itself. Works on every device; only ``matches`` waits for it.
 
@@ -35,7 +35,7 @@ class Fingerprint:
         self.sums = _sums(x)  # [..., 2]
 
     def matches(self, x: Tensor, rows: Rows = ()) -> bool:
-        """Whether these rows of a tensor, by default all, hold what they held."""
+        """Return whether these rows of a tensor, by default all, are unchanged."""
         if x.shape != self.shape or x.dtype != self.dtype:
             return False
         part, sums = (x[rows], self.sums[rows]) if rows else (x, self.sums)
@@ -43,7 +43,7 @@ class Fingerprint:
 
 
 def _sums(x: Tensor) -> Tensor:
-    """[..., n] -> int64 [..., 2]; a single number counts as one row of one element."""
+    """Return the sums of rows [..., n], int64 [..., 2]; a single number counts as one row of one element."""
     x = x.detach().resolve_neg()
     x = x[None] if x.ndim == 0 else x
     once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-1])]  # the others repeat it
@@ -60,17 +60,19 @@ def _sums(x: Tensor) -> Tensor:
 
 
 def _words(block: Tensor) -> Tensor:
-    """The bits of a block [r, n] as whole numbers of 32 bits, or fewer where n does not allow them."""
+    """Return the bits of a block [r, n] as 32-bit integers, or smaller ones if n requires it."""
     size = block.element_size()
     wide = torch.int32 if block.shape[1] * size % 4 == 0 else _WORDS[size]
     block = block.contiguous()
-    if block.storage_offset() * size % 4 or block._is_zerotensor():  # a view of other words starts at a whole one
+    if (
+        block.storage_offset() * size % 4 or block._is_zerotensor()
+    ):  # a view with other words must start at a whole word
         block = block.clone()
     return block.view(wide)
 
 
 def _factors(count: int, salt: int, device: torch.device) -> Tensor:
-    """A pseudo-random 64-bit number for each place, int64 [count]: the outputs of SplitMix64.
+    """Return a pseudo-random 64-bit number for each index, int64 [count]: the outputs of SplitMix64.
 
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 17.
     """
@@ -81,10 +83,10 @@ def _factors(count: int, salt: int, device: torch.device) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """An unsigned shift to the right; torch's own extends the sign."""
+    """Return an unsigned shift to the right; torch's own extends the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(x: int) -> int:
-    """The int64 of the same bits."""
+    """Return the int64 with the same bits."""
     return x - (1 << 64) if x >> 63 else x

@@ -1,4 +1,4 @@
-"""Values as JSON can hold them."""
+"""Values that JSON can represent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """The value with lists for tuples and None for NaN and infinity, which JSON does not know."""
+    """Return the value with lists for tuples and None for NaN and infinity, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The formula of a logit, once for every tile of the portable code. The slow reference states it by itself."""
+"""The formula of a logit, shared by every tile of the portable code. The slow reference states it separately."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from headscope._support.precision import exact_products
 def scaled_products(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Return scale · q kᵀ, or scale / softcap · q kᵀ: q [..., i, D] and k [..., j, D] -> [..., i, j].
 
-    scale / softcap is one factor of q: neither the product with scale nor its quotient by softcap overflows by itself.
+    scale / softcap is one factor of q: neither the product with scale nor its quotient by softcap overflows separately.
     """
     with exact_products(q.device.type):
         return (q * (scale / (softcap or 1))) @ k.transpose(-2, -1)
 
 
 def cap_logits(s: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap · tanh(s) of what ``scaled_products`` returned, or s itself where there is no softcap."""
+    """Return softcap · tanh(s) of the result of ``scaled_products``, or s itself without a softcap."""
     return s if softcap is None else softcap * torch.tanh(s)

@@ -1,7 +1,7 @@
-"""Products of float32 numbers in full precision, whatever ``torch.set_float32_matmul_precision`` says.
+"""Products of float32 numbers in full precision, whatever ``torch.set_float32_matmul_precision`` is set to.
 
-"high" and "medium" round the factors to TensorFloat-32 or bfloat16: on GPUs, and by oneDNN on CPUs that multiply those.
-Logits would err by 1e-3 to 1e-2 of their size.
+"high" and "medium" round the factors to TensorFloat-32 or bfloat16: on GPUs, and in oneDNN on CPUs that multiply these
+types. Logits would have relative errors of 1e-3 to 1e-2.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _SETTINGS = {"cpu": _backends.mkldnn.matmul, "cuda": _backends.cuda.matmul}
 _FULL = ("ieee", "none")
 _AS_IT_IS = nullcontext()
 _lock = threading.Lock()
-_inside = dict.fromkeys(_SETTINGS, 0)  # how many threads need full precision now
-_restored: dict[str, str] = {}  # what the setting was before the first of them
+_inside = dict.fromkeys(_SETTINGS, 0)  # the number of threads that require full precision now
+_restored: dict[str, str] = {}  # the setting before the first of them
 
 
 def exact_products(device: str) -> AbstractContextManager[object]:
     """Return a context in which products of float32 on a kind of device are not rounded before they are summed.
 
-    The setting is one of the process: meanwhile other threads have exact products, too. A graph that a compiler makes
-    keeps torch's own setting.
+    The setting is process-wide: meanwhile other threads have exact products, too. A compiled graph retains torch's own
+    setting.
     """
     return _AS_IT_IS if device not in _SETTINGS or is_dynamo_compiling() else _Exact(device)
 

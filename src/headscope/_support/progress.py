@@ -1,4 +1,4 @@
-"""The progress line: what long work is doing, on stderr, if stderr is a terminal."""
+"""The progress line of long work, on stderr, if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def progress_line(text: str, delay: float = 0.0) -> Generator[None]:
     """Show a text and a spinner on stderr until the end of the block.
 
     Args:
-        text: what is being done, as "loading torch".
+        text: the work, such as "loading torch".
         delay: show it only after this many seconds.
     """
     if not _has_terminal():
@@ -45,7 +45,7 @@ def progress_line(text: str, delay: float = 0.0) -> Generator[None]:
 
 
 def progress_over(items: Sequence[Item], text: str) -> Iterator[Item]:
-    """Yield the items one by one; show on stderr how many are done, or only the text if there is one item."""
+    """Yield the items one by one; show on stderr how many are done, or only the text for one item."""
     if len(items) == 1 or not _has_terminal():
         with progress_line(text):
             yield from items

@@ -1,4 +1,4 @@
-"""Scale, softcap and dropout: what attention takes for each, and the range that the logits can hold."""
+"""Scale, softcap and dropout: their checks, and the range of the logits."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import sys
 from headscope._support.arguments import number
 
 FACTORS = {"float32": (2.0**-100, 2.0**100), "float64": (2.0**-1000, 2.0**1000)}
-"""The range of scale, softcap and scale / softcap, by the dtype of the logits: none of them is 0 or infinite there, and
-what a product of q and k may lose below the smallest number of the dtype is below its rounding of a logit of 1."""
+"""The range of scale, softcap and scale / softcap, by the dtype of the logits: within it none of them is 0 or infinite,
+and the underflow of a product of q and k is below the rounding of a logit of 1.
+"""
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
-    """The factor of the dot products; by default head_dim ** -0.5."""
+    """Return the factor of the dot products; by default head_dim ** -0.5."""
     if scale is None:
         return head_dim**-0.5
     scale = number("scale", scale)
-    if not abs(scale) <= sys.float_info.max:  # NaN neither; a compiler can follow this, but not math.isfinite
+    if not abs(scale) <= sys.float_info.max:  # excludes NaN too; a compiler can trace this, but not math.isfinite
         raise ValueError(f"scale: got {scale}, expected a finite number")
     return float(scale)
 
 
 def check_softcap(softcap: float | None) -> float | None:
-    """The bound of the logits, or None."""
+    """Return the bound of the logits, or None."""
     if softcap is None:
         return None
     softcap = number("softcap", softcap)
@@ -32,7 +33,7 @@ def check_softcap(softcap: float | None) -> float | None:
 
 
 def check_factors(scale: float, softcap: float | None, dtype: str) -> None:
-    """Whether the dtype of the logits holds scale, softcap and scale / softcap, by which q is multiplied."""
+    """Raise unless the dtype of the logits can represent scale, softcap and scale / softcap, the factors of q."""
     least, most = FACTORS[dtype]
     factors = [abs(scale)] if softcap is None else [abs(scale), softcap, abs(scale) / softcap]
     if scale == 0:
@@ -50,7 +51,7 @@ def check_factors(scale: float, softcap: float | None, dtype: str) -> None:
 
 
 def check_dropout(dropout: float) -> float:
-    """The probability with which a weight is dropped."""
+    """Return the probability with which a weight is dropped."""
     dropout = number("dropout", dropout)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout: got {dropout}, expected a probability in [0, 1)")

@@ -1,4 +1,4 @@
-"""Subclasses of Tensor: which of them hold their numbers in memory of their own, and which hold no numbers at all."""
+"""Subclasses of Tensor: which of them have their numbers in their own memory, and which have no numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ORDINARY = (Tensor, torch.nn.Parameter)
 UNINITIALIZED = (torch.nn.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
 is_functional: Callable[[Tensor], bool] = attrgetter("_is_functional_tensor")(torch)
 
-_function = attrgetter("__torch_function__")  # what a subclass does in place of torch's functions
-_dispatch = attrgetter("__torch_dispatch__")  # what a subclass does in place of torch's operators
+_function = attrgetter("__torch_function__")  # a subclass's replacement of torch's functions
+_dispatch = attrgetter("__torch_dispatch__")  # a subclass's replacement of torch's operators
 
 MASKS_OF_CAUSAL_BIAS = (
     "pass mask=causal() instead of causal_lower_right, mask=Band(None, 0, offset=0) instead of causal_upper_left"
@@ -25,7 +25,7 @@ MASKS_OF_CAUSAL_BIAS = (
 def is_causal_bias(x: object) -> bool:
     """Return whether x is a ``torch.nn.attention.bias.CausalBias``, without importing that module.
 
-    It is a Tensor of the right shape whose memory was never written. Only torch's SDPA knows what it stands for.
+    It is a Tensor of the right shape whose memory was never written. Only torch's SDPA interprets it.
     """
     if type(x) in ORDINARY:
         return False
@@ -36,7 +36,7 @@ _MODULE = "torch.nn.attention.bias"
 
 
 def check_no_causal_bias(name: str, x: object, remedy: str = MASKS_OF_CAUSAL_BIAS) -> None:
-    """Raise where an argument is a ``CausalBias``.
+    """Raise if an argument is a ``CausalBias``.
 
     Raises:
         TypeError: it is one.
@@ -46,10 +46,10 @@ def check_no_causal_bias(name: str, x: object, remedy: str = MASKS_OF_CAUSAL_BIA
 
 
 def check_has_numbers(name: str, x: Tensor) -> None:
-    """Raise where a tensor's class or state means that its numbers are not, or not alone, what it stands for.
+    """Raise if a tensor's numbers are not, or not fully, its content, because of its class or state.
 
     Raises:
-        TypeError: it is a MaskedTensor, an uninitialized parameter, or a functional tensor of ``torch.func``.
+        TypeError: it is a MaskedTensor, an uninitialised parameter, or a functional tensor of ``torch.func``.
     """
     if is_dynamo_compiling():
         return
@@ -73,14 +73,14 @@ def is_distributed(x: object) -> bool:
 
 
 def check_distributed(tensors: Mapping[str, Tensor | None], beside: Mapping[str, object]) -> None:
-    """Raise where DTensors meet what they cannot be multiplied with.
+    """Raise if DTensors are combined with tensors that they cannot be multiplied with.
 
     Args:
         tensors: q, k and v, of which either all or none are DTensors.
-        beside: what would be cut as they are: a mask, a bias, sinks; None = there is none.
+        beside: the tensors that must be sharded likewise: a mask, a bias, sinks; None = absent.
 
     Raises:
-        TypeError: an ordinary tensor beside a DTensor, or a DTensor beside ordinary q, k and v.
+        TypeError: an ordinary tensor together with a DTensor, or a DTensor together with ordinary q, k and v.
     """
     distributed = [name for name, x in tensors.items() if is_distributed(x)]
     inside = [name for name, x in beside.items() if is_distributed(x)]
@@ -100,7 +100,7 @@ def check_distributed(tensors: Mapping[str, Tensor | None], beside: Mapping[str,
 
 
 def has_own_functions(x: Tensor) -> bool:
-    """Return whether x's class changes torch's functions, so that its numbers may not say what it does."""
+    """Return whether x's class changes torch's functions, so its behaviour may not follow from its numbers."""
     own = _function(type(x))
     if own is torch._C._disabled_torch_function_impl:
         return False
@@ -110,11 +110,11 @@ def has_own_functions(x: Tensor) -> bool:
 def to_ordinary(name: str, x: Tensor) -> Tensor:
     """Return x as a tensor whose ``data_ptr`` points to memory that holds its numbers.
 
-    A subclass that changes no operator keeps its memory, and becomes a plain Tensor over it. One that does
+    A subclass that does not change operators becomes a plain Tensor over the same memory. One that does
     (``__torch_dispatch__``), such as DTensor, may have no memory, and ``data_ptr`` does not raise.
 
     Raises:
-        TypeError: x may have no memory of its own.
+        TypeError: x may not have its own memory.
     """
     if type(x) in ORDINARY:
         return x

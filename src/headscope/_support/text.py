@@ -1,13 +1,13 @@
-"""Text from outside, such as names in a recording, in a form that is safe to print."""
+"""Untrusted text, such as names in a recording, in a form that is safe to print."""
 
 from __future__ import annotations
 
 
 def visible(text: str) -> str:
-    """Return the text with each character that a terminal obeys, or does not show, as an escape such as ``\\x1b``.
+    """Return the text with each character that controls a terminal, or is invisible, as an escape such as ``\\x1b``.
 
-    These are controls with line ends, marks of direction, lone surrogates, and blanks other than the space. Whatever
-    prints names, tokens or text of a file or a recording calls this function.
+    These are control characters including line ends, direction marks, lone surrogates, and blanks other than the space.
+    All code that prints names, tokens or text of a file or a recording calls this function.
     """
     if text.isprintable():
         return text

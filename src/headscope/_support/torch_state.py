@@ -1,4 +1,4 @@
-"""Who looks on while tensors are made: a compiler, a tracer, a transform of torch.func, a mode."""
+"""Observers of tensor operations: a compiler, a tracer, a transform of torch.func, a mode."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _WITHOUT_VALUES = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _Tor
 
 
 def is_traced() -> bool:
-    """Whether somebody looks at the operators that run, not only at what they return.
+    """Return whether operators are observed as they run, and not only their results.
 
     torch.compile, torch.export, torch.func, torch.jit.trace, forward-mode gradients, or a mode such as a fake tensor's
-    or a counter of operations. A tensor that is made then may be of no use afterwards.
+    or a counter of operations. A tensor created then may be useless afterwards.
     """
     return (
-        is_dynamo_compiling()  # a constant to the compiler, which then traces no further
+        is_dynamo_compiling()  # a constant for the compiler, which then stops tracing here
         or _len_torch_dispatch_stack() > 0
         or _are_functorch_transforms_active()
         or _is_tracing()
@@ -32,7 +32,7 @@ def is_traced() -> bool:
 
 
 def has_no_values() -> bool:
-    """Whether tensors that are made now hold no numbers that could be read: those of a compiler, fake ones, make_fx."""
+    """Return whether tensors created now have no readable values: under a compiler, fake tensors, make_fx."""
     if torch.compiler.is_compiling():
         return True
     return _len_torch_dispatch_stack() > 0 and any(_get_dispatch_mode(key) is not None for key in _WITHOUT_VALUES)

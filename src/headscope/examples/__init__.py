@@ -25,7 +25,7 @@ class Example:
 
     Attributes:
         name: "text" or "digits".
-        trained: False if the weights are as drawn from a seed.
+        trained: False if the weights are random, from a seed.
         model: In eval mode, float32, on the CPU; `model.layers[i].attention` is a `headscope.MultiHeadAttention`.
         card: What the model is: data, licence, training, figures; Markdown.
         figures: The card's figures, those of the trained weights, as JSON values.
@@ -72,11 +72,11 @@ def load_example(name: str, *, seed_random: bool = False) -> TextExample | Digit
     Args:
         name: "text", a language model of the Python standard library's source and documentation, or "digits", a vision
             transformer of 8 x 8 handwritten digits.
-        seed_random: Leave the model untrained: the same sizes, weights drawn from a fixed seed. torch's own generator
-            is not moved.
+        seed_random: Use random weights from a fixed seed instead of trained ones, with the same sizes. torch's own
+            generator does not advance.
 
     Raises:
-        ValueError: There is no example of that name.
+        ValueError: An example of that name does not exist.
     """
     if name == "text":
         return _load_text(trained=not seed_random)

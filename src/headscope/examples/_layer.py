@@ -1,4 +1,4 @@
-"""The transformer layer that both examples are made of, and how it starts."""
+"""The transformer layer of both examples, and its initialisation."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Layer(nn.Module):
 
         Args:
             x: The residual stream.
-            mask: Which positions each position may see; None is all.
-            weights: A list that the attention weights [B, H, T, T] are appended to.
+            mask: Which positions are visible to each position; None = all.
+            weights: A list to which the attention weights [B, H, T, T] are appended.
         """
         normed = self.attention_norm(x)
         if weights is None:
@@ -48,9 +48,9 @@ class Layer(nn.Module):
 
 
 def initialise(model: nn.Module, num_layers: int) -> None:
-    """Set a model to the start of a training, drawn from torch's global generator.
+    """Initialise a model for training, with torch's global generator.
 
-    Matrices have the standard deviation fan_in ** -0.5, those that write to the residual stream (named out) less by
+    Matrices have the standard deviation fan_in ** -0.5, those that write to the residual stream (named out) divided by
     (2 * num_layers) ** 0.5; embeddings 0.1; biases are 0 and norms stay 1.
     """
     writes = (2 * num_layers) ** -0.5

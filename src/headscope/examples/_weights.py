@@ -18,12 +18,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def write_weights(path: Path, model: nn.Module, config: dict[str, Any]) -> None:
-    """Write a model's weights as float16, with its configuration beside them.
+    """Write a model's weights as float16, together with its configuration.
 
     Args:
-        path: The file; it is replaced whole or not at all.
+        path: The file; it is written atomically.
         model: Every entry of its state_dict is written; all are floating-point.
-        config: What `build` hands to its `make`; JSON values only.
+        config: The argument that `build` passes to its `make`; JSON values only.
     """
     state = {name: value.detach().to(torch.float16).contiguous() for name, value in model.state_dict().items()}
     replace_file(path, save(state, metadata={"format": "pt", "config": json.dumps(config, sort_keys=True)}))
@@ -35,12 +35,12 @@ def build(make: Callable[[dict[str, Any]], Model], path: Path, *, random_seed: i
     Args:
         make: From a configuration to an untrained model.
         path: The weights file.
-        random_seed: Take only the configuration from the file and leave the weights as `make` draws them from this
-            seed; None takes the file's weights.
+        random_seed: Read only the configuration, and let `make` draw the weights from this seed; None = read the file's
+            weights.
     """
     with safe_open(path, framework="pt") as file:
         config: dict[str, Any] = json.loads(file.metadata()["config"])
-        # Drawing weights that the file replaces takes 15 ms; the meta device would import seconds' worth of torch.
+        # Drawing weights that the file replaces takes 15 ms; the meta device would import torch modules for seconds.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(random_seed or 0)  # torch.manual_seed seeds every device
             model = make(config)

@@ -1,4 +1,4 @@
-"""The digits example: a small vision transformer that sees each pixel of an 8 x 8 digit as a patch."""
+"""The digits example: a small vision transformer whose patches are the single pixels of an 8 x 8 digit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DigitsModel(nn.Module):
     """A vision transformer: 64 patches of one pixel in reading order, learned positions, the mean over all classified.
 
     The attention of layer i is `model.layers[i].attention`, a `headscope.MultiHeadAttention`; its position p is the
-    pixel in row p // 8, column p % 8. There is no class token, so that the sequence is the picture.
+    pixel in row p // 8, column p % 8. It has no class token, so the sequence is the picture.
 
     Args:
         config: The sizes.
@@ -85,7 +85,7 @@ class Sample:
 
 def read_samples(path: Path) -> tuple[Sample, ...]:
     """Return the digits of a sheet: tiles of 8 x 8 grey pixels in rows of ten, the tile in column c a digit c."""
-    from PIL import Image  # only who wants the samples waits for it
+    from PIL import Image  # imported only when the samples are read
 
     with Image.open(path) as sheet:
         width, height = sheet.size

@@ -61,8 +61,8 @@ class TextModel(nn.Module):
             need_weights: Also return the attention weights, one tensor per layer.
 
         Raises:
-            ValueError: tokens has not two axes, is longer than the context, or has an id that there is not (on a GPU
-                CUDA's own error tells of that).
+            ValueError: tokens has not two axes, is longer than the context, or has an id out of range (on a GPU, CUDA
+                raises its own error).
         """
         if tokens.ndim != 2:
             raise ValueError(f"tokens: has {tokens.ndim} axes, expected 2 (B, T); tokens {list(tokens.shape)}")
@@ -73,7 +73,7 @@ class TextModel(nn.Module):
             )
         try:
             embedded = self.token_embedding(tokens)
-        except IndexError:  # so a forward pass in range does not wait for a check
+        except IndexError:  # so a forward pass with valid ids does not wait for a check
             expected = f"expected 0 to {self.config.vocab_size - 1}"
             raise ValueError(f"tokens: are {int(tokens.min())} to {int(tokens.max())}, {expected}") from None
         x = embedded + self.position_embedding.weight[:length]
@@ -92,7 +92,7 @@ class TextTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        # Loaded here and not with the module: whoever needs no text waits for no tokenizer.
+        # Loaded here and not with the module, so that other uses do not wait for the tokenizer.
         from tokenizers import Tokenizer
 
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
@@ -106,10 +106,10 @@ class TextTokenizer:
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids; bytes that are no UTF-8 become U+FFFD.
+        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            ValueError: There is no such token.
+            ValueError: Such a token does not exist.
         """
         for token in ids:
             self._check(token)
@@ -127,11 +127,11 @@ class TextTokenizer:
         """Return the text of one token, with `\\xe2` for a byte that is no whole character.
 
         Raises:
-            ValueError: There is no such token.
+            ValueError: Such a token does not exist.
         """
         self._check(token)
         written = self._tokenizer.id_to_token(token)
-        assert written is not None  # there is such a token
+        assert written is not None  # the token exists
         return bytes(self._byte_of[character] for character in written).decode("utf-8", errors="backslashreplace")
 
     def _check(self, token: int) -> None:
@@ -141,7 +141,7 @@ class TextTokenizer:
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Return where each token lies in the text, as (start, stop) in characters.
 
-        Tokens that share one character have the same place.
+        Tokens that share one character have the same offsets.
         """
         return [(start, stop) for start, stop in self._tokenizer.encode(text).offsets]
 
@@ -149,7 +149,7 @@ class TextTokenizer:
 def _byte_characters() -> str:
     """Return the 256 characters by which byte-level BPE writes bytes, in the order of the bytes.
 
-    Printable Latin-1 stands for itself, the rest takes the characters from U+0100 on.
+    Printable Latin-1 characters represent themselves, the rest the characters from U+0100 on.
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), its `bytes_to_unicode`.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}

@@ -69,42 +69,44 @@ class MultiHeadAttention(nn.Module):
             grouped-query attention, one makes multi-query attention.
         head_dim: width D of each query and key head; by default embed_dim / num_heads, which must then be whole.
         v_head_dim: width Dv of each value head; by default ``head_dim``.
-        kdim: width of what the keys are projected from; by default ``embed_dim``.
-        vdim: width of what the values are projected from; by default ``kdim`` if that is given, else ``embed_dim``.
-        bias: whether the projections to q, k and v have a bias: True, False, or the names of those that do, as
+        kdim: width of the input of the keys; by default ``embed_dim``.
+        vdim: width of the input of the values; by default ``kdim`` if that is not None, else ``embed_dim``.
+        bias: whether the projections to q, k and v have a bias: True, False, or the names of those that do, such as
             ("q", "v").
-        out_bias: whether the output projection has one; by default, whether any of the others has.
-        scale: factor of the dot products; by default head_dim ** -0.5. ``embed_dim ** -0.5`` is seen in some tutorials:
-            it is smaller by sqrt(num_heads), which flattens the weights.
+        out_bias: whether the output projection has a bias; by default, whether any of the others has.
+        scale: factor of the dot products; by default head_dim ** -0.5. Some tutorials use ``embed_dim ** -0.5``: it is
+            smaller by sqrt(num_heads), which flattens the weights.
         softcap: c > 0 bounds the logits to (-c, c) by c · tanh(s / c).
-        sinks: learn one logit a head that takes part in the softmax and has no value.
+        sinks: learn one logit for each head that takes part in the softmax and has no value.
         dropout: probability with which a weight is dropped in training, in [0, 1).
-        device: where the parameters are made, "meta" included.
+        device: of the parameters, "meta" included.
         dtype: of the parameters.
-        rotary: turn q and k to their positions, ``positions.Rotary``; its ``dim`` is at most ``head_dim``.
-        position_bias: a bias by distance: ``positions.ALiBi``, ``positions.T5Buckets`` (which get a learned table), or
-            a ``positions.RelativeBias`` that layers may share.
-        qk_norm: normalise q and k before they are turned: "rms" or "layer", each head by itself over ``head_dim``, with
-            weights (and biases of "layer") that its heads share, as Qwen 3; "rms_all", all heads together, as OLMo 2.
+        rotary: rotate q and k to their positions, ``positions.Rotary``; its ``dim`` is at most ``head_dim``.
+        position_bias: a bias by distance: ``positions.ALiBi``, ``positions.T5Buckets`` (with a learned table), or a
+            ``positions.RelativeBias`` that layers may share.
+        qk_norm: normalise q and k before they are rotated: "rms" or "layer", each head separately over ``head_dim``,
+            with weights (and biases of "layer") that all heads share, as in Qwen 3; "rms_all", all heads together, as
+            in OLMo 2.
         qk_norm_eps: added to the mean square, or the variance, above 0.
-        gate: multiply the heads' outputs, number by number, by sigmoid(gate_proj(x)), before ``out_proj``.
-        bias_kv: learn one key and one value a head that belong to no token: every query sees them, whatever the mask,
-            as ``add_bias_kv`` of ``nn.MultiheadAttention``; ``rotary`` does not apply to it. A watch sees tokens only.
+        gate: multiply the heads' outputs elementwise by sigmoid(gate_proj(x)), before ``out_proj``.
+        bias_kv: learn one key and one value for each head that belong to no token: every query attends to them,
+            whatever the mask, as with ``add_bias_kv`` of ``nn.MultiheadAttention``; ``rotary`` does not apply to them.
+            ``watch`` records tokens only.
         reproducible: each row of the output, and of the gradient of x, has the same bits whatever else is in the batch;
             on a CPU, with the native kernels, without dropout. docs/concepts/semantics.md has its limits and its cost.
 
-    Parameters: where q, k and v may all be projected from one input and their biases are alike, one packed
-    ``qkv_proj``; else ``q_proj``, ``k_proj``, ``v_proj``; always ``out_proj``. ``load_state_dict`` takes either form.
-    Rows of a projection are ordered by head. Weights start as ``xavier_uniform_`` of each projection by itself, biases
-    and sinks as zero. With the options: ``q_norm`` and ``k_norm``; ``gate_proj``, with a bias where q has one;
+    Parameters: one packed ``qkv_proj`` if q, k and v can share one input and all or none have a bias; else ``q_proj``,
+        ``k_proj``, ``v_proj``; always ``out_proj``. ``load_state_dict`` accepts either form. Rows of a projection are
+        ordered by head. Weights start as ``xavier_uniform_`` of each projection separately, biases and sinks as zero.
+        With the options: ``q_norm`` and ``k_norm``; ``gate_proj``, with a bias where q has one;
     ``position_bias.weight``; ``bias_k`` [kv_heads, head_dim], ``bias_v`` [kv_heads, v_head_dim].
 
-    Projections are called, so that hooks and modules that took their place run; but cross-attention takes parts of the
-    packed weight, and refuses a ``qkv_proj`` that is more than a plain linear.
+    The module calls its projections, so hooks and replaced modules run. Cross-attention uses parts of the packed
+    weight, and raises if ``qkv_proj`` is more than a plain linear.
 
     Raises:
         TypeError: a size or number of the wrong kind.
-        ValueError: a size that is not positive or does not divide, an option out of range; the message says which.
+        ValueError: a size that is not positive or does not divide, an option out of range; the message names it.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; the norms: Henry et al. 2020, "Query-Key
     Normalization for Transformers", and Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters";
@@ -165,7 +167,9 @@ class MultiHeadAttention(nn.Module):
         self.gate_proj = Linear(embed_dim, num_heads * self.v_head_dim, bias="q" in biased, **place) if gate else None
         self.bias_k = nn.Parameter(torch.empty(kv_heads, self.head_dim, **place)) if bias_kv else None
         self.bias_v = nn.Parameter(torch.empty(kv_heads, self.v_head_dim, **place)) if bias_kv else None
-        self.plain = rotary is None and position_bias is None and qk_norm is None  # q and k attend as projected
+        self.plain = (
+            rotary is None and position_bias is None and qk_norm is None
+        )  # q and k attend as projected, without rotation
         self.reproducible = set_reproducible(self, reproducible)
         self.reset_parameters()
 
@@ -188,7 +192,7 @@ class MultiHeadAttention(nn.Module):
         self.head_dim, self.v_head_dim, self.kdim, self.vdim = widths
 
     def _add_projections(self, biased: frozenset[str], place: dict[str, Any]) -> None:
-        """Add one projection to queries, keys and values, or three."""
+        """Add one projection for queries, keys and values, or three."""
         self.packed = self.kdim == self.vdim == self.embed_dim and len(biased) in (0, 3)
         if self.packed:
             self.qkv_proj = Linear(self.embed_dim, sum(self.splits), bias=bool(biased), **place)
@@ -197,9 +201,10 @@ class MultiHeadAttention(nn.Module):
                 self.add_module(f"{name}_proj", Linear(width, rows, bias=name in biased, **place))
 
     def reset_parameters(self) -> None:
-        """Start anew: Xavier-uniform weights for each projection by itself, zero biases and sinks, norms of weight one.
+        """Reset the parameters: Xavier-uniform weights for each projection separately, zero biases and sinks, norm
+        weights one.
 
-        A ``position_bias`` is left alone, as other layers may share it: it has a ``reset_parameters`` of its own.
+        A ``position_bias`` does not change, because other layers may share it: it has its own ``reset_parameters``.
         """
         for name in QKV:
             weight, bias = self.projection(name)
@@ -223,14 +228,16 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_module(cls, module: nn.Module, layout: str | None = None, **options: Any) -> Self:
-        """Build one with copies of another module's weights. See ``layouts.from_module``."""
+        """Build a module with copies of another module's weights. See ``layouts.from_module``."""
         return convert_module(module, layout, cls, MultiHeadAttention, options)
 
     @classmethod
     def from_state_dict(
         cls, state: Mapping[str, Any] | str | Path, layout: str, *, prefix: str = "", **options: Any
     ) -> Self:
-        """Build one with copies of the weights in a state dict or safetensors file. See ``layouts.from_state_dict``."""
+        """Build a module with copies of the weights in a state dict or safetensors file. See
+        ``layouts.from_state_dict``.
+        """
         return convert_state(state, layout, prefix, cls, options)
 
     def to_state_dict(self, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
@@ -238,7 +245,9 @@ class MultiHeadAttention(nn.Module):
         return export_state(self, layout, prefix, MultiHeadAttention)
 
     def projection(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Weight [rows, width] and bias [rows] of the projection "q", "k", "v" or "out"; views, if they are packed."""
+        """Return weight [rows, width] and bias [rows] of the projection "q", "k", "v" or "out"; views, if they are
+        packed.
+        """
         if name not in (*QKV, "out"):
             raise ValueError(f"name: got {name!r}, expected {', '.join(QKV)} or out")
         packed = self.packed and name != "out"
@@ -257,19 +266,19 @@ class MultiHeadAttention(nn.Module):
         return weight[rows], None if bias is None else bias[rows]
 
     def prune_heads(self, heads: Collection[int]) -> Self:
-        """A smaller module that computes what this one does without these heads; this one stays as it is.
+        """Return a smaller module that computes the same without these heads; this module does not change.
 
-        Its output is that of this module with the heads' columns of ``out_proj`` set to zero. The heads that stay keep
-        their order and are numbered anew; a key/value head goes with the last query head that uses it.
+        Its output is that of this module with the heads' columns of ``out_proj`` set to zero. The remaining heads stay
+        in order and are renumbered; a key/value head is removed with the last query head that uses it.
 
         Args:
             heads: numbers of query heads, from 0.
 
         Raises:
             TypeError: they are not whole numbers.
-            ValueError: there is no such head, none would stay, or the key/value heads that stay would serve different
-                numbers of query heads; ``qk_norm="rms_all"``, which ties all heads together; a weight that is made
-                anew for each call, by a pruning mask or a parametrization; a projection that is no ``nn.Linear``.
+            ValueError: such a head does not exist, none would remain, or the remaining key/value heads would serve
+                different numbers of query heads; ``qk_norm="rms_all"``, which normalises all heads together; a pruning
+                mask or a parametrization recomputes a weight in each call; a projection is not an ``nn.Linear``.
         """
         return prune(self, heads)
 
@@ -293,25 +302,26 @@ class MultiHeadAttention(nn.Module):
         """Attend from ``x`` to itself, or to ``context``.
 
         Args:
-            x: what the queries are projected from, [B, Q, embed_dim] or [Q, embed_dim]; or a nested tensor of layout
-                torch.jagged, [B, ragged, embed_dim], whose rows each see themselves: the output is nested likewise.
-            context: what keys and values are projected from, [B, K, kdim]; or a pair, for the keys [B, K, kdim] and for
-                the values [B, K, vdim]; by default ``x``.
-            mask: what may be seen, a mask of ``headscope.masks`` or a boolean tensor that broadcasts to [B, H, Q, K];
-                True = attend, the opposite of ``nn.MultiheadAttention``.
+            x: the input of the queries, [B, Q, embed_dim] or [Q, embed_dim]; or a nested tensor of layout torch.jagged,
+                [B, ragged, embed_dim], each of whose rows attends to itself: the output is nested likewise.
+            context: the input of keys and values, [B, K, kdim]; or a pair, for the keys [B, K, kdim] and for the values
+                [B, K, vdim]; by default ``x``.
+            mask: which keys are visible, a mask of ``headscope.masks`` or a boolean tensor that broadcasts to [B, H, Q,
+                K]; True = attend, the opposite of ``nn.MultiheadAttention``.
             bias: added to the logits, broadcasts to [B, H, Q, K].
             need_weights: also return the weights of every head, [B, H, Q, K], without dropout: memory is then
                 quadratic. The output stays the same to the bit.
-            positions: where the tokens of x stand, integers [Q] or [B, Q], for ``rotary`` and ``position_bias``; by
-                default 0, 1, 2, … It does not move the mask.
-            cache: what came before x, of ``headscope.cache``; x is added to it. Attention is then causal, positions go
-                on where they ended, and K counts the tokens that are held, those of x at the end.
+            positions: of the tokens of x, integers [Q] or [B, Q], for ``rotary`` and ``position_bias``; by default 0,
+                1, 2, … It does not move the mask.
+            cache: the tokens before x, of ``headscope.cache``; x is appended to it. Attention is then causal, positions
+                continue from the cached ones, and K counts the cached tokens, those of x at the end.
 
         Returns:
             out [B, Q, embed_dim], or (out, weights).
 
         Raises:
-            TypeError, ValueError: an input, mask or bias that does not fit; it names argument, axis, got and expected.
+            TypeError, ValueError: an input, mask or bias that does not fit; the message names argument, axis, got and
+                expected.
         """
         if getattr(x, "is_nested", False) is True:
             return self._of_nested(
@@ -348,17 +358,17 @@ class MultiHeadAttention(nn.Module):
         return out if weights is None else (out, weights)
 
     def _of_nested(self, x: Tensor, context: Any, mask: Mask | Tensor | None, **others: object) -> Tensor:
-        restart = self.rotary is not None and self.rotary.dynamic  # else distances count alone
+        restart = self.rotary is not None and self.rotary.dynamic  # else only distances count
         return forward_nested(self.forward, x, context, mask, restart, **others)
 
     def project(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The heads' queries [B, H, Q, D], keys [B, Hkv, K, D] and values [B, Hkv, K, Dv]."""
+        """Return the heads' queries [B, H, Q, D], keys [B, Hkv, K, D] and values [B, Hkv, K, Dv]."""
         k_from, v_from = self._sources(x, context)
         self._check_inputs(x, k_from, v_from)
         self._check_kinds(x, k_from, v_from)
-        if context is None and self.packed and self.splits[0] == self.splits[1] == self.splits[2]:  # one cut for all
+        if context is None and self.packed and self.splits[0] == self.splits[1] == self.splits[2]:  # one split for all
             together = in_heads(self.qkv_proj, x, self.head_dim)  # [B, 3 * H, Q, D]
             if together is not None:
                 q, k, v = together.unflatten(-3, (3, self.num_heads)).unbind(-4)  # each [B, H, Q, D]
@@ -372,11 +382,11 @@ class MultiHeadAttention(nn.Module):
             sources = (x, k_from, v_from)
             if self.packed:
                 check_sliced(self.qkv_proj)
-                weight, bias = weight_and_bias(self.qkv_proj)  # once: a parametrization makes one each time
+                weight, bias = weight_and_bias(self.qkv_proj)  # once: a parametrization computes it in each access
                 weights = weight.split(self.splits)
                 biases = (None, None, None) if bias is None else bias.split(self.splits)
                 q, k, v = map(reproducible_linear if self.reproducible else F.linear, sources, weights, biases)
-            else:  # called, so that wrappers and hooks of theirs run
+            else:  # called, so that their wrappers and hooks run
                 q, k, v = (getattr(self, f"{name}_proj")(source) for name, source in zip(QKV, sources, strict=True))
         return (
             split_heads(q, self.num_heads, self.head_dim),
@@ -433,7 +443,7 @@ class MultiHeadAttention(nn.Module):
             check_context(x, k_from, v_from)
 
     def _check_kinds(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
-        """Dtypes and devices; apart from the sizes, which a trace asks for by themselves."""
+        """Check dtypes and devices; separate from the sizes, which a trace checks alone."""
         if k_from is x and self.packed:
             check_kind("x", x, self.qkv_proj)
             return
@@ -442,12 +452,12 @@ class MultiHeadAttention(nn.Module):
             check_kind("x" if source is x else "context", source, linear)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Take packed and separate projections alike."""
+        """Load packed or separate projections."""
         to_own_form(state_dict, prefix, self.splits, packed=self.packed)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        """The sizes, and the options that are not at their default."""
+        """Return the sizes, and the options that are not at their default."""
         return describe(self)
 
 

@@ -1,4 +1,4 @@
-"""Nested tensors through ``MultiHeadAttention``: rows of unequal length, one behind the other, as documents."""
+"""Nested tensors in ``MultiHeadAttention``: rows of unequal length, concatenated, as documents."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from headscope.positions import restarting
 def forward_nested(
     attend: Callable[..., Tensor], x: Tensor, context: Any, mask: Mask | Tensor | None, restart: bool, **others: object
 ) -> Tensor:
-    """The forward pass of a nested x [B, ragged, E]: each row sees itself, or the same row of a nested context.
+    """Run the forward pass of a nested x [B, ragged, E]: each row attends to itself, or to the same row of a nested
+    context.
 
     Args:
         attend: the forward pass of ordinary tensors.
         mask: ``causal()``, ``window(n)`` or another combination of bands.
-        restart: whether to give positions that begin anew in each row.
-        others: arguments that do not go with it, unless None or False.
+        restart: whether to pass positions that restart from 0 in each row.
+        others: arguments that nested tensors do not support, unless None or False.
 
     Raises:
-        ValueError: another layout, or an argument that does not go with nested tensors.
+        ValueError: another layout, or an argument that nested tensors do not support.
     """
     for name, value in others.items():
         if value is not None and value is not False:
@@ -63,7 +64,7 @@ def _within(documents: Documents, mask: Mask | Tensor | None) -> Mask:
 
 
 def _offsets(name: str, x: Tensor) -> Tensor:
-    """Where the rows of a nested tensor begin in its values, and the last one ends."""
+    """Return where the rows of a nested tensor begin in its values, and where the last one ends."""
     if x.layout != torch.jagged:
         raise ValueError(f"{name}: is a nested tensor of layout {x.layout}, expected torch.jagged")
     jagged: Any = x

@@ -1,4 +1,4 @@
-"""What a ``MultiHeadAttention`` may be made of: its sizes, flags and norms, checked."""
+"""The options of ``MultiHeadAttention``, with their checks: sizes, flags and norms."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ QKNorm = Literal["rms", "layer", "rms_all"]
 
 
 def whole_sizes(**sizes: object) -> list[int]:
-    """Return sizes in their order, as whole numbers from 1."""
+    """Return sizes in order, as whole numbers from 1."""
     return [whole(name, size) for name, size in sizes.items()]
 
 
 def check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | None) -> None:
-    """Raise unless the width is divided among the heads, and the query heads among the key/value heads."""
+    """Raise unless the width divides among the heads, and the query heads among the key/value heads."""
     if head_dim is None and embed_dim % num_heads:
         raise ValueError(
             f"num_heads: embed_dim {embed_dim} is not divisible by num_heads {num_heads}, so d_k = d_model / h is "
@@ -65,7 +65,7 @@ def check_flags(**flags: object) -> None:
 
 
 def set_reproducible(module: Any, reproducible: bool) -> bool:
-    """Set and return the flag of a module's projections, if it has nothing that is summed in another order."""
+    """Set and return the flag of a module's projections, unless a part of it sums in another order."""
     check_flags(reproducible=reproducible)
     if reproducible and module.bias_k is not None:
         raise ValueError(

@@ -14,7 +14,7 @@ from headscope.positions import ALiBi, RelativeBias, matrix, turned_matrix
 
 
 class Placement(NamedTuple):
-    """The inputs of ``attention``. A tuple with names, which torch.compile follows.
+    """The inputs of ``attention``. A named tuple, which torch.compile can trace.
 
     Attributes:
         q: [B, H, Q, D].
@@ -22,9 +22,9 @@ class Placement(NamedTuple):
         v: [B, Hkv, K, Dv], with the values of the cache.
         mask: that of the caller, and of the cache.
         bias: that of the caller, plus the one by distance.
-        q_of_own: q as it meets the own key of ``bias_kv``, which has no position: not rotated; None = there is none.
+        q_of_own: q for the own key of ``bias_kv``, which has no position: not rotated; None = no such key.
         reversed: the queries, and the rows of mask and bias, are in reverse order; see ``positions.turned_matrix``.
-        staged: what the cache is to hold after the call.
+        staged: the state of the cache after the call.
     """
 
     q: Tensor
@@ -44,12 +44,12 @@ def add_distance_bias(
     """Return a placement with a bias by distance.
 
     Args:
-        placement: without it.
+        placement: without this bias.
         position_bias: the bias.
         positions: those of the queries and keys; None = whole numbers from ``start`` and from ``first``.
         start: the position of the first query.
         first: that of the first key.
-        in_order: whether the queries have to stay in order; the bias is then a matrix [H, Q, K].
+        in_order: whether the queries must stay in order; the bias is then a matrix [H, Q, K].
     """
     q, mask, bias = placement.q, placement.mask, placement.bias
     queries, keys = q.shape[-2], placement.k.shape[-2]
@@ -57,7 +57,9 @@ def add_distance_bias(
         request = as_mask(mask)
         known = (Band() if request is None else request).reverse_queries(queries, keys)
         if known is not None:
-            if not any(isinstance(leaf, ReversedBand) for leaf in known.leaves()):  # which tells who looks on
+            if not any(
+                isinstance(leaf, ReversedBand) for leaf in known.leaves()
+            ):  # it shows whether anything traces or intercepts
                 known = known & ReversedBand(Band(offset=keys - queries), queries)
             bias = turned_matrix(position_bias, queries, keys, start - first, q)
             of_own = None if placement.q_of_own is None else placement.q_of_own.flip(-2)
@@ -72,6 +74,8 @@ def add_distance_bias(
 
 
 def _may_be_turned(bias: ALiBi | RelativeBias, q: Tensor) -> bool:
-    """Return whether the kernels can read a bias whose rows overlap: without its gradient, and not under a compiler."""
+    """Return whether the kernels can read a bias with overlapping rows: without its gradient, and not under a
+    compiler.
+    """
     trained = isinstance(bias, RelativeBias) and bias.weight.requires_grad and torch.is_grad_enabled()
     return q.shape[-2] > 1 and q.device.type == "cpu" and not trained and not is_traced()

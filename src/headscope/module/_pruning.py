@@ -1,4 +1,4 @@
-"""A module without some of its heads: what ``MultiHeadAttention.prune_heads`` returns."""
+"""Pruning of heads: the implementation of ``MultiHeadAttention.prune_heads``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headscope.positions import ALiBi, RelativeBias
 def prune(module: Any, heads: Collection[int]) -> Any:
     """Return a copy of a ``MultiHeadAttention`` without these query heads.
 
-    A key/value head goes with the last query head that uses it.
+    A key/value head is removed with the last query head that uses it.
 
     Raises:
         TypeError, ValueError: see ``MultiHeadAttention.prune_heads``.
@@ -87,13 +87,13 @@ def _remaining_heads(heads: Collection[int], num_heads: int, kv_heads: int) -> t
 
 
 def _rows(heads: list[int], width: int) -> Tensor:
-    """Return the rows of a projection that make these heads."""
+    """Return the rows of a projection that belong to these heads."""
     first = torch.tensor(heads, device="cpu")[:, None] * width
     return (first + torch.arange(width, device="cpu")).flatten()
 
 
 def _cut(linear: nn.Linear, rows: Tensor) -> None:
-    """Leave these rows of a projection."""
+    """Reduce a projection to these rows."""
     _select(linear, "weight", rows)
     if weight_and_bias(linear)[1] is not None:
         _select(linear, "bias", rows)

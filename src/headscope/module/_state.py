@@ -1,4 +1,4 @@
-"""What a ``MultiHeadAttention`` loads, and how it shows itself."""
+"""State dicts and representation of a ``MultiHeadAttention``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from headscope.positions import ALiBi
 
 
 def to_own_form(state: dict[str, Any], prefix: str, splits: tuple[int, int, int], *, packed: bool) -> None:
-    """Change packed projections in a state dict to separate ones, or the reverse; leave alone what does not fit.
+    """Change packed projections in a state dict to separate ones, or the reverse; do not change entries that do not
+    fit.
 
     Args:
         state: the state dict, which is changed.
@@ -30,7 +31,7 @@ def to_own_form(state: dict[str, Any], prefix: str, splits: tuple[int, int, int]
 
 
 def _fit(parts: list[Tensor | None], splits: tuple[int, int, int]) -> bool:
-    """Return whether these are the three parts of the packed projection; where not, loading says what is wrong."""
+    """Return whether these are the three parts of the packed projection; if not, loading reports the error."""
     widths = {part.shape[1:] for part in parts if part is not None}
     return tuple(0 if part is None else len(part) for part in parts) == splits and len(widths) == 1
 
@@ -44,7 +45,7 @@ def describe(module: Any) -> str:
     }  # fmt: skip
     parts += [f"{name}={getattr(module, name)}" for name, usual in defaults.items() if getattr(module, name) != usual]
     described: dict[str, object] = {"rotary": module.rotary, "qk_norm": module.qk_norm}
-    if isinstance(module.position_bias, ALiBi):  # a module shows itself
+    if isinstance(module.position_bias, ALiBi):  # a module prints itself
         described["position_bias"] = module.position_bias
     parts += [f"{name}={value!r}" for name, value in described.items() if value is not None]
     has = {"sinks": module.sinks, "gate": module.gate_proj, "bias_kv": module.bias_k}

@@ -1,6 +1,6 @@
-"""Where tokens stand: rotary embedding with its scalings, ALiBi, and T5's learned bias by distance.
+"""Positions of tokens: rotary embedding with its scalings, ALiBi, and T5's learned bias by distance.
 
-``MultiHeadAttention(rotary=..., position_bias=...)`` takes what is made here; each also works by itself.
+``MultiHeadAttention(rotary=..., position_bias=...)`` accepts these classes; each also works separately.
 """
 
 from headscope.positions._bias import ALiBi, RelativeBias, T5Buckets, matrix

@@ -19,8 +19,8 @@ class ALiBi:
 
     Args:
         num_heads: H, at least 1.
-        slopes: one a head, at least 0; by default the paper's, 2 ** (-8 (h + 1) / H) where H is a power of two; else
-            those of the power of two below, then every other one of the power above.
+        slopes: one for each head, at least 0; by default the paper's, 2 ** (-8 (h + 1) / H) if H is a power of two;
+            else those of the power of two below, then every second one of the power above.
 
     Source: Press et al. 2021, "Train Short, Test Long: Attention with Linear Biases Enables Input Length
     Extrapolation".
@@ -39,13 +39,13 @@ class ALiBi:
         object.__setattr__(self, "slopes", slopes)
 
     def of(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The bias at signed distances, key minus query, [...] -> [..., H]."""
+        """Return the bias at signed distances, key minus query, [...] -> [..., H]."""
         slopes = torch.tensor(self.slopes, dtype=dtype, device=distances.device)
         return -distances.abs().to(dtype)[..., None] * slopes
 
 
 def _slopes(heads: int) -> tuple[float, ...]:
-    below = 1 << (heads.bit_length() - 1)  # the largest power of two in it
+    below = 1 << (heads.bit_length() - 1)  # the largest power of two up to H
     first = [2.0 ** (-8 * (n + 1) / below) for n in range(below)]
     between = [2.0 ** (-4 * (n + 1) / below) for n in range(0, 2 * below, 2)]
     return tuple((first + between)[:heads])
@@ -56,8 +56,8 @@ class T5Buckets:
     """T5's buckets of distance: one for each short distance, then ever wider ones.
 
     Args:
-        num_buckets: how many there are in all, even and at least 4 if ``bidirectional``, else at least 2.
-        max_distance: from here on all distances share one bucket; more than the distances with a bucket of their own.
+        num_buckets: the number of buckets, even and at least 4 if ``bidirectional``, else at least 2.
+        max_distance: from this distance on, one bucket serves all; larger than the distances with their own buckets.
         bidirectional: half of the buckets are for keys after the query; otherwise those share the bucket of distance 0.
 
     Source: Raffel et al. 2019, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer",
@@ -80,15 +80,15 @@ class T5Buckets:
 
     @property
     def exact(self) -> int:
-        """How many distances, from 0 on, have a bucket of their own in each direction."""
+        """The number of distances, from 0, that have their own bucket in each direction."""
         return self.num_buckets // (4 if self.bidirectional else 2)
 
     def of(self, distances: Tensor) -> Tensor:
-        """The bucket of each signed distance, key minus query; integers of the same shape."""
+        """Return the bucket of each signed distance, key minus query; integers of the same shape."""
         half = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         ahead = (distances > 0).long() * half if self.bidirectional else 0
         far = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
-        # float32, step by step as T5 has it: learned tables go with its rounding at the edges of the buckets
+        # float32, step by step as in T5: learned tables depend on its rounding at the edges of the buckets
         wide = torch.log(far.float() / self.exact) / math.log(self.max_distance / self.exact) * (half - self.exact)
         wide = torch.where(far < self.exact, 0, wide).long() + self.exact
         return ahead + torch.where(far < self.exact, far, wide.clamp(max=half - 1))
@@ -120,19 +120,19 @@ class RelativeBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew, at no bias."""
+        """Reset the bias to zero."""
         nn.init.zeros_(self.weight)
 
     def of(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The bias at signed distances, key minus query, [...] -> [..., H]."""
+        """Return the bias at signed distances, key minus query, [...] -> [..., H]."""
         return self.weight[self.buckets.of(distances)].to(dtype)
 
     def forward(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """The bias of queries and keys at these positions, [Q] and [K] -> [H, Q, K], or with B before them."""
+        """Return the bias of queries and keys at these positions, [Q] and [K] -> [H, Q, K], or with B before them."""
         return matrix(self, q_pos, k_pos)
 
     def extra_repr(self) -> str:
-        """The sizes."""
+        """Return the sizes."""
         return f"{self.num_heads}, {self.buckets}"
 
 
@@ -140,12 +140,12 @@ PositionBias: TypeAlias = "ALiBi | RelativeBias"
 
 
 def matrix(bias: PositionBias, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A bias by distance as ``attention`` takes it.
+    """Return a bias by distance in the form that ``attention`` expects.
 
     Shapes: q_pos [Q] and k_pos [K] -> [H, Q, K]; q_pos [B, Q] and k_pos [B, K] -> [B, H, Q, K].
 
     Raises:
-        TypeError: positions that are no integers.
+        TypeError: positions that are not integers.
         ValueError: their axes do not fit.
     """
     q_pos, k_pos = to_positions("q_pos", q_pos, "[Q] or [B, Q]"), to_positions("k_pos", k_pos, "[K] or [B, K]")
@@ -160,11 +160,11 @@ def matrix(bias: PositionBias, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype 
 
 
 def turned_matrix(bias: PositionBias, queries: int, keys: int, first: int, like: Tensor) -> Tensor:
-    """``matrix`` for queries that come last first, [H, Q, K]: a view of H x (Q + K - 1) numbers.
+    """Return ``matrix`` for queries in reverse order, [H, Q, K]: a view of H x (Q + K - 1) numbers.
 
-    Query i of the result stands at first + queries - 1 - i, key j at j: the distance depends on i + j alone, so that
-    each row is the one before it, one number further on. (In their usual order it depends on j - i, and a tensor's
-    strides cannot be negative.)
+    Query i of the result is at position first + queries - 1 - i, key j at j. The distance depends only on i + j, so
+    each row is the previous row shifted by one, and the matrix is a strided view. (In the usual order it depends on j -
+    i, and a tensor's strides cannot be negative.)
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     distances = torch.arange(queries + keys - 1, device=like.device) - (first + queries - 1)
@@ -173,11 +173,11 @@ def turned_matrix(bias: PositionBias, queries: int, keys: int, first: int, like:
 
 
 def bias_of(option: object, num_heads: int, factory: dict[str, Any]) -> PositionBias | None:
-    """What ``MultiHeadAttention(position_bias=...)`` keeps; ``T5Buckets`` get a table of their own.
+    """Return the bias that ``MultiHeadAttention(position_bias=...)`` stores; ``T5Buckets`` get their own table.
 
     Raises:
         TypeError: something else.
-        ValueError: it has another number of heads.
+        ValueError: its number of heads differs.
     """
     if option is None:
         return None

@@ -12,7 +12,7 @@ from headscope._support.arguments import kind, number, whole
 
 
 def to_positions(name: str, x: object, axes: str) -> Tensor:
-    """A tensor of any integer dtype as int64: small ones wrap, and uint8 picks like a mask."""
+    """Return a tensor of any integer dtype as int64: small dtypes wrap around, and uint8 indexes like a mask."""
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise TypeError(f"{name}: got {kind(x)}, expected integers {axes}")
     return x.long()

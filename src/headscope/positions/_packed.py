@@ -11,11 +11,12 @@ from headscope.positions._options import to_positions
 
 
 def restarting(cu_seqlens: Tensor) -> Tensor:
-    """Positions of packed sequences, from 0 in each: cumulative lengths 0, 3, 5 -> 0, 1, 2, 0, 1; integers [total].
+    """Return positions of packed sequences, from 0 in each: cumulative lengths 0, 3, 5 -> 0, 1, 2, 0, 1; integers
+    [total].
 
     Raises:
-        TypeError: they are no tensor of integers.
-        ValueError: they do not begin with 0, or fall.
+        TypeError: they are not a tensor of integers.
+        ValueError: they do not start at 0, or decrease.
     """
     cu_seqlens = to_positions("cu_seqlens", cu_seqlens, "[n + 1]")
     if cu_seqlens.ndim != 1 or not len(cu_seqlens):

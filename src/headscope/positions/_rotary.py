@@ -21,16 +21,16 @@ Places: TypeAlias = "Tensor | slice"
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding: pairs of a head's numbers, turned by position · frequency.
+    """Rotary position embedding: pairs of a head's components, rotated by position · frequency.
 
-    Pair n turns by m · base ** (-2n / dim) at position m, in q and in k, so that q·k depends on the distance alone.
-    Angles are computed in float64, the turn itself in float32 or better.
+    Pair n rotates by m · base ** (-2n / dim) at position m, in q and in k, so q·k depends on the distance only. Angles
+    are computed in float64, the rotation in float32 or better.
 
     Args:
-        dim: how many numbers of each head are turned, from the first one on: even, at most the head's width; the rest
-            stays as it is (partial rotary).
+        dim: how many components of each head rotate, from the first: even, at most the head's width; the rest does not
+            change (partial rotary).
         base: of the frequencies, above 1.
-        pairing: which numbers make a pair: "half": n and n + dim / 2 (Hugging Face, GPT-NeoX); "interleaved": 2n and
+        pairing: which components form a pair: "half": n and n + dim / 2 (Hugging Face, GPT-NeoX); "interleaved": 2n and
             2n + 1 (the paper, GPT-J, Llama's own weights).
         scaling: ``LinearScaling``, ``NTK``, ``YaRN``, ``Llama3``, or None.
 
@@ -65,7 +65,7 @@ class Rotary:
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by: 1, but for YaRN."""
+        """The factor of cos and sin: 1, except for YaRN."""
         yarn = self.scaling
         if not isinstance(yarn, YaRN):
             return 1.0
@@ -80,10 +80,10 @@ class Rotary:
         return grown(yarn.mscale) / grown(yarn.mscale_all_dim)
 
     def frequencies(self, length: int | None = None) -> Tensor:
-        """The angle of each pair at position 1, float64 [dim / 2].
+        """Return the angle of each pair at position 1, float64 [dim / 2].
 
         Args:
-            length: of the call, for ``NTK(original_length=...)``; by default no more than that.
+            length: of the call, for ``NTK(original_length=...)``; by default at most ``original_length``.
         """
         powers = torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu") / self.dim  # [dim / 2]
         plain = _constant(self.base) ** -powers
@@ -103,7 +103,7 @@ class Rotary:
                 return plain * torch.lerp(_constant(1 / factor).expand_as(plain), torch.ones_like(plain), share)
 
     def _grown_base(self, factor: float, original: int | None, length: int | None) -> Tensor:
-        """The base by ``NTK``, float64 []."""
+        """Return the base of ``NTK``, float64 []."""
         power = self.dim / (self.dim - 2)
         if original is None:
             return _constant(self.base * factor**power)
@@ -115,10 +115,10 @@ class Rotary:
         return _constant(self.base) * grown ** _constant(power)
 
     def _unscaled_share(self, yarn: YaRN) -> Tensor:
-        """How much of each pair's frequency stays: 1 for fast ones, 0 for slow ones."""
+        """Return the unscaled share of each pair's frequency: 1 for fast pairs, 0 for slow ones."""
 
         def pair(turns: float) -> float:
-            """The pair that turns so often over the trained length."""
+            """Return the pair that makes so many turns over the trained length."""
             return self.dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
         low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
@@ -130,11 +130,11 @@ class Rotary:
         return 1 - ((at - _constant(low)) / _constant(high - low)).clamp(0, 1)
 
     def rotate(self, x: Tensor, positions: Places, *, length: int | None = None) -> Tensor:
-        """Turn queries or keys to their positions; the result has x's shape and dtype.
+        """Rotate queries or keys to their positions; the result has x's shape and dtype.
 
         Args:
             x: [B, H, T, D] or [H, T, D], D at least ``dim``.
-            positions: where each stands: integers [T] or [B, T]; or a slice of 0, 1, 2, …, with T in it.
+            positions: of each token: integers [T] or [B, T]; or a slice of 0, 1, 2, … of length T.
             length: of the call, for ``NTK(original_length=...)``; by default one more than the largest position.
 
         Raises:
@@ -147,7 +147,7 @@ class Rotary:
         return self.turn(x, *self.shared_cos_sin(_places(positions, x), x, length))
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``rotate`` by what ``cos_sin`` gave: x [..., T, D], cos and sin [T, dim / 2] or [B, 1, T, dim / 2]."""
+        """Rotate by the result of ``cos_sin``: x [..., T, D], cos and sin [T, dim / 2] or [B, 1, T, dim / 2]."""
         wide = x.to(cos.dtype)
         half = self.dim // 2
         if self.pairing == "half":
@@ -162,12 +162,12 @@ class Rotary:
         return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).to(x.dtype)
 
     def cos_sin(self, positions: Places, like: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """What ``turn`` takes, in float32 (float64 for float64), on the device of ``like``."""
+        """Return cos and sin for ``turn``, in float32 (float64 for float64), on the device of ``like``."""
         cos, sin = self.shared_cos_sin(positions, like, length)
         return cos.clone(), sin.clone()
 
     def shared_cos_sin(self, positions: Places, like: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """``cos_sin`` that must not be written to: it may be a piece of a table that later calls read."""
+        """Return a read-only ``cos_sin``: it may be a view of a table that later calls read."""
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         if self.dynamic and length is None:
             length = positions.stop if isinstance(positions, slice) else _most(positions) + 1
@@ -177,7 +177,7 @@ class Rotary:
                 return cos[positions], sin[positions]
             if positions.device.type == "cpu" and positions.numel():
                 least, most = (int(each) for each in positions.aminmax())
-                sparse = most + 1 > FAR_APART * positions.numel() + FREE  # no table is made for those
+                sparse = most + 1 > FAR_APART * positions.numel() + FREE  # these do not use a table
                 if least >= 0 and (not sparse or _has(self, most + 1, like.device, dtype)):
                     cos, sin = _table(self, most + 1, like.device, dtype)
                     return _rows(cos[positions]), _rows(sin[positions])
@@ -189,29 +189,29 @@ class Rotary:
     def _angles(
         self, positions: Tensor, length: int | None, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        wide = torch.float32 if device.type == "mps" else torch.float64  # which has nothing wider
+        wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no wider dtype
         angles = positions.to(device, wide)[..., None] * self.frequencies(length).to(device, wide)  # [..., T, dim / 2]
         factor = _constant(self.attention_factor).to(device, wide)
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def _constant(number: float) -> Tensor:
-    """A number as a tensor, float64 []: an export to ONNX rounds other numbers of a graph to float32."""
+    """Return a number as a tensor, float64 []: an export to ONNX rounds plain numbers of a graph to float32."""
     return torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
 def _most(positions: Tensor) -> int:
-    """The largest position; -1 if there is none."""
+    """Return the largest position; -1 if there are no positions."""
     return int(positions.max()) if positions.numel() else -1
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[T, dim / 2] as it is; [B, T, dim / 2] -> [B, 1, T, dim / 2]: the same for all heads."""
+    """Return [T, dim / 2] unchanged; [B, T, dim / 2] as [B, 1, T, dim / 2]: the same for all heads."""
     return x if x.ndim == 2 else x[:, None]
 
 
 _tables: BoundedTable[tuple[Rotary, torch.device, torch.dtype], tuple[Tensor, Tensor]] = BoundedTable(16)
-FAR_APART, FREE = 4, 4096  # a table is made for positions up to 4 times their number + 4096
+FAR_APART, FREE = 4, 4096  # a table covers positions up to 4 times their number + 4096
 
 
 def _has(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype) -> bool:
@@ -220,11 +220,11 @@ def _has(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype) 
 
 
 def _table(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of the positions from 0 to ``length`` at least, [length, dim / 2]; kept for the calls that follow."""
+    """Return cos and sin of positions 0 to at least ``length``, [length, dim / 2]; cached for later calls."""
     key = (rotary, device, dtype)
     table = _tables.get(key)
     if table is None or len(table[0]) < length:
-        with torch.inference_mode(False), torch.no_grad():  # a later call may want gradients through them
+        with torch.inference_mode(False), torch.no_grad():  # a later call may require gradients through them
             positions = torch.arange(1 << max(8, (length - 1).bit_length()), device=device)
             table = rotary._angles(positions, None, device, dtype)
         _tables.add(key, table)
@@ -232,7 +232,7 @@ def _table(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype
 
 
 def _places(positions: object, x: Tensor) -> Places:
-    """``check_positions``, for which a slice will do as well."""
+    """Return ``check_positions``, or an equivalent slice."""
     if not isinstance(positions, slice):
         return check_positions(positions, x)
     start, stop, length = 0 if positions.start is None else positions.start, positions.stop, x.shape[-2]
@@ -243,7 +243,7 @@ def _places(positions: object, x: Tensor) -> Places:
 
 
 def check_positions(positions: object, x: Tensor) -> Tensor:
-    """Positions of x [B, H, T, D] or [H, T, D] as int64, if they fit it."""
+    """Return the positions of x [B, H, T, D] or [H, T, D] as int64; raise if they do not fit."""
     length = x.shape[-2]
     places = to_positions("positions", positions, "[T] or [B, T]")
     fits = places.ndim in (1, x.ndim - 2) and places.shape[-1] == length

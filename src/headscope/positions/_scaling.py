@@ -1,4 +1,4 @@
-"""Scalings of rotary: how a trained range of positions becomes a longer one."""
+"""Scalings of rotary, which extend the trained range of positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headscope.positions._options import settle_number, settle_whole
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by ``factor``: a context that many times as long turns through the trained angles.
+    """Positions divided by ``factor``: a context ``factor`` times as long uses the trained range of angles.
 
     Args:
         factor: at least 1.
@@ -26,13 +26,13 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class NTK:
-    """A larger base: fast pairs turn as they were trained, slow ones up to ``factor`` times as slowly.
+    """A larger base: fast pairs rotate as trained, slow ones up to ``factor`` times as slowly.
 
     Args:
         factor: at least 1.
         original_length: None = the base grows once and for all, to base · factor ** (dim / (dim - 2)). A number: the
-            base grows with the length of each call that is longer than this ("dynamic" in transformers), so that the
-            angles of a token change as more follow it; a cache refuses that.
+            base grows with the length of each call that is longer than this ("dynamic" in transformers), so the angles
+            of a token change as more follow; a cache does not support that.
 
     Source: bloc97 2023, "NTK-Aware Scaled RoPE"; Peng et al. 2023, "YaRN", section 3.
     """
@@ -48,16 +48,17 @@ class NTK:
 
 @dataclass(frozen=True)
 class YaRN:
-    """Slow pairs interpolated, fast ones left as they are, with a ramp between; q and k grow by the attention factor.
+    """Slow pairs interpolated, fast pairs unchanged, with a ramp between; q and k are multiplied by the attention
+    factor.
 
     Args:
-        factor: how many times as long the context is to be, at least 1.
+        factor: the extended context length over the trained one, at least 1.
         original_length: of the texts that the model was trained on.
-        beta_fast: pairs that turn more often than this over ``original_length`` stay as they are.
-        beta_slow: pairs that turn less often are interpolated.
-        attention_factor: what cos and sin are multiplied by, above 0; by default 0.1 ln(factor) + 1, or, with both of
-            the next two, (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1), as DeepSeek has it.
-        mscale, mscale_all_dim: see there; both or none.
+        beta_fast: pairs with more turns than this over ``original_length`` do not change.
+        beta_slow: pairs with fewer turns are interpolated.
+        attention_factor: the factor of cos and sin, above 0; by default 0.1 ln(factor) + 1, or, with both of the next
+            two, (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1), as in DeepSeek. mscale,
+            mscale_all_dim: see ``attention_factor``; both or none.
         truncate: round the ends of the ramp to whole pairs, outwards.
 
     Source: Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", equations 17 to 22.
@@ -86,12 +87,12 @@ class YaRN:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Pairs of long wavelength slowed by ``factor``, those of short wavelength left, with a ramp between.
+    """Pairs of long wavelength slowed by ``factor``, those of short wavelength unchanged, with a ramp between.
 
     Args:
         factor: at least 1.
         low_freq_factor: wavelengths above original_length / low_freq_factor are slowed.
-        high_freq_factor: those below original_length / high_freq_factor stay; above ``low_freq_factor``.
+        high_freq_factor: those below original_length / high_freq_factor do not change; above ``low_freq_factor``.
         original_length: of the texts that the model was trained on.
 
     Source: Llama 3.1 (Grattafiori et al. 2024, "The Llama 3 Herd of Models"), ``apply_scaling`` of its reference code.

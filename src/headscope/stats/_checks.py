@@ -59,7 +59,7 @@ def _check_weights(name: str, values: Tensor, most: Tensor, absent: Tensor | Non
     if bool(wrong.any()):
         at = int(wrong.flatten().nonzero()[0])
         got, expected = float(values.flatten()[at]), float(most.expand_as(values).flatten()[at])
-        raise ValueError(f"{name}: expected weights whose sum is at most {expected:g}, got {got:g}")
+        raise ValueError(f"{name}: expected weights, or sums of them, of at most {expected:g}, got {got:g}")
 
 
 def check_parts(under: str, parts: Mapping[str, Any]) -> None:

@@ -226,6 +226,6 @@ def _check_largest(origin: str, log_p: Tensor, lse: Tensor) -> None:
     rounding = (16 * torch.finfo(lse.dtype).eps * lse.abs()).nan_to_num(0.0, posinf=0.0)
     if bool((wrong := log_p > _ROUNDING + rounding).any()):
         raise DamagedFileError(
-            f"{origin}: expected weights whose sum is at most 1, got {float(log_p[wrong][0].exp()):g}; the file was "
+            f"{origin}: expected weights of at most 1, got {float(log_p[wrong][0].exp()):g}; the file was "
             "changed or damaged since it was saved"
         )

@@ -1,1 +1,1 @@
-"""The backends, a module each: native (named "cpu"), sdpa, blocked and reference. ``_attend.select`` chooses one."""
+"""The backends, one module each: native (named "cpu"), sdpa, blocked and reference. ``_attend.select`` chooses one."""

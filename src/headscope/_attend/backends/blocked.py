@@ -1,8 +1,8 @@
-"""Blocked torch: every option on any device, memory linear in the length, the portable form of everything.
+"""Blocked torch, the portable backend: every option on any device, memory linear in the length.
 
-A block is a run of query rows of some heads against every key those rows may see, so each softmax is a plain one.
-The number of rows is what fits into ``BLOCK`` logits: it falls as the keys grow, and depends on nothing but shapes.
-The backward pass computes the weights again from q and k.
+A block is a run of query rows of some heads with all keys visible to them, so each softmax is a plain one.
+The number of rows is what fits into ``BLOCK`` logits: it decreases as the keys grow, and depends only on shapes. The
+    backward pass recomputes the weights from q and k.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ name = "blocked"
 attend_finite = attend_careful = repeater = None
 
 BLOCK = 1 << 19  # logits in one block: 2 MiB of float32, about one core's second-level cache
-COMPILED_BLOCK = 1 << 24  # the same within torch.compile, where a graph has each block written out
-FEW_QUERIES = 3  # up to so many rows torch multiplies in shorter chains
+COMPILED_BLOCK = 1 << 24  # the same within torch.compile, where the graph unrolls the blocks
+FEW_QUERIES = 3  # up to so many rows torch sums products in shorter chains
 
 
 def refuses(call: Call) -> list[str]:
-    """Nothing is refused."""
+    """Return no reasons: every call is supported."""
     return []
 
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """out and lse, block by block. The seed of dropout is drawn from torch's generator unless it is given."""
+    """Return out and lse, block by block. Without ``seed``, torch's generator draws the dropout seed."""
     if call.in_compiled_func:
         return _attend_plainly(call, plan, inputs)
     if seed is None:
@@ -66,12 +66,14 @@ class Block:
     number: int
 
     def heads(self, group: int) -> slice:
-        """The query heads."""
+        """Return the query heads."""
         return slice(self.h.start * group, self.h.stop * group)
 
 
 def blocks(call: Call, plan: Plan | None) -> Iterator[Block]:
-    """Cut a call into blocks of at most ``BLOCK`` logits (but at least one row), without keys that no row sees."""
+    """Cut a call into blocks of at most ``BLOCK`` logits (but at least one row), without keys that are masked for every
+    row.
+    """
     if call.heads == 0:
         return
     sizes = block_sizes(call, call.queries, BLOCK)
@@ -86,8 +88,8 @@ class _Logits(NamedTuple):
     """The final logits of a block.
 
     Attributes:
-        s: [b, h, g * i, j], -inf where a key is hidden.
-        uncapped: what tanh was taken of where there is a softcap.
+        s: [b, h, g * i, j], -inf where a key is masked.
+        uncapped: the argument of tanh if there is a softcap.
         visible: which keys are visible, broadcastable to [b, h, g, i, j]; None = all.
     """
 
@@ -97,7 +99,7 @@ class _Logits(NamedTuple):
 
 
 def _logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> _Logits:
-    """The final logits of a block."""
+    """Return the final logits of a block."""
     dtype = accumulate_dtype(call.dtype)
     q = _grouped(call, block, inputs.q).to(dtype)
     k = inputs.k[block.b, block.h, block.j].to(dtype)
@@ -116,10 +118,10 @@ def _logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> _Log
 
 
 def _products(call: Call, q: Tensor, k: Tensor) -> Tensor:
-    """The scaled products of queries [b, h, g * i, D] and keys [b, h, j, D], as [b, h, g * i, j].
+    """Return the scaled products of queries [b, h, g * i, D] and keys [b, h, j, D], as [b, h, g * i, j].
 
-    On a CPU a product of few rows is summed in shorter chains than one of many. So the few queries of each head are
-    multiplied by themselves: in one product their errors were up to three times those of plain torch.
+    On a CPU torch sums a product of few rows in shorter chains than one of many. So each head's few queries are
+    multiplied separately: in one product their errors were up to three times those of plain torch.
     """
     if call.group == 1 or call.queries > FEW_QUERIES or call.device != "cpu":
         return scaled_products(q, k, call.scale, call.softcap)
@@ -128,18 +130,18 @@ def _products(call: Call, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _grouped(call: Call, block: Block, tensor: Tensor) -> Tensor:
-    """The query rows of a block, those of one key/value head together: [B, H, Q, D] -> [b, h, g * i, D]."""
+    """Return the query rows of a block, those of one key/value head together: [B, H, Q, D] -> [b, h, g * i, D]."""
     rows = tensor[block.b, block.heads(call.group), block.i]
     return rows.unflatten(1, (-1, call.group)).flatten(2, 3)  # [b, h, g * i, D]
 
 
 def _per_head(call: Call, tile: Tensor) -> Tensor:
-    """[b, h, g * i, j] -> [b, h, g, i, j]"""
+    """Return [b, h, g * i, j] as [b, h, g, i, j]."""
     return tile.unflatten(2, (call.group, -1))
 
 
 def _bias_tile(call: Call, block: Block, bias: Tensor) -> Tensor:
-    """The bias of a block, broadcastable to [b, h, g, i, j]."""
+    """Return the bias of a block, broadcastable to [b, h, g, i, j]."""
     at = (block.b, block.heads(call.group), block.i, block.j)
     tile = bias[tuple(slice(None) if size == 1 else here for size, here in zip(bias.shape, at, strict=True))]
     tile = tile.to(accumulate_dtype(call.dtype))
@@ -147,13 +149,13 @@ def _bias_tile(call: Call, block: Block, bias: Tensor) -> Tensor:
 
 
 def _sink_rows(call: Call, block: Block, sinks: Tensor) -> Tensor:
-    """The sink logit of each row of a block, [h, g * i, 1]."""
+    """Return the sink logit of each row of a block, [h, g * i, 1]."""
     rows = sinks[block.heads(call.group)].to(accumulate_dtype(call.dtype)).view(-1, call.group, 1)  # [h, g, 1]
     return rows.expand(-1, -1, block.i.stop - block.i.start).flatten(1)[..., None]  # [h, g * i, 1]
 
 
 def _keep(call: Call, block: Block, seed: int, like: Tensor) -> Tensor:
-    """What dropout keeps of a block, already divided by its probability; the same in both passes."""
+    """Return the dropout factors of a block, 0 or 1 / (1 - p); the same in both passes."""
     if like.device.type == "meta":
         return torch.empty_like(like)
     generator = torch.Generator(like.device).manual_seed(seed + block.number)
@@ -162,10 +164,11 @@ def _keep(call: Call, block: Block, seed: int, like: Tensor) -> Tensor:
 
 
 def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The same of nothing but torch's operations, none in place, for torch.func within torch.compile.
+    """Attend with torch's operations only, none in place, for torch.func within torch.compile.
 
-    There any input may be batched, and what ``_Attend.backward`` returns would be a constant: a second derivative
-    would be wrong without a word. A gradient keeps the weights, so that dropout needs no seed and can be torch's own.
+    Any input may be batched there, and the result of ``_Attend.backward`` would be a constant: a second derivative
+        would be silently wrong. The gradient saves the weights, so dropout does not require a seed and can be torch's
+        own.
     """
     rows = (call.batch, call.heads, call.queries)
     if call.queries == 0 or call.heads == 0:
@@ -184,7 +187,7 @@ def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tens
 
 
 class _Attend(Function[tuple[Tensor, Tensor]]):
-    """The forward pass in blocks, and its gradient, which computes the weights again."""
+    """The forward pass in blocks, and its gradient, which recomputes the weights."""
 
     @staticmethod
     def forward(
@@ -207,7 +210,7 @@ class _Attend(Function[tuple[Tensor, Tensor]]):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batched(*grads)
-        saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
+        saved = ctx.saved_tensors  # read once: checkpointing recomputes them in each access
         tensors, (out, lse) = saved[:5], saved[5:7]
         forward = ForwardPass(ctx.call, ctx.plan, ctx.seed)
         with torch.no_grad():
@@ -224,14 +227,14 @@ def gradients(
     grads: Pair,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k, v, and of bias and sinks where they are needed.
+    """Return the gradients of q, k, v, and of bias and sinks if needed.
 
     Args:
         forward: the forward pass.
         inputs: its inputs.
-        results: its out and lse, of which only the sizes are read.
-        grads: those of out and lse, or None.
-        needed: whether those of bias and sinks are: a bias may be as large as the matrix.
+        results: its out and lse, of which it reads only the sizes.
+        grads: the gradients of out and lse, or None.
+        needed: whether the gradients of bias and sinks are needed: a bias may be as large as the matrix.
     """
     call, plan, seed = forward
     grad_out, grad_lse = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
@@ -243,7 +246,7 @@ def gradients(
 
 
 def _zeros(inputs: Inputs, needed: tuple[bool, ...], dtype: torch.dtype) -> Inputs:
-    """Return a sum for each gradient: those of q, k and v, and of bias and sinks where they are needed."""
+    """Return zeros for each gradient: those of q, k and v, and of bias and sinks if needed."""
 
     def zeros(x: Tensor) -> Tensor:
         return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
@@ -257,7 +260,7 @@ def _like(total: Tensor | None, tensor: Tensor | None) -> Tensor | None:
 
 
 def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: int) -> tuple[Tensor, Tensor]:
-    """out [b, h, g * i, Dv] and lse [b, h, g * i, 1] of one block, in the accumulating dtype."""
+    """Return out [b, h, g * i, Dv] and lse [b, h, g * i, 1] of one block, in the accumulating dtype."""
     if block.j.start == block.j.stop:
         return _nothing_seen(call, block, inputs)
     w = _weights(call, block, inputs, _logits(call, plan, block, inputs))
@@ -265,12 +268,12 @@ def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: 
     if call.dropout:
         p = F.dropout(p, call.dropout) if call.in_compiled_func else p * _keep(call, block, seed, p)
     out = p @ inputs.v[block.b, block.h, block.j].to(p.dtype)
-    lse = w.top + w.divisor.log()  # of which torch may take the derivative: log(0) has none
+    lse = w.top + w.divisor.log()  # torch may differentiate this: log(0) has no derivative
     return out / w.divisor, lse.masked_fill(w.total == 0, -torch.inf) if call.may_be_empty else lse
 
 
 class _Weights(NamedTuple):
-    """The weights of a block before they are divided, [b, h, g * i, j], and what each row has of its own, [.., 1]."""
+    """The weights of a block before the division, [b, h, g * i, j], and the values of each row, [.., 1]."""
 
     p: Tensor
     sink: Tensor | None
@@ -280,7 +283,7 @@ class _Weights(NamedTuple):
 
 
 def _weights(call: Call, block: Block, inputs: Inputs, logits: _Logits) -> _Weights:
-    """From logits, in whose place p lies. A row without a visible key is divided by 1; logits of -inf give NaN."""
+    """Compute weights in place of the logits. A row without a visible key is divided by 1; logits of -inf give NaN."""
     s = logits.s
     top = s.amax(-1, keepdim=True)
     sink = None if inputs.sinks is None else _sink_rows(call, block, inputs.sinks)
@@ -288,7 +291,7 @@ def _weights(call: Call, block: Block, inputs: Inputs, logits: _Logits) -> _Weig
         top = torch.maximum(top, sink)
     if call.may_be_empty and logits.visible is not None:
         lost = top == -torch.inf
-        if call.device != "cpu" or call.form != "plain" or lost.any():  # elsewhere the answer would wait for the device
+        if call.device != "cpu" or call.form != "plain" or lost.any():  # elsewhere the check would wait for the device
             empty = ~logits.visible.any(-1, keepdim=True)
             top = top.masked_fill((_per_head(call, lost) & empty).view_as(top), 0)
     p = (s - top).exp() if call.in_compiled_func else s.sub_(top).exp_()
@@ -313,13 +316,13 @@ def _nothing_seen(call: Call, block: Block, inputs: Inputs) -> tuple[Tensor, Ten
 
 
 def _weights_of_sink_alone(sink: Tensor) -> Tensor:
-    """The weight of the sink in rows that see no key: 1, 0 for -inf, NaN for NaN and +inf."""
+    """Return the weight of the sink in rows without visible keys: 1, 0 for -inf, NaN for NaN and +inf."""
     return (sink - sink).masked_fill(sink == -torch.inf, -torch.inf).exp()
 
 
 @dataclass(frozen=True, slots=True)
 class _Backward:
-    """What the gradient of one block is made from."""
+    """The inputs of the gradient of one block."""
 
     call: Call
     plan: Plan | None
@@ -336,14 +339,14 @@ def _backward(a: _Backward, sums: Inputs) -> None:
     dtype = accumulate_dtype(call.dtype)
     grad_lse = _grouped(call, block, a.grad_lse[..., None]).to(dtype)  # [b, h, g * i, 1]
     if block.j.start == block.j.stop:
-        if inputs.sinks is not None:  # it has it all, or there is nothing
+        if inputs.sinks is not None:  # the sink has all the weight, or there is none
             weights = _weights_of_sink_alone(_sink_rows(call, block, inputs.sinks))
             _add_sink_gradient(call, block, grad_lse * weights, sums)
         return
     grad_out = _grouped(call, block, a.grad_out).to(dtype)
     logits = _logits(call, a.plan, block, inputs)
     uncapped, hidden = logits.uncapped, logits.s == -torch.inf
-    w = _weights(call, block, inputs, logits)  # anew, not by lse: where that is large it has lost the sum
+    w = _weights(call, block, inputs, logits)  # recomputed, not from lse: a large lse has rounded away the sum
     p = w.p.div_(w.divisor)
     v = inputs.v[block.b, block.h, block.j].to(dtype)
     grad_p = grad_out @ v.transpose(-2, -1)  # [b, h, g * i, j]
@@ -359,20 +362,22 @@ def _backward(a: _Backward, sums: Inputs) -> None:
     if sums.bias is not None:
         _add_bias_gradient(call, block, _per_head(call, grad_s), sums.bias)
     if uncapped is not None:
-        grad_s = grad_s / uncapped.cosh().square()  # not 1 - tanh², which loses its digits where tanh is flat
+        grad_s = grad_s / uncapped.cosh().square()  # not 1 - tanh², which loses its digits as tanh approaches ±1
     q, k = _grouped(call, block, inputs.q).to(dtype), inputs.k[block.b, block.h, block.j].to(dtype)
-    # scaled last: of an extreme scale the product with grad_s alone would leave the range
+    # scaled last: with an extreme scale the product with grad_s alone would overflow
     sums.k[block.b, block.h, block.j] += (grad_s.transpose(-2, -1) @ q).mul_(call.scale)
     grad_q = _per_head(call, (grad_s @ k).mul_(call.scale)).flatten(1, 2)  # [b, H, i, D]
     sums.q[block.b, block.heads(call.group), block.i] += grad_q
 
 
 def _delta(call: Call, p: Tensor, grad_p: Tensor, visible: Tensor | None) -> Tensor:
-    """δ = Σ p dp of each row. The rounding of dp cancels in dp - δ; with δ = out · dout that of out would stay."""
+    """Return δ = Σ p dp of each row. The rounding of dp cancels in dp - δ; with δ = out · dout that of out would
+    remain.
+    """
     weighted = p * grad_p
     delta = weighted.sum(-1, keepdim=True)
     if visible is not None and (call.device != "cpu" or call.form != "plain" or not delta.isfinite().all()):
-        # A hidden key counts for 0, also where its dp is infinite.
+        # A masked key counts as 0, even if its dp is infinite.
         delta = _per_head(call, weighted).masked_fill_(~visible, 0).sum(-1, keepdim=True).view_as(delta)
     return delta
 

@@ -26,18 +26,18 @@ from headscope._attend.visibility import gradients_of_bad_inputs, hides
 from headscope._support.autograd import Function, outside_transforms
 from headscope.masks import Plan, RuleKind
 
-name = "cpu"  # what users name; its device is the CPU, too
+name = "cpu"  # the name that users pass; its device is the CPU, too
 attend_careful = None
 
 CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-MOST_POSITIONS = 2**31  # in a mask they are numbers of 32 bits
+MOST_POSITIONS = 2**31  # in a mask, positions are 32-bit numbers
 
 
 def _load() -> tuple[Any, str]:
-    """The extension, or None; and why it was built and cannot be loaded, if that is so."""
+    """Return the extension, or None; and the error if it was built and cannot be loaded."""
     try:
         return import_module("headscope._native"), ""
-    except ModuleNotFoundError:  # it was not built
+    except ModuleNotFoundError:  # not built
         return None, ""
     except ImportError as error:
         return None, str(error)
@@ -47,7 +47,7 @@ extension, unloadable = _load()
 
 
 def refuses(call: Call) -> list[str]:
-    """What the native kernels cannot do."""
+    """Return why the native kernels do not support a call."""
     reasons: list[str] = []
     if call.device != "cpu":
         reasons.append(f"device: the native kernels run on the CPU, not on {call.device}")
@@ -62,14 +62,14 @@ def refuses(call: Call) -> list[str]:
         reasons.append("tensors: are of a subclass of Tensor; the native kernels read plain memory")
     if call.rest == "many":
         reasons.append(f"mask: has more than {MOST_RULES} parts")
-    # where sizes may be open, their operator looks when it runs: an exported program would be tied to what was found
+    # with symbolic sizes, the operator checks when it runs: a check here would specialise an exported program
     if call.form != "traced" and (call.queries >= MOST_POSITIONS or call.keys >= MOST_POSITIONS):
         reasons.append(f"sizes: {MOST_POSITIONS:,} or more queries or keys")
     return reasons
 
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """out, and lse if it is asked for. The seed of dropout is drawn from torch's generator unless it is given."""
+    """Return out, and lse if requested. Without ``seed``, torch's generator draws the dropout seed."""
     if seed is None:
         seed = int(draw_seed().item()) if call.dropout else 0
     with torch.no_grad():
@@ -78,7 +78,7 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = Non
 
 
 def attend_finite(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None] | None:
-    """As ``attend``, without dropout; None where NaN or infinity may have reached what must not see it."""
+    """Attend without dropout; return None if NaN or infinity may have reached rows where it is masked."""
     with torch.no_grad():
         out, lse, finite = _forward(call, plan, inputs, 0, need_lse=call.lse or call.grad or call.bias_grad)
     if not finite and hides(call):
@@ -89,7 +89,7 @@ def attend_finite(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor
 def _tied(
     call: Call, plan: Plan | None, inputs: Inputs, seed: int, out: Tensor, lse: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """out and lse with their gradients, where the call has any."""
+    """Return out and lse with their gradients, if the call has any."""
     if not (call.grad or call.bias_grad) or lse is None:
         return out, lse
     tied = _Differentiable.apply((ForwardPass(call, plan, seed), call.lse, out, lse), *inputs)
@@ -97,12 +97,12 @@ def _tied(
 
 
 def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
-    """Return a short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
+    """Return a fast path for repeated calls with other tensors of the same sizes, dtypes and strides.
 
-    It takes q, k, v, and bias and sinks if there are any, and returns out, and lse where the call asks for it. It
-    returns None where NaN or infinity may have reached rows that must not see it. It also returns None where a tensor
-    has no memory: the long way then materializes a ZeroTensor, and raises for a freed storage. There is no short way
-    for calls with dropout, with rules beside the spans of a mask, or with tensors that would have to be copied first.
+    It takes q, k, v, and bias and sinks if there are any, and returns out, and lse if the call requests it. It returns
+        None if NaN or infinity may have reached rows where it is masked. It also returns None if a tensor has no
+        memory: the full path then materialises a ZeroTensor, and raises for a freed storage. Calls with dropout, with
+        rules in addition to the spans of a mask, or with tensors that must be copied first, do not have a fast path.
     """
     dtype, (q, k, v, bias, sinks) = accumulate_dtype(call.dtype), inputs
     copied = not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 or any(
@@ -112,7 +112,7 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
     if copied or call.dropout or (plan is not None and plan.rest is not None):
         return None
     kernel_call = to_kernel_call(call, plan, Inputs(q, k, v, four_axes(bias), sinks), 0)
-    kernel_call.held = kernel_call.held[5:6]  # the spans; the others will be other tensors
+    kernel_call.held = kernel_call.held[5:6]  # the spans; all other tensors change from call to call
     repeat, threads, empty = extension.repeat, torch.get_num_threads, torch.empty_like
     like = without_memory(rows_like(call, call.queries, call.heads, call.v_head_dim))
     lse_like = without_memory(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
@@ -147,13 +147,13 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """Return the tensor without its memory: ``empty_like`` of it is faster than ``empty_strided``."""
+    """Return the tensor without its memory: ``empty_like`` of the result is faster than ``empty_strided``."""
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 class _Differentiable(Function[Tensor | tuple[Tensor, Tensor]]):
-    """Ties out and lse, which are there already, to what they were made from."""
+    """An autograd node that connects computed out and lse to their inputs."""
 
     @staticmethod
     def forward(
@@ -166,7 +166,7 @@ class _Differentiable(Function[Tensor | tuple[Tensor, Tensor]]):
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.forward_pass, returns_lse, out, lse = results
         masks = () if ctx.forward_pass.plan is None else ctx.forward_pass.plan.read_again()
-        ctx.save_for_backward(q, k, v, out, lse, *beside, *masks)  # beside: bias and sinks, or nothing
+        ctx.save_for_backward(q, k, v, out, lse, *beside, *masks)  # beside: bias and sinks, if any
         if not returns_lse:
             return out
         ctx.set_materialize_grads(False)
@@ -183,7 +183,7 @@ class _Differentiable(Function[Tensor | tuple[Tensor, Tensor]]):
         inputs, needed = Inputs(q, k, v, four_axes(bias), sinks), ctx.needs_input_grad[4:] or (False, False)
         with torch.no_grad():
             dq, dk, dv, dbias, dsinks = gradients(ctx.forward_pass, inputs, (out, lse), (grad_out, grad_lse), needed)
-        dbias = dbias.reshape(bias.shape) if dbias is not None and bias is not None else None  # the axes it came with
+        dbias = dbias.reshape(bias.shape) if dbias is not None and bias is not None else None  # the caller's axes
         gradients_of_inputs = (dq, dk, dv, dbias, dsinks)[: 3 + len(beside)]
         return None, *once(gradients_of_inputs, grad_out, grad_lse, *saved)
 
@@ -192,7 +192,7 @@ _tie = outside_transforms(_Differentiable)
 
 
 def four_axes(bias: Tensor | None) -> Tensor | None:
-    """A bias as a backend takes it: [B, H, Q, K], each axis of its size or 1."""
+    """Return a bias as backends expect it: [B, H, Q, K], each axis of its size or 1."""
     return bias if bias is None or bias.ndim == 4 else bias[(None,) * (4 - bias.ndim)]
 
 
@@ -209,12 +209,12 @@ def gradients(
         needed: whether those of bias and sinks are.
     """
     gradients_of_inputs, finite = _gradients(forward, inputs, results, grads, needed)
-    if finite:  # a NaN that met anything, and be it a weight of 0, would be in one of them
+    if finite:  # a NaN multiplied by anything, even a weight of 0, would be in one of them
         return gradients_of_inputs
 
     def again(clean: Inputs, grads: Pair) -> tuple[Tensor | None, ...]:
         out, lse, _ = _forward(forward.call, forward.plan, clean, forward.seed, need_lse=True)
-        assert lse is not None  # it is asked for
+        assert lse is not None  # requested
         return _gradients(forward, clean, (out, lse), grads, needed)[0]
 
     return gradients_of_bad_inputs(forward, inputs, grads, again) or gradients_of_inputs
@@ -223,12 +223,12 @@ def gradients(
 def _gradients(
     forward: ForwardPass, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...]
 ) -> tuple[tuple[Tensor | None, ...], bool]:
-    """These, and whether all of dq, dk and dv is finite."""
+    """Return the gradients, and whether all of dq, dk and dv is finite."""
     call = forward.call
     out, lse = (
         unit_stride(results[0]),
         readable(results[1]).contiguous(),
-    )  # hooks on what is saved may have laid them out anew
+    )  # hooks on saved tensors may have changed their strides
     grad_out = torch.zeros_like(out) if grads[0] is None else unit_stride(grads[0])
     grad_lse = readable(grads[1]).contiguous() if grads[1] is not None else None
     dq = rows_like(call, call.queries, call.heads, call.head_dim)
@@ -241,7 +241,7 @@ def _gradients(
     sink_gradients = torch.empty_like(lse) if inputs.sinks is not None and needed[1] else None
     kernel_call = to_kernel_call(
         call, forward.plan, inputs, forward.seed
-    )  # a name of its own: it keeps alive what it points into
+    )  # a separate name: it keeps the tensors behind its addresses alive
     finite = extension.backward(
         kernel_call.call, out.data_ptr(), out.stride(), lse.data_ptr(),
         grad_out.data_ptr(), grad_out.stride(), address(grad_lse), dq.data_ptr(), dq.stride(),
@@ -257,7 +257,7 @@ def _gradients(
 
 
 class _KernelCall:
-    """A call of the extension, and the tensors its addresses point into."""
+    """A call of the extension, and the tensors that its addresses point to."""
 
     def __init__(self, call: Any, held: tuple[Tensor | None, ...]) -> None:
         self.call = call
@@ -267,19 +267,23 @@ class _KernelCall:
 def _forward(
     call: Call, plan: Plan | None, inputs: Inputs, seed: int, need_lse: bool
 ) -> tuple[Tensor, Tensor | None, bool]:
-    """out, lse, and whether all of out is finite."""
+    """Return out, lse, and whether all of out is finite."""
     out = rows_like(call, call.queries, call.heads, call.v_head_dim)
     lse = None
     if need_lse:
         rows = (call.batch, call.heads, call.queries)
         lse = torch.empty(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
-    kernel_call = to_kernel_call(call, plan, inputs, seed)  # a name of its own: it keeps alive what it points into
+    kernel_call = to_kernel_call(
+        call, plan, inputs, seed
+    )  # a separate name: it keeps the tensors behind its addresses alive
     finite = extension.forward(kernel_call.call, out.data_ptr(), address(lse), torch.get_num_threads())
     return out, lse, finite
 
 
 def rows_like(call: Call, length: int, heads: int, width: int) -> Tensor:
-    """An empty [B, heads, length, width], laid out as [B, length, heads, width]: merging heads then costs nothing."""
+    """Return an empty [B, heads, length, width] with strides of [B, length, heads, width]: merging heads is then
+    free.
+    """
     sizes = (call.batch, heads, length, width)
     return torch.empty_strided(sizes, row_strides(length, heads, width), dtype=call.dtype, device="cpu")
 
@@ -290,13 +294,13 @@ def row_strides(length: int, heads: int, width: int) -> tuple[int, int, int, int
 
 
 def to_kernel_call(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _KernelCall:
-    """A call as the extension knows it."""
+    """Return a call in the form of the extension."""
     q, k, v = (unit_stride(x) for x in inputs[:3])
     dtype = accumulate_dtype(call.dtype)
     bias = readable(inputs.bias.detach().to(dtype)) if inputs.bias is not None else None
     sinks = readable(inputs.sinks.detach().to(dtype)).contiguous() if inputs.sinks is not None else None
     for name, x in (("bias", bias), ("sinks", sinks)):
-        if x is not None and x.numel() and not x.data_ptr():  # address 0 would mean that there is none
+        if x is not None and x.numel() and not x.data_ptr():  # address 0 would mean that the tensor is absent
             raise ValueError(f"{name}: its storage is empty; its memory was freed")
     spans, spans_at, rules = None, (0, 0, 0), _Rules()
     if plan is not None and not plan.everything:
@@ -319,7 +323,7 @@ class _Rules:
 
     Attributes:
         program: kind, address and strides of the first tensor, and those of the second.
-        tensors: what the addresses point into.
+        tensors: the tensors that the addresses point to.
     """
 
     def __init__(self) -> None:
@@ -350,24 +354,24 @@ class _Rules:
 
 
 def _reach(spans: Tensor) -> tuple[int, int, int]:
-    """Strides over batch and queries, and how many spans a row has."""
+    """Return strides over batch and queries, and the number of spans of a row."""
     batch, queries, _, _ = _strides(spans)
     return batch, queries, spans.shape[2]
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Return x, or a copy of it, as a kernel reads it: ``readable``, with a last stride of 1."""
+    """Return x, or a copy, as a kernel reads it: ``readable``, with a last stride of 1."""
     x = readable(x)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def address(x: Tensor | None) -> int:
-    """Where its data lies; 0 = there is none."""
+    """Return the address of its data; 0 for None."""
     return 0 if x is None else x.data_ptr()
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
-    """Strides with 0 along axes of size 1, so that these repeat."""
+    """Return strides with 0 along axes of size 1, so that these repeat."""
     return (
         tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)) if x is not None else (0, 0, 0, 0)
     )

@@ -1,4 +1,4 @@
-"""The definition: every option, nothing clever. It fills the Q x K matrix; float64 goes through in float64."""
+"""The definition of attention: every option, computed directly. It builds the Q x K matrix; float64 stays float64."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ attend_finite = attend_careful = repeater = None
 
 
 def refuses(call: Call) -> list[str]:
-    """Nothing is refused."""
+    """Return no reasons: every call is supported."""
     return []
 
 
 def logits(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The final logits s [B, H, Q, K]: scaled, capped, biased, -inf where a key is hidden; and whether it is visible.
+    """Return the final logits s [B, H, Q, K]: scaled, capped, biased, -inf for masked keys; and which keys are visible.
 
-    scale / softcap is one factor: neither the product with scale nor its quotient by softcap can overflow by itself.
+    scale / softcap is one factor: neither the product with scale nor its quotient by softcap can overflow separately.
     """
     dtype = accumulate_dtype(call.dtype)
     q, k = inputs.q.to(dtype), inputs.k.to(dtype)
@@ -42,7 +42,7 @@ def logits(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tenso
 
 
 def weights(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The attention weights p [B, H, Q, K] and lse [B, H, Q]. Rows sum to one, or to less where there are sinks."""
+    """Return the attention weights p [B, H, Q, K] and lse [B, H, Q]. Rows sum to one, or to less with sinks."""
     s, visible = logits(call, plan, inputs)
     terms, empty = s, ~visible.any(dim=-1, keepdim=True)  # [B, H, Q, 1]
     if inputs.sinks is not None:
@@ -51,17 +51,19 @@ def weights(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tens
     terms = terms.masked_fill(empty, 0)
     p = torch.softmax(terms, dim=-1)[..., : call.keys]  # exp(s - lse), with fewer roundings
     lse = terms.logsumexp(dim=-1, keepdim=True)
-    lse = lse.masked_fill(lse.isinf(), torch.nan)  # as the row's weights are: inf - inf
+    lse = lse.masked_fill(lse.isinf(), torch.nan)  # as the row's weights: inf - inf
     return p.masked_fill(empty, 0), lse.masked_fill(empty, -torch.inf).squeeze(-1)
 
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """out = p v, with p as defined above."""
+    """Return out = p v, with p as defined above."""
     p, lse = weights(call, plan, inputs)
     if call.dropout > 0:
         p = torch.nn.functional.dropout(p, call.dropout)
     v = inputs.v.to(p.dtype).repeat_interleave(call.group, dim=1)  # [B, H, K, Dv]
     out = p @ v
-    if call.sinks and call.keys == 0:  # no weight is there to carry what a sink of NaN or +inf makes of its rows
+    if (
+        call.sinks and call.keys == 0
+    ):  # without keys no weight carries the NaN that a sink of NaN or +inf gives its rows
         out = out + 0 * lse.masked_fill(lse.isinf(), 0)[..., None]
     return out.to(call.dtype), lse

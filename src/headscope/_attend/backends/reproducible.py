@@ -1,8 +1,8 @@
 """The native kernels with one order of summation for every row: ``backend="reproducible"``.
 
 A row of the result, and of the gradients of q, k and v, then has the same bits whatever queries follow it. Short
-sequences, padded batches and long prefills all run the same blocks. It costs what the faster ways for few rows, for few
-keys and along the diagonal of a causal mask save.
+sequences, padded batches and long prefills all run the same blocks. It does not use the faster paths for few rows, for
+few keys and along the diagonal of a causal mask.
 """
 
 from __future__ import annotations

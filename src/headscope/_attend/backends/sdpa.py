@@ -1,4 +1,6 @@
-"""torch's fused kernels, through ``scaled_dot_product_attention``, where they need no Q x K matrix of their own."""
+"""torch's fused kernels, through ``scaled_dot_product_attention``, for calls in which they do not build a Q x K
+matrix.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ _entered = threading.local()
 
 
 def refuses(call: Call) -> list[str]:
-    """What torch's fused kernels cannot do, or do only by filling the matrix."""
+    """Return why torch's fused kernels do not support a call, or would build the Q x K matrix."""
     reasons: list[str] = []
     if call.lse:
         reasons.append("lse: scaled_dot_product_attention does not return lse")
@@ -62,7 +64,7 @@ def refuses(call: Call) -> list[str]:
         reasons.append("scale: is 0 or below; torch's kernels mask keys and find the largest logit before they scale")
     if call.bias is not None:
         reasons += _refuses_bias(call)
-    if call.device == "cuda" and call.form != "subclass":  # of a subclass, it is its own matter which kernel runs
+    if call.device == "cuda" and call.form != "subclass":  # a subclass determines itself which kernel runs
         reasons += _refuses_on_cuda(call)
     if call.keys == 0 or call.queries == 0 or call.heads == 0 or call.batch == 0:
         reasons.append("an axis of size 0")
@@ -84,7 +86,7 @@ def _refuses_bias(call: Call) -> list[str]:
 
 
 def _refuses_on_cuda(call: Call) -> list[str]:
-    """Return why torch would take its math kernel, which fills Q x K matrices.
+    """Return why torch would use its math kernel, which builds Q x K matrices.
 
     Source: torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
@@ -104,21 +106,21 @@ def _refuses_on_cuda(call: Call) -> list[str]:
 
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """One call of ``scaled_dot_product_attention``."""
+    """Attend with one call of ``scaled_dot_product_attention``."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    if call.form != "subclass":  # of a subclass, it is its own matter which kernel runs
+    if call.form != "subclass":  # a subclass determines itself which kernel runs
         refuse_tangents(q, k, v, inputs.bias)
     if q.layout == torch.strided:
-        if not torch.compiler.is_compiling():  # which cannot trace the question
+        if not torch.compiler.is_compiling():  # the compiler cannot trace this condition
             q, k, v = readable(q), readable(k), readable(v)
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         q, k, v = _without_overlap(q), _without_overlap(k), _without_overlap(v)
     gqa = False
-    if call.group > 1:  # not gqa = ...: while a compiler leaves the heads open that is a symbol, which SDPA refuses
+    if call.group > 1:  # not gqa = ...: with symbolic heads that is a symbol, which SDPA does not accept
         gqa = True
     if gqa and call.device != "cpu" and (call.dtype == torch.float32 or _matrix(call, plan, inputs) is not None):
-        # on an accelerator only the half-precision kernel without a mask knows grouped heads
+        # on an accelerator only the half-precision kernel without a mask supports grouped heads
         k, v, gqa = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1), False
     matrix = _matrix(call, plan, inputs)
     with _kernels(call, masked=matrix is not None):
@@ -138,8 +140,8 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tenso
 def _kernels(call: Call, masked: bool) -> AbstractContextManager[object]:
     """Return a context without cuDNN's kernel where its gradients are known to be NaN.
 
-    From torch 2.11 on it is the default on H100 and later. Beside a mask, its gradient of q is NaN where rows have a
-    logsumexp below -88.7: https://github.com/pytorch/pytorch/issues/196678. No version has the repair yet.
+    From torch 2.11 on it is the default on H100 and later. With a mask, its gradient of q is NaN where rows have a
+    logsumexp below -88.7: https://github.com/pytorch/pytorch/issues/196678. No version has the fix yet.
     """
     if call.device != "cuda" or not masked or not call.grad or call.dtype == torch.float32 or TORCH < (2, 11):
         return nullcontext()
@@ -147,13 +149,15 @@ def _kernels(call: Call, masked: bool) -> AbstractContextManager[object]:
 
 
 def attend_careful(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """``attend``, for inputs whose logits may leave the range: torch's kernels for a CPU then return 0, not NaN."""
+    """Attend for inputs whose logits may overflow: torch's kernels for a CPU then return 0, not NaN."""
     fits = within_range(call, inputs.q, inputs.k, inputs.bias)
     return attend(call, plan, inputs) if fits else blocked.attend(call, plan, inputs)
 
 
 def _torch_attention(*args: Any, **options: Any) -> Tensor:
-    """``F.scaled_dot_product_attention``, looked up now: somebody may have replaced it, perhaps by a call of ours."""
+    """Return ``F.scaled_dot_product_attention``, looked up now: it may have been replaced, perhaps by a call of
+    headscope.
+    """
     current = F.scaled_dot_product_attention
     if current is ORIGINAL or torch.compiler.is_compiling():
         return current(*args, **options)
@@ -167,12 +171,14 @@ def _torch_attention(*args: Any, **options: Any) -> Tensor:
 
 
 def _without_overlap(x: Tensor) -> Tensor:
-    """Return x, or a copy of it where rows share memory: torch lays its result out as q, and would write over it."""
+    """Return x, or a copy if rows share memory: torch gives its result the strides of q, and would overwrite rows."""
     return x.contiguous().clone() if _overlaps(x) else x
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Whether a step along an axis is shorter than a row. Batch entries and heads may repeat, with a stride of 0."""
+    """Return whether a step along an axis is shorter than a row. Batch entries and heads may repeat, with a stride of
+    0.
+    """
     *outer, rows, width = x.shape
     *steps, step, _ = x.stride()
     if rows > 1 and step < width:
@@ -181,10 +187,10 @@ def _overlaps(x: Tensor) -> bool:
 
 
 def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
-    """Return a short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
+    """Return a fast path for repeated calls with other tensors of the same sizes, dtypes and strides.
 
-    It takes q, k, v and returns out and no lse; or None where the long way has to look closer: NaN or infinity, or
-    autocast. There is none for calls with tensors beside q, k, v.
+    It takes q, k, v and returns out without lse; or None if the full path must decide: NaN or infinity, or autocast.
+    Calls with tensors in addition to q, k, v do not have one.
     """
     q, k, v = inputs[:3]
     unit = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
@@ -210,7 +216,7 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
 
 
 def _matrix(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor | None:
-    """What to pass as ``attn_mask``: never larger than what the caller gave."""
+    """Return the ``attn_mask`` to pass: never larger than the caller's."""
     if inputs.bias is not None:
         return inputs.bias
     if plan is None:
