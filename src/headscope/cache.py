@@ -182,8 +182,7 @@ class Cache(ABC):
 
     @abstractmethod
     def _place(self, k: Tensor, v: Tensor) -> Placed:
-        """Write k and v where this class of cache has room; return the visible keys and values, and what ``_commit``
-        sets.
+        """Write k and v where this class of cache has room; return the visible ones, and what ``_commit`` sets.
 
         Cached tokens are not overwritten: k and v go after them, or into other buffers.
         """
@@ -316,8 +315,7 @@ class StaticCache(Cache):
 
 
 class RollingCache(Cache):
-    """A cache for a sliding window: each query attends to the last ``window`` tokens, its own included, as with
-    ``window(n)``.
+    """A cache for a sliding window: each query attends to the last ``window`` tokens, its own included.
 
     Tokens outside the window of all later tokens are dropped. The buffer has room for twice the window; when it is
     full, the last tokens move to the front of another buffer, so each token is copied about once.

@@ -34,8 +34,9 @@ NAMED = 6  # of what is on one side only, below the table; all of it is in the r
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The smallest changes that count. A mean has moved if its change reaches the threshold of its unit *and*
-    ``errors``.
+    """The smallest changes that count.
+
+    A mean has moved if its change reaches the threshold of its unit *and* ``errors``.
 
     Attributes:
         share: for masses and all else from 0 to 1.
@@ -282,9 +283,7 @@ def _heads(layer: str, old: LayerStats, new: LayerStats, limits: Thresholds) -> 
 
 
 def _is_one_measure(name: str, old: LayerStats, new: LayerStats) -> bool:
-    """Return whether a name means the same on both sides: sums over different numbers of first keys are different
-    quantities.
-    """
+    """Return whether a name means the same on both sides: ``first`` depends on the number of first keys."""
     if name != "first" and not name.startswith("streaming_"):
         return True
     return old.first == new.first or old.first is None or new.first is None

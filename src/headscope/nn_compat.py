@@ -306,9 +306,7 @@ def _check_masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[
 def _to_mask_and_bias(
     attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, int, int, int], extra: int, *, hinted: bool
 ) -> tuple[Mask | None, Tensor | None]:
-    """Convert torch's masks (True = masked, or numbers to add) to mask and bias; ``extra`` keys come first, always
-    visible.
-    """
+    """Convert torch's masks (True = masked, or numbers to add); ``extra`` keys come first, always visible."""
     mask: Mask | None = None
     bias: Tensor | None = None
     if hinted:

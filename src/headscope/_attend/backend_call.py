@@ -1,6 +1,4 @@
-"""Run a call on its backend, in full precision, so that NaN and infinity reach exactly the rows where they are
-visible.
-"""
+"""Run a call on its backend in full precision: NaN and infinity reach exactly the rows where they are visible."""
 
 from __future__ import annotations
 

@@ -194,8 +194,9 @@ def _check_distributed(
 
 
 def _may_need_gradient(x: Tensor) -> bool:
-    """Return whether it requires a gradient. For a batch of torch.func its entries decide; under a compiler, assume
-    so.
+    """Return whether it requires a gradient.
+
+    For a batch of torch.func its entries decide; under a compiler, assume so.
     """
     if x.requires_grad or not _are_functorch_transforms_active():
         return x.requires_grad

@@ -184,9 +184,7 @@ _AS_IT_IS = nullcontext()
 
 
 def full_precision(call: Call) -> AbstractContextManager[object]:
-    """Return a context without autocast, which would round logits and weights to half precision, whatever the
-    dtypes.
-    """
+    """Return a context without autocast, which would round logits and weights to half precision."""
     if call.device == "meta" or not torch.is_autocast_enabled(call.device):
         return _AS_IT_IS
     return torch.autocast(call.device, enabled=False)

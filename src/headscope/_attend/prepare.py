@@ -114,7 +114,7 @@ def prepare(
                     (q.is_cpu and k.is_cpu and v.is_cpu) or (q.device, k.device, v.device),  # naming them takes longer
                     type(q), type(k), type(v), mask, backend,
                     q.is_neg() or k.is_neg() or v.is_neg(),  # the memory then holds the negatives
-                    scale, softcap, dropout, lse, type(scale), type(softcap), type(dropout),  # True == 1, but is not a number
+                    scale, softcap, dropout, lse, type(scale), type(softcap), type(dropout),  # True == 1
                     torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or "none"),
                     bias is not None and _key(bias),
                     sinks is not None and _key(sinks),

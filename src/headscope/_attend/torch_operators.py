@@ -44,14 +44,10 @@ _RESULTS = "Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse"
 
 
 class _Library(torch.library.Library):
-    """A library whose operators raise for tangents: torch calls operators without forward-mode gradients as if there
-    were no tangents.
-    """
+    """A library whose operators raise for tangents, which torch would otherwise ignore."""
 
     def impl(self, op_name: str, fn: Callable[..., Any], dispatch_key: str = "", **how: Any) -> None:
-        """``register_autograd`` calls this too: only above its kernel does torch show the tangents that it would
-        drop.
-        """
+        """``register_autograd`` calls this too: torch shows the tangents that it would drop only above its kernel."""
         if dispatch_key != "Autograd":
             return super().impl(op_name, fn, dispatch_key, **how)
 
@@ -88,8 +84,9 @@ OPERATOR_BACKENDS = tuple(AS_OPERATORS)  # a compiler treats a tuple of names as
 
 
 def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a call, by the operator. The dropout seed is a tensor: each run of a graph draws
-    another.
+    """Return out and lse of a call, by the operator.
+
+    The dropout seed is a tensor: each run of a graph draws another.
     """
     codes: list[int] = []
     parts: list[Tensor] = []
@@ -233,9 +230,7 @@ class _Backward(Function[tuple[Tensor, ...]]):
 
 
 def _spread(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an operator's arguments with the mask's tensors last, separately: torch.func does not look inside
-    lists.
-    """
+    """Return an operator's arguments with the mask's tensors last, separately: torch.func ignores lists."""
     return *args[:6], *args[7:], *args[6]
 
 

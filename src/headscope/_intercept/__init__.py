@@ -1,4 +1,4 @@
-"""How attention calls of a running model are caught, and described as headscope's own."""
+"""Interception of the attention calls of a running model, and their description as headscope's own."""
 
 from headscope._intercept.edits import Choose, Layout
 from headscope._intercept.frames import Frame, running_frames

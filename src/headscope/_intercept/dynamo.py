@@ -1,8 +1,8 @@
-"""What dynamo has compiled of functions that call a watched module: set aside while the watch is open.
+"""dynamo's compiled code of functions that call a watched module: set aside while the watch is open.
 
-dynamo guards on what a module is made of, not on ``nn.Module.__call__``. So a graph that was made before the watch
-would run in the place of the modules whose calls are in it, and nothing would be seen. Such functions run uncompiled
-until the last watch that they concern closes, and then from the same graphs as before. All others stay compiled.
+dynamo guards on the contents of a module, not on ``nn.Module.__call__``. So a graph compiled before the watch would run
+instead of the modules whose calls it contains, and nothing would be recorded. Such functions run uncompiled until the
+last watch that concerns them closes, and then from the same graphs as before. All others stay compiled.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ _TYPE = re.compile(r"___check_type_id\((.*?), (\d+)\)")
 
 def set_aside(watcher: object, modules: Iterable[nn.Module]) -> None:
     """Let functions whose graphs hold calls of such modules, or of others of their classes, run uncompiled."""
-    # what a Sequential calls has a class of its own, and half of all other models have a Sequential, too
+    # the modules in a Sequential have their own classes, and half of all other models have a Sequential, too
     types = {id(type(module)) for module in modules if type(module) is not nn.Sequential}
     try:
         codes = {code for code in _compiled() if any(types & called for called in _called(code))}
         _set(codes, "SKIP")
     except (ImportError, AttributeError, TypeError):
-        return  # these names are dynamo's own; where a torch has others, such calls are not seen
+        return  # these names are dynamo's own; if a version of torch has others, such calls are not observed
     _aside[watcher] = codes
 
 
 def put_back(watcher: object) -> None:
-    """Let them run from their graphs again, but for what another watch has set aside, too."""
+    """Let them run from their graphs again, except those that another watch has set aside, too."""
     others = [codes for each, codes in _aside.items() if each is not watcher]
     _set(_aside.get(watcher, set[CodeType]()).difference(*others), "DEFAULT")
-    _aside.pop(watcher, None)  # last: whoever is interrupted before begins anew
+    _aside.pop(watcher, None)  # last: an interrupted call can then start again
 
 
 class Import:
     """Waits in ``sys.meta_path`` for dynamo to be imported.
 
-    What a module's ``__call__`` is by then dynamo takes for torch's own, and goes past it to the module's forward.
+    dynamo treats the ``__call__`` of a module at that time as torch's own, and skips it to trace the module's forward.
     """
 
     def __init__(self, then: Callable[[], None]) -> None:
         self.then = then
 
     def find_spec(self, name: str, path: Any, target: object = None) -> Any:
-        """As of any finder: where this module is; once it has been loaded, ``then`` is called."""
+        """Find the module, as any finder does; ``then`` is called once it has been loaded."""
         spec: Any = PathFinder.find_spec(name, path) if name == "torch._dynamo" else None
         if spec is not None:
             load = spec.loader.exec_module
@@ -68,28 +68,28 @@ class Import:
 
 
 def say_original(call: Callable[..., Any]) -> None:
-    """Tell a dynamo that has just been imported which ``nn.Module.__call__`` is torch's own."""
+    """Set torch's own ``nn.Module.__call__`` in a dynamo that has just been imported."""
     for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
         if name in sys.modules:  # a torch may have it elsewhere
             vars(sys.modules[name])["unpatched_nn_module_call"] = call
 
 
 def inside(module: nn.Module) -> nn.Module | None:
-    """The module that this one of ``torch.compile`` runs, past ``nn.Module.__call__``; None for any other."""
+    """Return the module that this one of ``torch.compile`` runs, past ``nn.Module.__call__``; None for any other."""
     optimized: Any = module if type(module).__module__ == "torch._dynamo.eval_frame" else None
     return None if optimized is None else optimized._orig_mod
 
 
 def _compiled() -> list[CodeType]:
-    """The functions that dynamo has looked at."""
+    """Return the functions that dynamo has traced."""
     convert: Any = sys.modules.get("torch._dynamo.convert_frame")
     if convert is None or not hasattr(sys.modules["torch._dynamo.eval_frame"], "set_code_exec_strategy"):
-        return []  # nothing has been compiled; or a torch where a graph cannot be set aside
+        return []  # nothing has been compiled; or this torch cannot set a graph aside
     return [code for each in list(convert.input_codes.seen) if (code := each()) is not None]
 
 
 def _called(code: CodeType) -> list[frozenset[int]]:
-    """Of each graph of a function, the ids of the classes of modules whose calls are in it."""
+    """Yield, for each graph of a function, the ids of the classes of modules whose calls it contains."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
     classes: list[frozenset[int]] = []
@@ -104,7 +104,7 @@ def _called(code: CodeType) -> list[frozenset[int]]:
 
 
 def _set(codes: set[CodeType], action: Literal["SKIP", "DEFAULT"]) -> None:
-    """Say how dynamo runs these functions, and what they call."""
+    """Set how dynamo runs these functions and their callees."""
     if not codes:
         return  # and dynamo is not imported, which takes a while
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy

@@ -1,7 +1,7 @@
 """Attention layers that are replaced or added while a watch is open.
 
-A watch registers the modules of the model by identity when it is created. A call of a module that is put in later has
-no entry of its own: it is attributed to the module around it, or not recorded. ``Layout`` notices such modules.
+A watch registers the modules of the model by identity when it is created. A call of a module inserted later has no
+    entry: it is attributed to the enclosing module, or not recorded. ``Layout`` detects such modules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headscope._intercept.intercepted_call import WatchError
 from headscope._intercept.module_names import enclosing_paths, is_attention, is_attention_class, list_modules
 
 Choose = Callable[[Mapping[str, nn.Module]], Collection[str]]
-"""Select names of modules; raises ValueError where none fits."""
+"""Select names of modules; raises ValueError if none matches."""
 
 
 class Layout:
@@ -30,10 +30,10 @@ class Layout:
         self._choose = choose
         self._who = who
         self._children: list[tuple[nn.Module, dict[str, nn.Module | None]]] | None = None
-        self._edited = False  # an edit was found that concerns no attention layer known so far
+        self._edited = False  # an edit that does not concern an attention layer known so far
 
     def check(self, *, last: bool = False) -> None:
-        """Compare the model with what it was; where nothing was edited, one dictionary comparison for each module.
+        """Compare the model with its first state; without edits this is one dictionary comparison for each module.
 
         Args:
             last: no forward pass follows; judge earlier edits again, by all layers that have attended meanwhile.
@@ -79,7 +79,7 @@ class Layout:
             return ()
 
     def _attends(self, name: str, module: nn.Module, around: Collection[str]) -> bool:
-        """Whether the module, or the one that had its name, attends as far as is known: by name, class or calls."""
+        """Return whether the module, or its predecessor under the name, is known to attend: by name, class or calls."""
         if "parametrizations" in name.split("."):
             return False
         kinds = {type(self.modules[other]) for other in self.attended}
@@ -91,7 +91,7 @@ class Layout:
         return attends(name, module) or (before is not None and attends(name, before))
 
     def _is_wrapper(self, name: str, module: nn.Module) -> bool:
-        """Whether it is, or holds, what was registered: a wrapped or moved module keeps its entry.
+        """Return whether it is, or holds, the registered module: a wrapped or moved module retains its entry.
 
         A registered module under the name of another one is neither: layers changed places.
         """

@@ -25,45 +25,45 @@ from headscope.module import MultiHeadAttention
 
 
 class Forward(Protocol):
-    """One forward pass of a watched model, as its watch sees it."""
+    """One forward pass of a watched model, in its watch."""
 
     active: bool
-    """Whether anything of it is looked at."""
+    """Whether any part of it is observed."""
 
     def enter(self, name: str, module: nn.Module) -> bool | None:
-        """A module starts to run; True = headscope's kernel is to attend in it."""
+        """Note that a module starts to run; return whether headscope's kernel should attend in it."""
         ...
 
     def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
-        """A module has made its attention call."""
+        """Note that a module has made its attention call."""
         ...
 
     def note_unrecorded(self, name: str, operator: str | None) -> None:
-        """A module attends by an operator that cannot be recorded; None: perhaps, by a softmax of its own."""
+        """Note that a module attends by an operator that cannot be recorded; None: perhaps, by a softmax of its own."""
         ...
 
     def factors(self, name: str, heads: int, widths: tuple[int, int]) -> Tensor | None:
-        """What the outputs of a module's heads are to be multiplied by, [H]; None = they stay as they are."""
+        """Return the factors of a module's head outputs, [H]; None = no change."""
         ...
 
 
 class Watcher(Protocol):
-    """A watch, or what acts on heads, as the modules' calls see it."""
+    """The interface of a watch, or of a context that acts on heads, for the modules' calls."""
 
     again: bool
-    """Whether it takes part in what a checkpoint computes again in the backward pass."""
+    """Whether it takes part in the recomputation of a checkpoint in the backward pass."""
 
     def begin(self) -> Forward:
-        """A forward pass starts."""
+        """Start a forward pass."""
         ...
 
     def end(self, forward: Any, *, finished: bool) -> None:
-        """It is over; not finished = by an exception."""
+        """End a forward pass; not finished = by an exception."""
         ...
 
 
 Entries = tuple[tuple[Watcher, str], ...]
-"""Who watches a module, and under which name."""
+"""The watchers of a module, and its name in each."""
 
 
 class Frame:
@@ -71,10 +71,10 @@ class Frame:
 
     Attributes:
         forwards: watcher -> the forward pass that it is part of, and the module's name there.
-        calls: how many attention calls it has made, one that is being seen included.
-        accelerate: headscope's kernel is to attend, too.
-        quiet: its attention calls are being looked at from outside: what they call themselves is not.
-        softmaxes: those that it has computed by itself and not yet multiplied with values.
+        calls: the number of its attention calls, including one in progress.
+        accelerate: headscope's kernel should attend, too.
+        quiet: its attention calls are observed as a whole: calls within them are not.
+        softmaxes: those that it has computed itself and not yet multiplied with values.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -95,30 +95,32 @@ class Frame:
 
     @property
     def active(self) -> bool:
-        """Whether somebody looks at this forward pass."""
+        """Whether any watcher observes this forward pass."""
         return any(forward.active for forward, _ in self.forwards.values())
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """What the module was called with, by name; those of ``**kwargs`` by theirs."""
+        """The arguments of the module's call, by name; those of ``**kwargs`` by their own names."""
         if self._arguments is None:
             self._arguments = bound(self.module.forward, self.args, self.kwargs)
         return self._arguments
 
     def quietly(self) -> _Quiet:
-        """While what this module's attention calls is not to be seen: it is part of it, or ours."""
+        """Return a context in which calls are not observed: they are part of this module's attention, or
+        headscope's.
+        """
         return _Quiet(self)
 
     def argument(self, name: str, place: int) -> Any:
-        """One of ``arguments``, which headscope's own modules take at this place; None where it is not given."""
+        """Return one of ``arguments``, which headscope's own modules take at this place; None if missing."""
         if type(self.module) not in (MultiHeadAttention, nn_compat.MultiheadAttention):
             return self.arguments.get(name)
         return self.args[place] if len(self.args) > place else self.kwargs.get(name)
 
     def converted(self, mask: Tensor) -> tuple[Mask | None, Tensor | None]:
-        """``_watch_masks.split``, once for all layers that get the same tensor with the same contents.
+        """Return ``masks.split``, computed once for all layers that get the same tensor with the same contents.
 
-        On another device each layer splits anew: comparing would wait.
+        On another device each layer splits again: comparing would wait.
         """
         if not (mask.is_cpu and type(mask) in (Tensor, nn.Parameter)):
             return masks.split(mask)
@@ -129,7 +131,7 @@ class Frame:
         return entry[2:]
 
     def see(self, call: Callable[[], InterceptedCall]) -> None:
-        """Hand an attention call to everybody who watches; it is made where somebody wants it."""
+        """Pass an attention call to all watchers; it is built only if one requires it."""
         self.calls += 1
         with unobserved():
             for forward, name in self.forwards.values():
@@ -137,10 +139,10 @@ class Frame:
                     forward.see(self, name, call)
 
     def factors(self, heads: int, widths: tuple[int, int]) -> Tensor | None:
-        """What the outputs of this module's heads are to be multiplied by, [H]; None = they stay as they are.
+        """Return the factors of this module's head outputs, [H]; None = no change.
 
         Args:
-            heads: how many there are.
+            heads: the number of heads.
             widths: the head width of q and k, and that of v.
         """
         product: Tensor | None = None
@@ -151,16 +153,18 @@ class Frame:
         return product
 
     def scaled(self, out: Tensor, axis: int, q: Tensor) -> Tensor:
-        """The outputs of this module's heads, which lie along an axis counted from the end; ``q``: the queries."""
+        """Return the scaled outputs of this module's heads, along an axis counted from the end; ``q``: the queries."""
         factors = self.factors(out.shape[axis] if out.ndim >= -axis else 1, (q.shape[-1], out.shape[-1]))
         if factors is None:
             return out
-        wide = torch.promote_types(out.dtype, torch.float32)  # what a gradient sums, half precision would round first
+        wide = torch.promote_types(
+            out.dtype, torch.float32
+        )  # half precision would round the terms of a gradient's sum first
         factors = factors.to(out.device, wide)
         return (out.to(wide) * (factors.view(-1, *(1,) * (-axis - 1)) if out.ndim >= -axis else factors)).to(out.dtype)
 
     def within(self, module: nn.Module) -> Frame:
-        """A frame for a module that this one computes without calling it."""
+        """Return a frame for a module that this one computes without calling it."""
         inner = Frame(module, (), {})
         for watcher, name in watched.get(id(module), ()):
             if watcher in self.forwards:
@@ -186,7 +190,7 @@ class _Quiet:
 
 
 def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name; what does not fit the signature is the module's own error to raise."""
+    """Return arguments by name; for a mismatch with the signature, the module raises its own error."""
     function = getattr(forward, "__func__", None)
     signature = inspect.signature(forward) if function is None else _signature_of_method(function)
     try:
@@ -201,12 +205,12 @@ def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 @functools.lru_cache(maxsize=256)
 def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
-    """Without ``self``. Kept: to make it takes as long as attending to a short text."""
+    """Return the signature without ``self``. Cached: building it takes as long as attending to a short text."""
     return inspect.signature(MethodType(function, object()))
 
 
 class _Thread(threading.local):
-    """What a thread runs.
+    """The running modules of a thread.
 
     Attributes:
         stack: the modules that run, the outermost first.
@@ -215,30 +219,30 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Frame] = []
-        # with the tensor, because ids are reused, and with what it held
+        # with the tensor, because ids are reused, and with its fingerprint
         self.masks: dict[Any, tuple[Tensor, Fingerprint, Mask | None, Tensor | None]] = {}
 
 
 thread = _Thread()
-watched: dict[int, Entries] = {}  # by id of the module; the watchers keep the modules alive
+watched: dict[int, Entries] = {}  # by id of the module; the watchers hold references to the modules
 
 
 def innermost() -> Frame | None:
-    """The module that runs in this thread, or None."""
+    """Return the module that runs in this thread, or None."""
     return thread.stack[-1] if thread.stack else None
 
 
 def running_frames() -> Iterator[Frame]:
-    """The modules that run in this thread, the innermost first."""
+    """Return the modules that run in this thread, the innermost first."""
     return reversed(thread.stack)
 
 
 @contextmanager
 def unobserved() -> Generator[None]:
-    """While we compute for ourselves: no mode of others, and attention is not looked at.
+    """Return a context for headscope's own computations: without modes of others or observation.
 
-    A selective checkpoint keeps what runs under its mode and takes it, in order, for what the model computes again.
-    Modes of tensors without values stay: without them nobody could tell.
+    A selective checkpoint saves all results under its mode, and reuses them, in order, in the recomputation. Modes of
+    tensors without values stay, because only they reveal such tensors.
     """
     frame = innermost()
     quietly = nullcontext() if frame is None else frame.quietly()

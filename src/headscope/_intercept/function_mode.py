@@ -1,6 +1,6 @@
-"""What a module that runs calls: a function mode, and headscope's own attention.
+"""Interception of the calls of a running module: a function mode, and headscope's own attention.
 
-torch's transformer modules leave their fast path where a function mode is on, for then
+torch's transformer modules leave their fast path if a function mode is on, because then
 ``torch.overrides.has_torch_function`` is true. So that function is replaced by one that does not count this mode.
 """
 
@@ -27,7 +27,7 @@ from headscope.module import MultiHeadAttention
 
 
 class Mode(TorchFunctionMode):
-    """Looks at attention calls that go through torch's functions."""
+    """A function mode that observes attention calls through torch's functions."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,13 +51,13 @@ _TORCH_HAS_FUNCTION = torch.overrides.has_torch_function
 
 
 def is_on() -> bool:
-    """Whether the function mode is on in this thread."""
+    """Return whether the function mode is on in this thread."""
     return MODE in _get_current_function_mode_stack()
 
 
 @contextmanager
 def beneath() -> Generator[None]:
-    """With our mode below those of others, which may change what a function is called with."""
+    """Put headscope's mode below those of others, which may change the arguments of a function."""
     for mode in reversed([*(_pop_mode() for _ in range(_len_torch_function_stack())), MODE]):
         _push_mode(mode)
     try:
@@ -68,14 +68,14 @@ def beneath() -> Generator[None]:
 
 
 def has_torch_function(relevant: Any) -> bool:
-    """``torch.overrides.has_torch_function`` as if our mode were not there."""
+    """Return ``torch.overrides.has_torch_function`` as without headscope's mode."""
     with _lifted() if is_on() else nullcontext():
         return _TORCH_HAS_FUNCTION(relevant)
 
 
 @contextmanager
 def _lifted() -> Generator[None]:
-    """Without our mode; others stay, in their order."""
+    """Remove headscope's mode; others stay, in their order."""
     above = _pop_through_ours()
     for mode in reversed(above):
         _push_mode(mode)
@@ -90,7 +90,7 @@ def _lifted() -> Generator[None]:
 
 
 def _pop_through_ours() -> list[Any]:
-    """Pop modes until ours is off; those that lay above it, the topmost first."""
+    """Pop modes until headscope's is off; return those above it, the topmost first."""
     above: list[Any] = []
     while (mode := _pop_mode()) is not MODE:
         above.append(mode)
@@ -135,7 +135,7 @@ def _uncompiled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def note_unrecorded(operator: str | None) -> None:
-    """Tell everybody who watches that a module attends by an operator, or by a softmax of its own."""
+    """Tell all watchers that a module attends by an operator, or by a softmax of its own."""
     frame = frames.innermost()
     if frame is None or frame.quiet:
         return
@@ -170,7 +170,7 @@ def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _fast_path(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A fast path; that of an encoder layer attends for its ``self_attn``, which it does not call."""
+    """Handle a fast path; that of an encoder layer attends for its ``self_attn``, which it does not call."""
     frame = frames.innermost()
     if frame is None or frame.quiet:
         return operator(*args, **kwargs)
@@ -187,7 +187,7 @@ def attention_interceptor(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     scale: float | None, softcap: float | None, dropout: float, lse: bool, backend: str | None, /,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """``headscope.attention`` and ``attend`` while a watch is open."""
+    """Replace ``headscope.attention`` and ``attend`` while a watch is open."""
     frame = frames.innermost()
     if frame is None or frame.quiet or not frame.active:
         return run_attention(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
@@ -210,7 +210,7 @@ def attention_interceptor(
 
 
 def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None) -> dict[str, Any]:
-    """What depends on queries, in their usual order where our module has them last first."""
+    """Return the query-dependent arguments in the usual order, if headscope's module has reversed them."""
     if isinstance(mask, Mask) and bias is not None and any(isinstance(leaf, ReversedBand) for leaf in mask.leaves()):
         mask, q, bias = mask.reverse_queries(q.shape[-2], bias.shape[-1]), q.flip(-2), bias.flip(-2)
         lse = None if lse is None else lse.flip(-1)
@@ -218,7 +218,7 @@ def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None) 
 
 
 def _in_cache(call: InterceptedCall, cache: object) -> InterceptedCall:
-    """The call with its queries and keys where they stand in the text that a cache holds, perhaps no longer all."""
+    """Return the call with its queries and keys at their positions in the cached text, of which keys may be dropped."""
     if not isinstance(cache, Cache):
         return call
     before, queries, keys = cache.length, call.q.shape[-2], call.k.shape[-2]

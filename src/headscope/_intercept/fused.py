@@ -1,8 +1,8 @@
 """Fused attention calls that ``watch`` cannot record: it warns of them.
 
-Three kinds are noticed. Operators of ``torch.ops``, and those of ``torch`` that start with an underscore, go through
-torch's function modes. ``flex_attention`` and TorchScript functions do not, so one function of each is replaced while
-a watch is open.
+It detects three kinds. Operators of ``torch.ops``, and those of ``torch`` that start with an underscore, go through
+torch's function modes. ``flex_attention`` and TorchScript functions do not, so one function of each is replaced while a
+watch is open.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _FLEX_CHECK = "_validate_sdpa_input"  # the first function of its module that fl
 def operator_name(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Return the name of an operator that attends; None for any other function.
 
-    An operator attends if its name says attention and it is called with three floating tensors, which may be q, k, v.
+    An operator attends if its name contains "attention" and it is called with three floating tensors, which may be q,
+    k, v.
     """
     if function in PRIVATE:
         name = f"torch.{function.__name__}"
@@ -47,7 +48,7 @@ def operator_name(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 class Patches:
-    """What is replaced while a watch is open.
+    """The functions that are replaced while a watch is open.
 
     Args:
         note: gets the name of each call that attends.
@@ -55,7 +56,7 @@ class Patches:
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
-        self._flex_check = functools.cache(self._flex_check_of)  # one object: dynamo compiles anew for another
+        self._flex_check = functools.cache(self._flex_check_of)  # one object: dynamo recompiles for another
         self._call: Callable[..., Any] = torch.jit.ScriptFunction.__call__
         self._check: Callable[..., Any] | None = None
 
@@ -69,7 +70,7 @@ class Patches:
             vars(flex)[_FLEX_CHECK] = self._flex_check(self._check)
 
     def remove(self) -> None:
-        """Put it back."""
+        """Restore the original functions."""
         torch.jit.ScriptFunction.__call__ = self._call
         if self._check is not None:
             vars(sys.modules[_FLEX])[_FLEX_CHECK] = self._check
@@ -88,7 +89,7 @@ class Patches:
         note = self._note
 
         def check(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():  # dynamo would guard on what is noted, and compile for each watch
+            if not torch.compiler.is_compiling():  # dynamo would guard on the notes, and recompile for each watch
                 note("flex_attention")
             return original(*args, **kwargs)
 
@@ -96,7 +97,7 @@ class Patches:
 
 
 def _attends(graph: Any) -> bool:
-    """Whether a graph of TorchScript, or a block inside it, has an operator that attends."""
+    """Return whether a graph of TorchScript, or a block inside it, has an operator that attends."""
     return any(
         _ATTENTION.search(node.kind()) or any(_attends(block) for block in node.blocks()) for node in graph.nodes()
     )

@@ -1,4 +1,4 @@
-"""One attention as a watched model called it, in headscope's words, and what it measures to."""
+"""One attention call of a watched model, as arguments of headscope, and its statistics."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ COMPILED = (
 )
 
 
-AT_ONCE = 1 << 22  # entries of a mask that are looked at at once
+AT_ONCE = 1 << 22  # entries of a mask that are read at once
 
 
 class WatchError(RuntimeError):
-    """A model, or a part of it, that cannot be watched."""
+    """A model, or a part of it, cannot be watched."""
 
 
 class WatchWarning(UserWarning):
-    """A model of which a part may not have been recorded."""
+    """A part of a model may not have been recorded."""
 
 
 class Ids(NamedTuple):
@@ -50,18 +50,18 @@ class Ids(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class InterceptedCall:
-    """One attention, with arguments as ``headscope.observe`` takes them.
+    """One attention call, with arguments as for ``headscope.observe``.
 
     Attributes:
-        total: how many positions a layer with a cache has seen, this call's included; None = as many as keys.
-        beside: how many keys, at the end, stand for no token of their own.
-        real: which keys are not padding, boolean [B or 1, K], where the mask hides others as well; None: as it says.
-        late: whether the mask slides and has moved on from the first keys before the first of these rows.
-        out: what the model got, [B, H, Q, Dv], where it is to be compared with what these arguments give.
+        total: the number of positions of a layer with a cache, this call's included; None = as many as keys.
+        beside: the number of keys, at the end, that do not belong to tokens.
+        real: which keys are not padding, boolean [B or 1, K], if the mask also masks others; None: as in the mask.
+        late: whether a sliding mask has passed the first keys before the first of these rows.
+        out: the model's own output, [B, H, Q, Dv], if it is compared with the output of these arguments.
         again: calls the model's own function with 0 for values that are NaN or infinite; [B, Q, H, Dv] comes first.
-        own: makes the call, or one of a few of its rows, with what the model's own function gives; where headscope has
-            attended in its place.
-        kind: "self", "cross", or None where the call itself does not say.
+        own: makes the call, or one of a few of its rows, with the output of the model's own function; if headscope has
+            attended instead.
+        kind: "self", "cross", or None if the call does not determine it.
         tokens: ids of the keys.
     """
 
@@ -88,11 +88,11 @@ class InterceptedCall:
 
 
 def measure(call: InterceptedCall, what: Observe) -> LayerStats:
-    """The statistics of one call.
+    """Return the statistics of one call.
 
     Raises:
-        WatchError: the call has no values to look at, or is a transform's and not the model's own.
-        TypeError, ValueError: it cannot be observed so.
+        WatchError: the call has no values, or is a transform's and not the model's own.
+        TypeError, ValueError: it cannot be observed with these options.
     """
     check_values(call)
     if call.tokens is not None and call.kind != "cross":
@@ -108,10 +108,10 @@ def measure(call: InterceptedCall, what: Observe) -> LayerStats:
 
 
 def check_values(call: InterceptedCall) -> None:
-    """Raise where a call has no values to look at.
+    """Raise if a call has no values.
 
     Raises:
-        WatchError: its tensors are stand-ins.
+        WatchError: its tensors are placeholders.
     """
     if call.q.device.type == "meta" or isinstance(call.q, FakeTensor):
         raise WatchError("its tensors have no values (meta or fake tensors)")
@@ -128,14 +128,14 @@ def _with_tokens(what: Observe, ids: Ids) -> Observe:
 
 
 def standing(call: InterceptedCall) -> InterceptedCall:
-    """A call of self-attention with its queries where its mask says that they stand, if it does.
+    """Return a call of self-attention with its queries at the positions that its mask implies, if it does.
 
-    A buffer for a cache has room behind the queries, for keys that have not come yet; these are hidden. So where the
-    last key that row i may see is n + i, with one n for a batch entry, its rows stand at n, n + 1, …, and not at the
-    end of the keys. Rows that may see nothing do not say; a mask with a ``Band`` has said already.
+    A buffer for a cache has room after the queries, for future keys, which are masked. So if the last visible key of
+    row i is n + i, with one n for a batch entry, its rows are at positions n, n + 1, …, and not at the end of the keys.
+    Rows without visible keys do not count; a mask with a ``Band`` states the positions itself.
 
     Raises:
-        WatchError: the mask has no values to look at.
+        WatchError: the mask has no values.
     """
     queries, keys, mask = call.q.shape[-2], call.k.shape[-2], as_mask(call.mask)
     if isinstance(call.mask, Tensor) and call.q.ndim > 4:
@@ -159,7 +159,7 @@ def standing(call: InterceptedCall) -> InterceptedCall:
 
 
 def _first_rows(mask: Mask, call: InterceptedCall) -> Tensor | None:
-    """Where the first row of each batch entry stands, [B or 1]; None = at the end, or the mask does not say."""
+    """Return the position of the first row of each batch entry, [B or 1]; None = at the end, or undetermined."""
     queries, keys = call.q.shape[-2], call.k.shape[-2]
     sizes = math.prod(call.q.shape[:-3]), call.q.shape[-3], keys
     mask = mask.at(queries, keys)
@@ -176,7 +176,7 @@ def _first_rows(mask: Mask, call: InterceptedCall) -> Tensor | None:
         high = high.maximum(torch.where(last < 0, -queries, last - rows).amax((1, 2)))
         if bool((low < high).any()):
             return None
-    known = high >= low  # not of an entry that may see nothing
+    known = high >= low  # not of an entry without visible keys
     fits = known & (low >= 0) & (low <= keys - queries)
     if not bool(known.any() & (fits == known).all()):
         return None
@@ -184,7 +184,7 @@ def _first_rows(mask: Mask, call: InterceptedCall) -> Tensor | None:
 
 
 def _last_visible(mask: Mask, sizes: tuple[int, int, int], rows: Tensor) -> Tensor:
-    """The last key that each row may see, [B or 1, H or 1, R]; -1 = none. ``sizes``: B, H, K."""
+    """Return the last visible key of each row, [B or 1, H or 1, R]; -1 = none. ``sizes``: B, H, K."""
     b, h, j = (torch.arange(n, device=rows.device) for n in sizes)
     visible = mask.allows(b[:, None, None, None], h[:, None, None], rows[:, None], j)
     visible = visible.expand(torch.broadcast_shapes(visible.shape, (1, 1, len(rows), len(j))))
@@ -193,7 +193,7 @@ def _last_visible(mask: Mask, sizes: tuple[int, int, int], rows: Tensor) -> Tens
 
 
 def placed(call: InterceptedCall, positions: Tensor | None) -> InterceptedCall:
-    """The call with its keys at these positions, and its queries at the last of those that have come.
+    """Return the call with its keys at these positions, and its queries at the last of those so far.
 
     Raises:
         ValueError: there are not as many positions as keys, or more queries than keys.
@@ -207,7 +207,7 @@ def placed(call: InterceptedCall, positions: Tensor | None) -> InterceptedCall:
             "layers with layers="
         )
     at = positions.to(call.k.device)
-    if call.q_pos is not None and call.q_pos.ndim == 3:  # as `standing` has found, which numbers the keys from 0
+    if call.q_pos is not None and call.q_pos.ndim == 3:  # as `standing` determined, which numbers the keys from 0
         q_at = at[call.q_pos[..., 0]]
         return replace(call, q_pos=q_at if at.ndim > 1 else q_at[..., None], k_pos=at)
     end = min(call.total, keys) if isinstance(call.total, int) else keys
@@ -216,12 +216,12 @@ def placed(call: InterceptedCall, positions: Tensor | None) -> InterceptedCall:
 
 
 def _forgotten(call: InterceptedCall) -> int:
-    """How many of the first keys a sliding cache no longer holds."""
+    """Return the number of first keys that a sliding cache has dropped."""
     return max(0, call.total - call.k.shape[-2] + call.beside) if isinstance(call.total, int) else 0
 
 
 def _of_tokens(part: LayerStats, call: InterceptedCall) -> LayerStats:
-    """With what the keys of tokens received, where these stand: the other keys' places are those of later tokens."""
+    """Retain ``received`` of the keys of tokens only: the positions of the other keys are those of later tokens."""
     if part.received is None or part.eligible is None:
         return part
     first, tokens = _forgotten(call), call.k.shape[-2] - call.beside
@@ -230,7 +230,7 @@ def _of_tokens(part: LayerStats, call: InterceptedCall) -> LayerStats:
 
 
 def _without_first(part: LayerStats) -> LayerStats:
-    """Without ``first`` and ``streaming_w``: which keys were the first ones can no longer be said."""
+    """Remove ``first`` and ``streaming_w``: the first keys are unknown."""
     dropped = {name for name in part.moments if name == "first" or name.startswith("streaming_")}
     moments = {name: each for name, each in part.moments.items() if name not in dropped}
     rows = tuple(
@@ -241,9 +241,9 @@ def _without_first(part: LayerStats) -> LayerStats:
 
 
 def rounded(call: InterceptedCall, *, bias: bool) -> InterceptedCall:
-    """The call as autocast makes it: SDPA rounds its arguments to its dtype, as matmul does all but the bias.
+    """Return the call under autocast: SDPA rounds its arguments to its dtype, as matmul does all but the bias.
 
-    Headscope's own functions do not: their calls are described as they are.
+    headscope's own functions do not: their calls are described unchanged.
     """
     device = call.q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -258,10 +258,10 @@ def rounded(call: InterceptedCall, *, bias: bool) -> InterceptedCall:
 
 
 def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> InterceptedCall:
-    """A call of ``torch.nn.functional.scaled_dot_product_attention`` by its arguments.
+    """Return a call of ``torch.nn.functional.scaled_dot_product_attention`` by its arguments.
 
     Args:
-        convert: ``_watch_masks.split``, or one that remembers what it has split.
+        convert: ``masks.split``, or a cached version of it.
 
     Raises:
         WatchError: its tensors are nested.
@@ -289,7 +289,7 @@ def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Int
 
 
 def attend(call: InterceptedCall, dropout: float) -> Tensor:
-    """The output of the same call by headscope's own kernels."""
+    """Return the output of the same call by headscope's own kernels."""
     return functional.attention(
         call.q,
         call.k,
@@ -304,12 +304,12 @@ def attend(call: InterceptedCall, dropout: float) -> Tensor:
 
 
 def one_head(tensor: Tensor) -> Tensor:
-    """SDPA takes [length, width] as well: one head."""
+    """Add an axis of one head: SDPA also accepts [length, width]."""
     return tensor[None] if tensor.ndim == 2 else tensor
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """SDPA broadcasts q's head over more of k or v, and repeats those of k and v each by its own number."""
+    """Repeat heads as SDPA does: q's single head over those of k or v, and those of k and v separately."""
     heads = max(x.shape[-3] for x in (q, k, v))
     if q.shape[-3] == 1:
         q = q.expand(*q.shape[:-3], heads, *q.shape[-2:])
@@ -319,7 +319,7 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _four_axes(mask: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """A mask of SDPA beside these leading axes, as one beside their product."""
+    """Reshape a mask of SDPA from these leading axes to their product."""
     own = mask.shape[:-3]
     if all(n == 1 for n in own):
         return mask.reshape(mask.shape[len(own) :])
@@ -330,10 +330,11 @@ Convert = Callable[[Tensor], tuple[Mask | None, Tensor | None]]
 
 
 def error_of(call: InterceptedCall) -> tuple[Tensor, float] | None:
-    """How far the model's own output is from what these arguments give, relative to its largest value; one number.
+    """Return the relative difference of the model's own output from that of these arguments, and its bound.
 
-    On two rows of all heads, the last one and one in the middle; rows that may see nothing are left out. Infinite where
-    one of the two is NaN and the other is not. Beside it how far it may be. None where there is nothing to compare.
+    It compares two rows of all heads, the last one and one in the middle; rows without visible keys are excluded. The
+    difference is relative to the largest value, and infinite if only one of the two is NaN. Returns None if there is
+    nothing to compare.
     """
     if call.out is None or call.v is None or 0 in (*call.out.shape, call.k.shape[-2]):
         return None
@@ -348,7 +349,7 @@ def error_of(call: InterceptedCall) -> tuple[Tensor, float] | None:
 
 
 def _difference(call: InterceptedCall, out: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """How far some rows of an output are from what these values give, [B, H, R], and the largest value of it."""
+    """Return the difference of some rows of an output from those of these values, [B, H, R], and the largest value."""
     expected, lse = _rows(call, v, rows)
     out = out.detach().index_select(-2, rows).float()
     same = (expected == out) | (expected.isnan() & out.isnan())
@@ -358,12 +359,13 @@ def _difference(call: InterceptedCall, out: Tensor, v: Tensor, rows: Tensor) -> 
 
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""How far an output may be from its definition, relative to the largest: rounding never comes near, a mask that was
-read wrongly goes far beyond."""
+"""The largest relative difference of an output from its definition: rounding stays far below, a misread mask exceeds it
+by far.
+"""
 
 
 def _rows(call: InterceptedCall, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of some queries, [B, H, R, Dv], and their lse, [B, H, R], by definition."""
+    """Return the output of some queries, [B, H, R, Dv], and their lse, [B, H, R], by definition."""
     q, k = call.q.index_select(-2, rows), call.k
     bias, mask = call.bias, as_mask(call.mask)
     if bias is not None and bias.ndim > 1 and bias.shape[-2] > 1:
@@ -374,9 +376,9 @@ def _rows(call: InterceptedCall, v: Tensor, rows: Tensor) -> tuple[Tensor, Tenso
         visible = mask.at(queries, keys).allows(b[:, None, None, None], h[:, None, None], rows[:, None], j)
         bias = torch.where(
             visible, 0.0 if bias is None else bias, -math.inf
-        )  # unlike a tensor in a mask, not planned anew
+        )  # unlike a tensor in a mask, not planned again
     out, lse = run_attention(q, k, v, None, bias, call.sinks, call.scale, call.softcap, 0.0, True, None)
-    assert lse is not None  # it is asked for
+    assert lse is not None  # requested
     return out.float(), lse
 
 

@@ -1,4 +1,4 @@
-"""The masks that other code gives SDPA, [B, H, Q, K] tensors, as masks and biases of headscope."""
+"""Conversion of SDPA masks, [B, H, Q, K] tensors, to masks and biases of headscope."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from headscope._support.tensor_classes import ORDINARY, has_own_functions, is_ca
 from headscope.masks import Band, Dense, Documents, Mask, causal
 
 HIDDEN = -1e9
-"""An additive mask at or below this hides: -inf, the smallest number of a dtype, -1e9, -1e30 are all written for it."""
+"""At or below this number an additive mask masks a key: -inf, the smallest number of a dtype, -1e9, -1e30 are all in
+use.
+"""
 
 AT_ONCE = 1 << 20  # entries of a mask that are compared at once
 
 
 def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
-    """A mask of SDPA (True = attend, or numbers to add) as a mask or as a bias.
+    """Convert a mask of SDPA (True = attend, or numbers to add) to a mask or a bias.
 
-    What numbers hide is empty here, also where they hide all of a row: the model's own softmax is even there, for it
-    cannot tell, but the row takes part in nothing.
+    A row whose keys are all masked by numbers is empty here and does not count; the model's own softmax spreads it
+    evenly, because all its logits are equally low.
 
     Raises:
         TypeError: ``check_class``.
@@ -34,13 +36,13 @@ def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
     if bias.requires_grad:  # it may be all 0 and yet be learned
         return None, bias
     hidden = bias == -math.inf
-    if mask.device.type == "cpu" and bool((hidden | (bias == 0)).all()):  # elsewhere to look would be to wait
+    if mask.device.type == "cpu" and bool((hidden | (bias == 0)).all()):  # elsewhere reading would wait
         return to_rule(~hidden), None
     return None, bias
 
 
 def check_class(name: str, mask: object) -> None:
-    """Raise where the numbers of a mask may not say what it hides.
+    """Raise if the numbers of a mask may not determine the masked keys.
 
     Raises:
         TypeError: it is not a tensor, or its class changes torch's functions, attention among them.
@@ -55,7 +57,7 @@ def check_class(name: str, mask: object) -> None:
 
 
 def causal_rule(mask: object, queries: int, keys: int) -> Mask | None:
-    """Return the mask that a ``torch.nn.attention.bias.CausalBias`` stands for; None where ``mask`` is not one.
+    """Return the mask that a ``torch.nn.attention.bias.CausalBias`` represents; None if ``mask`` is not one.
 
     A square one is top-left in torch, whatever its variant and the sizes of the call.
 
@@ -76,16 +78,16 @@ def causal_rule(mask: object, queries: int, keys: int) -> Mask | None:
 
 
 def additive(mask: Tensor) -> Tensor:
-    """A bias from an additive mask: what is as low as a mask's "minus infinity" becomes -inf."""
+    """Return a bias from an additive mask: numbers as low as a mask's "minus infinity" become -inf."""
     limit = max(HIDDEN, torch.finfo(mask.dtype).min / 2)
     return mask.masked_fill(mask <= limit, -math.inf)
 
 
 def to_rule(visible: Tensor) -> Mask:
-    """Return the mask as a rule where it has a common one, else as the tensor.
+    """Return the mask as a rule if it has a common form, else as the tensor.
 
-    The common rules are causal or not, with a window or without, and with some keys masked for every query. Every layer
-    reads a tensor again; a rule is not read at all.
+    The common rules are causal or not, with or without a window, and with some keys masked for every query. Every layer
+    would read a tensor again; a rule is not read at all.
     """
     dense = Dense(visible)
     if (
@@ -101,14 +103,14 @@ def to_rule(visible: Tensor) -> Mask:
     if torch.equal(visible, keys[:, None].expand_as(visible)):
         return dense if bool(keys.all()) else keys_mask(keys, visible.shape[1])
     queries, length = visible.shape[1:]
-    first = int(visible[:, -1].byte().argmax(-1).amin())  # the first key that the last query may see
+    first = int(visible[:, -1].byte().argmax(-1).amin())  # the first key visible to the last query
     band = causal() if first == 0 else Band(length - 1 - first, 0)
     rule = band if bool(keys.all()) else band & keys_mask(keys, queries)
     return rule if _same(rule, visible) else dense
 
 
 def _same(rule: Mask, visible: Tensor) -> bool:
-    """Whether a rule allows just this, [B, Q, K]; a few rows at a time, for the tensor may fill much of the memory."""
+    """Return whether a rule equals this, [B, Q, K]; a few rows at a time, because the tensor may be large."""
     batch, queries, length = visible.shape
     rule = rule.at(queries, length)
     for i in slices(queries, AT_ONCE // (batch * length)):
@@ -120,5 +122,5 @@ def _same(rule: Mask, visible: Tensor) -> bool:
 
 
 def keys_mask(keys: Tensor, queries: int) -> Mask:
-    """Which keys may be seen, boolean [B, K], the same ones by every query."""
+    """Return a mask from visible keys, boolean [B, K], the same for every query."""
     return Documents(keys.new_ones(len(keys), queries, dtype=torch.long), keys.long())

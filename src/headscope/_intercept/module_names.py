@@ -1,4 +1,4 @@
-"""The modules of a watched model: their names, which of them are chosen, which ought to be seen, what kind they are."""
+"""The modules of a watched model: names, selection, expected observations, kinds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _SELF = re.compile(r"self_?att(n|ention)", re.IGNORECASE)
 # BridgeTower's cross-modal layers hold both kinds
 _CROSS = re.compile(r"cross(?!_modal_\w+_layers)|encoder_attn|encdecattention|enc_dec", re.IGNORECASE)
-# class and name of what stands beside an attention and is called after it: MobileBERT's, DeepSeek-V4's, Inkling's
+# class and name of modules next to an attention that are named after it: MobileBERT's, DeepSeek-V4's, Inkling's
 _BESIDE = re.compile(r"^BottleneckLayer |_(hc|hyper_connection|s?conv|convolution)$", re.IGNORECASE)
 # the end of a norm's class or name: RMSNormGated, NemotronLayerNorm1P, post_attention_layernorm, norm_1
 _NORM = re.compile(r"norm(alization)?(_?(gated|layer|\d+[a-z]?))*$", re.IGNORECASE)
 
 
 def list_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Module path -> module, in the order of the model; torch's own leaves, which attend to nothing, are left out.
+    """Return module path -> module, in the order of the model, without torch's own leaves, which do not attend.
 
     The model itself goes by the name of its class. A module that is shared goes by the first of its paths.
     """
@@ -37,7 +37,7 @@ def list_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_compiled(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names of those that run compiled, or as TorchScript; ``generate`` keeps a compiled call in the model."""
+    """Return the names of those that are compiled, or TorchScript; ``generate`` stores a compiled call in the model."""
     return [
         name
         for name, module in modules.items()
@@ -49,17 +49,17 @@ def find_compiled(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def forget_compiled(modules: Mapping[str, nn.Module]) -> None:
-    """Drop the calls that ``generate`` compiled meanwhile: they are of the watched call, which does not compile."""
+    """Drop the calls that ``generate`` compiled meanwhile: they are of the watched call, which cannot be compiled."""
     for module in modules.values():
         vars(module).pop("_compiled_call", None)
 
 
 def select_modules(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset[str]:
-    """The names that were asked for: by a name or pattern, with all that is inside; or by a predicate.
+    """Return the selected names: by a name or pattern, with all modules inside; or by a predicate.
 
     Raises:
         TypeError: neither names or patterns nor a function.
-        ValueError: none is given; a pattern, or the predicate, fits no module.
+        ValueError: the selection is empty; a pattern, or the predicate, does not match any module.
     """
     if layers is None:
         return frozenset(modules)
@@ -81,10 +81,10 @@ def _are_texts(values: object) -> bool:
 
 
 def match_modules(modules: Mapping[str, nn.Module], pattern: str, argument: str) -> list[str]:
-    """The names that a name or pattern fits, with all that is inside.
+    """Return the names that a name or pattern matches, with all modules inside.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no such modules.
     """
     fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in enclosing_paths(name))]
     if not fits:
@@ -95,13 +95,13 @@ def match_modules(modules: Mapping[str, nn.Module], pattern: str, argument: str)
 
 
 def enclosing_paths(name: str) -> list[str]:
-    """A module's path and those of all modules around it."""
+    """Return a module's path and those of all enclosing modules."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 def summarize_names(names: Iterable[str], limit: int = 12) -> str:
-    """The first names that say attention, or else the first of all."""
+    """Return the first names that contain "attention", or else the first of all."""
     shown = list(names)
     attention = [name for name in shown if _ATTENTION.search(name.rsplit(".", 1)[-1])] or shown
     more = f" and {len(attention) - limit} more" if len(attention) > limit else ""
@@ -109,7 +109,7 @@ def summarize_names(names: Iterable[str], limit: int = 12) -> str:
 
 
 def find_unobserved(modules: Mapping[str, nn.Module], ran: Collection[str], observed: Collection[str]) -> list[str]:
-    """The modules that call themselves attention and ran, while no attention call in, of or around them was seen."""
+    """Return the modules named attention that ran without an observed attention call in, of or around them."""
     named = [name for name in ran if is_attention(name, modules[name])]
     missing = [
         name
@@ -129,8 +129,8 @@ def describe_unrecorded(
 ) -> dict[str, str]:
     """Return the modules whose attention is not all recorded -> a sentence about each, without its end.
 
-    A softmax counts in a module of which calls were seen; in one called attention also if those of a module inside it
-    were. A fused operator counts anywhere.
+    A softmax counts in a module with observed calls; in one named attention also if a module inside it has observed
+    calls. A fused operator counts anywhere.
 
     Args:
         noted: module -> the fused operator that it attends by; None: it multiplied the result of a softmax with what
@@ -150,13 +150,13 @@ def describe_unrecorded(
 
 
 def describe_modules(modules: Mapping[str, nn.Module], names: Collection[str]) -> str:
-    """Names of modules, each with its class: a name may be no more than a number."""
+    """Return names of modules, each with its class: a name may be just a number."""
     kinds = {name: type(modules[name]).__name__ for name in names}
     return ", ".join(name if name == kind else f"{name} ({kind})" for name, kind in kinds.items())
 
 
 def is_attention(name: str, module: nn.Module) -> bool:
-    """Whether it is called so, by its class or its path, and holds a matrix; a norm's gate may be one."""
+    """Return whether its class or path is named attention, and it holds a matrix; a norm's gate may be one."""
     kind, called = type(module).__name__, name.rsplit(".", 1)[-1]
     if not _ATTENTION.search(kind):
         named = _ATTENTION.search(called) and not _NORM.search(called)
@@ -171,7 +171,9 @@ def is_attention_class(name: str, module: nn.Module) -> bool:
 
 
 def _is_projection(name: str, modules: Mapping[str, nn.Module], ran: Collection[str], missing: Collection[str]) -> bool:
-    """Whether it holds a single matrix and is called by a layer that is missing itself, which is named for both."""
+    """Return whether it holds a single matrix and belongs to a layer that is itself missing, which is reported for
+    both.
+    """
     around = max((other for other in ran if other != name and _within(name, other)), key=len, default=None)
     return around in missing and _matrices(modules[name]) == 1
 
@@ -185,14 +187,14 @@ def _within(name: str, around: str) -> bool:
 
 
 def kind_of_call(name: str, call: InterceptedCall, choices: Kinds, before: Kind | None) -> Kind:
-    """Self- or cross-attention: what the caller says, else the call, else the module's path, else the lengths.
+    """Return "self" or "cross": as the caller specifies, else the call, else the module's path, else the lengths.
 
-    With as many queries as keys, or where the layer has been seen so before (a cache that grows), it is self-attention;
-    with more keys also where the module is called so.
+    With as many queries as keys, or if the layer had so before (a growing cache), it is self-attention; with more keys
+    also if the module is named so.
 
     Args:
         said: pattern -> kind.
-        before: what this layer was last time.
+        before: the kind of this layer's previous call.
     """
     for pattern, kind in choices.items():
         if any(fnmatchcase(part, pattern) for part in enclosing_paths(name)):
@@ -207,10 +209,10 @@ def kind_of_call(name: str, call: InterceptedCall, choices: Kinds, before: Kind 
 
 
 def is_cross(name: str) -> bool:
-    """Whether a module's path says cross-attention."""
+    """Return whether a module's path names cross-attention."""
     return bool(_CROSS.search(name))
 
 
 def is_self(name: str) -> bool:
-    """Whether a module's path says self-attention."""
+    """Return whether a module's path names self-attention."""
     return bool(_SELF.search(name)) and not is_cross(name)

@@ -1,4 +1,4 @@
-"""What a watched model is: its class, a digest of its configuration, and which part of a layer's heads it holds."""
+"""The origin of a watched model: its class, a digest of its configuration, and its part of a layer's heads."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _holders: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def origin_of(model: nn.Module) -> Origin:
-    """What a recording of ``model`` is of, before its first layer."""
+    """Return the origin of a recording of ``model``, before its first layer."""
     # fully_shard gives each module a class of torch's own, derived from that of the model
     classes = (each for each in type(model).__mro__ if not each.__module__.startswith("torch.distributed."))
     return Origin(next(classes).__qualname__, _digest(getattr(model, "config", None)))
 
 
 def layer_origin(modules: Mapping[str, nn.Module], name: str, call: InterceptedCall) -> LayerOrigin:
-    """What a recording of one layer is of.
+    """Return the origin of a recording of one layer.
 
     Args:
         modules: those of the model, by path; the model itself under the name of its class.
@@ -58,12 +58,12 @@ def layer_origin(modules: Mapping[str, nn.Module], name: str, call: InterceptedC
 
 
 def layer_part(modules: Mapping[str, nn.Module], name: str, heads: int, widths: tuple[int, int]) -> Part | None:
-    """The part of a layer's heads that its module holds; None = all, as far as is known.
+    """Return the part of a layer's heads that its module holds; None = all, as far as known.
 
     Args:
         modules: those of the model, by path; the model itself under the name of its class.
         name: the module that attends.
-        heads: how many heads its call has.
+        heads: the number of heads of its call.
         widths: the head width of q and k, and that of v.
 
     Raises:
@@ -76,14 +76,14 @@ def layer_part(modules: Mapping[str, nn.Module], name: str, heads: int, widths: 
 
 
 def shared_part(modules: Mapping[str, nn.Module], name: str, heads: int, widths: tuple[int, int]) -> Part | None:
-    """``layer_part`` where other processes may hold the other heads; None = there are no others to act on."""
+    """Return ``layer_part`` if other processes may hold the other heads; None = there are no others to act on."""
     part = layer_part(modules, name, heads, widths)
     alone = part is not None and part.heads is None and _process()[1] == 1
     return None if alone else part
 
 
 def _outwards(name: str) -> Iterator[str]:
-    """A module's path, then those of the modules around it."""
+    """Yield a module's path, then those of the enclosing modules."""
     parts = name.split(".")
     yield from (".".join(parts[:n]) for n in range(len(parts), 0, -1))
 
@@ -92,7 +92,7 @@ def _outwards(name: str) -> Iterator[str]:
 
 
 def _digest(config: object) -> str:
-    """A short digest of a configuration's structure; empty where it states none."""
+    """Return a short digest of a configuration's structure; empty if it states none."""
     entries = sorted((name, value) for name, value in _entries(config) if _is_structure(name, value))
     if not entries:
         return ""
@@ -108,7 +108,7 @@ def _is_structure(name: str, value: object) -> bool:
 
 
 def _entries(config: object, before: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Name -> value of a configuration and of those within it: a mapping, or an object with attributes."""
+    """Yield name and value of a configuration and of those within it: a mapping, or an object with attributes."""
     if depth > _DEEPEST or isinstance(config, type):
         return
     held = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
@@ -126,14 +126,14 @@ def _entries(config: object, before: str = "", depth: int = 0) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class _Slice:
-    """What this process holds of a sharded parameter.
+    """This process's part of a sharded parameter.
 
     Attributes:
         parameter: its name.
         axis: 0 = it is sharded by rows, 1 = by columns.
-        total: how many of them the whole parameter has.
-        length: how many this process holds.
-        start: the number of the first one; None where this process does not hold the shard of the placement.
+        total: the number of rows or columns of the whole parameter.
+        length: the number that this process holds.
+        start: the index of the first one; None if this process does not hold the shard of the placement.
     """
 
     parameter: str
@@ -147,12 +147,12 @@ class _Slice:
 
 
 def _part(name: str, around: list[nn.Module], heads: int, widths: tuple[int, int]) -> Part | None:
-    """The part of the heads that a layer holds; None = all, as far as is known.
+    """Return the part of the heads that a layer holds; None = all, as far as known.
 
     Args:
         name: the layer, for the error.
-        around: the layer's module, and those around it outwards.
-        heads: how many heads the call has.
+        around: the layer's module, then the enclosing ones.
+        heads: the number of heads of the call.
         widths: the head width of q and k, and that of v.
     """
     configs = (getattr(each, "config", None) for each in around)
@@ -167,7 +167,7 @@ def _part(name: str, around: list[nn.Module], heads: int, widths: tuple[int, int
     if count is None and True in (answers or {True}) and _are_complete([shape[0] for shape in shapes], heads, widths):
         if _are_complete([each.length for each in slices if each.axis == 0], heads, widths):
             raise _unknown_share(name, heads, slices)
-        return None  # whole projections of q, k and v; those that are sharded are others, as of an MLP
+        return None  # whole projections of q, k and v; the sharded ones are others, such as those of an MLP
     # Where no width fits: parameters are split over rows and others over columns only under tensor parallelism. Shards
     # of data parallelism are gathered while the layer runs.
     shared = answers == {True} if len(answers) == 1 else {each.axis for each in slices} == {0, 1}
@@ -184,12 +184,13 @@ def _part(name: str, around: list[nn.Module], heads: int, widths: tuple[int, int
 
 
 def _shares(slices: list[_Slice], heads: int, widths: tuple[int, int]) -> set[bool]:
-    """Whether a process attends with its share of the heads, as each parameter shows it: True = share, False = all.
+    """Return whether each parameter shows that a process attends with its share of the heads: True = share, False =
+    all.
 
-    The output projection has a column for each number of the heads' outputs. The query projection has a row for each
-    number of q, a packed projection also rows for k and v. Where a shard has as many as the call needs, the process
-    attends with what it holds; where the whole parameter has, all heads are here: the outputs were gathered. The first
-    kind of projection that fits decides, since a packed one with few heads of k can have as many rows as another.
+    The output projection has a column for each component of the heads' outputs. The query projection has a row for each
+    component of q, a packed projection also rows for k and v. If a shard has as many as the call requires, the process
+    attends with its shard; if the whole parameter has, all heads are here: the outputs were gathered. The first kind of
+    projection that fits decides, since a packed one with few heads of k can have as many rows as another.
     """
     width, value_width = widths
     groups = [n for n in range(1, heads + 1) if heads % n == 0 and value_width]
@@ -205,7 +206,9 @@ def _shares(slices: list[_Slice], heads: int, widths: tuple[int, int]) -> set[bo
 
 
 def _are_complete(rows: list[int], heads: int, widths: tuple[int, int]) -> bool:
-    """Whether projections with these numbers of rows make q, k and v of a call: one has q's, and three at least fit."""
+    """Return whether projections with these numbers of rows can make q, k and v of a call: one has q's, and three at
+    least fit.
+    """
     width, value_width = widths
     groups = [n for n in range(1, heads + 1) if heads % n == 0]
     fitting = {n * each for n in groups for each in widths}
@@ -214,9 +217,9 @@ def _are_complete(rows: list[int], heads: int, widths: tuple[int, int]) -> bool:
 
 
 def _locate(slices: list[_Slice], heads: int) -> tuple[int | None, int | None]:
-    """How many heads there are in all processes, and the number of the first one here; None = it does not follow.
+    """Return the number of heads in all processes, and the first one here; None = undetermined.
 
-    Both follow where each slice holds the same part of its parameter, and each boundary lies between two heads.
+    Both follow if each slice holds the same part of its parameter, and each boundary lies between two heads.
     """
     if heads == 0 or not all(each.length for each in slices):
         return None, None
@@ -246,7 +249,7 @@ def _unknown_share(name: str, heads: int, slices: list[_Slice]) -> WatchError:
 
 
 def _declared(config: object) -> set[int]:
-    """Every number of query heads that a configuration states."""
+    """Return every number of query heads that a configuration states."""
     counts: set[int] = set()
     for name, value in _entries(config):
         key = name.rpartition(".")[2]
@@ -256,7 +259,7 @@ def _declared(config: object) -> set[int]:
 
 
 def _slices(around: list[nn.Module]) -> tuple[list[_Slice], list[tuple[int, ...]]]:
-    """What this process holds of the parameters of a layer that are sharded, and the shapes of the other matrices.
+    """Return this process's slices of a layer's sharded parameters, and the shapes of the other matrices.
 
     It follows from the placements. The processes do not communicate: one that does not watch would block the others.
     """
@@ -274,9 +277,9 @@ def _slices(around: list[nn.Module]) -> tuple[list[_Slice], list[tuple[int, ...]
 
 
 def _gathered_axes(around: list[nn.Module], parameters: list[DTensor]) -> set[str]:
-    """The names of the mesh axes over which parameters are sharded for data, beside others for tensor parallelism.
+    """Return the names of the mesh axes of data parallelism, if others exist for tensor parallelism.
 
-    fully_shard puts its axis before that of tensor parallelism, and gathers over it where the parameter is used. A
+    fully_shard puts its axis before that of tensor parallelism, and gathers over it when the parameter is used. A
     parameter that is sharded over one axis does not show which of the two it is.
     """
     from torch.distributed.fsdp import FSDPModule
@@ -294,12 +297,14 @@ def _gathered_axes(around: list[nn.Module], parameters: list[DTensor]) -> set[st
 
 
 def _is_shard(placement: Any) -> bool:
-    """Whether a placement is a shard, also a strided one, which some versions of torch do not count as a shard."""
+    """Return whether a placement is a shard, also a strided one, which some versions of torch do not count as a
+    shard.
+    """
     return bool(placement.is_shard()) or hasattr(placement, "split_factor")
 
 
 def _slice(name: str, parameter: DTensor, gathered: set[str]) -> _Slice | None:
-    """What this process holds of a parameter, once it is gathered over some axes of the mesh; None = all."""
+    """Return this process's slice of a parameter, once gathered over some axes of the mesh; None = all."""
     mesh = parameter.device_mesh
     placements: tuple[Any, ...] = parameter.placements
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
@@ -324,7 +329,7 @@ def _slice(name: str, parameter: DTensor, gathered: set[str]) -> _Slice | None:
 
 
 def _holder(model: nn.Module) -> str:
-    """What holds an unknown part: this process of its group, or this one module object."""
+    """Return the holder of an unknown part: this process of its group, or this one module object."""
     rank, world = _process()
     if rank is not None:
         return f"{PROCESS} {rank} of {world}"
@@ -332,7 +337,7 @@ def _holder(model: nn.Module) -> str:
 
 
 def _process() -> tuple[int | None, int]:
-    """This process's rank in its group, None without one, and how many processes there are."""
+    """Return this process's rank in its group, None without one, and the number of processes."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

@@ -1,12 +1,12 @@
-"""What is replaced in torch while a watch is open. ``fused`` and ``transformers`` add functions of their own.
+"""Replacements in torch while a watch is open. ``fused`` and ``transformers`` add their own functions.
 
-While a watch is open, ``nn.Module.__call__`` is replaced by one that knows the modules of watched models and keeps,
-for each thread, a stack of those that run (``Frame``). While one of them runs, a function mode sees what it calls; an
-attention call belongs to the innermost module.
+While a watch is open, ``nn.Module.__call__`` is replaced by one that recognises the modules of watched models and
+maintains, for each thread, a stack of those that run (``Frame``). While one of them runs, a function mode observes its
+calls; an attention call belongs to the innermost module.
 
-Nothing of this may change what the model computes. torch's transformer modules leave their fast path where a hook is
-registered, and where a function mode is about, for then ``torch.overrides.has_torch_function`` is true. So no hook is
-registered and no module is touched, and that function is replaced by one that does not count our mode.
+This must not change the results of the model. torch's transformer modules leave their fast path if a hook is
+registered, or if a function mode is on, because ``torch.overrides.has_torch_function`` is then true. So headscope does
+not register hooks or change modules, and replaces that function by one that ignores its mode.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from headscope._intercept.frames import Entries, Forward, Frame, Watcher
 
 _FUSED = fused.Patches(function_mode.note_unrecorded)
 patches: list[tuple[Callable[[], None], Callable[[], None]]] = [(_FUSED.install, _FUSED.remove)]
-"""What else is replaced while a watch is open: what is done when the first one opens, and when the last one closes."""
+"""Further replacements while a watch is open: functions to call when the first one opens, and when the last one
+closes.
+"""
 
 _TORCH_HAS_FUNCTION = torch.overrides.has_torch_function
 _lock = threading.Lock()
@@ -37,9 +39,11 @@ _original_interceptor: hook.Interceptor | None = None
 
 
 def open_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
-    """Start to tell a watcher of the calls of these modules."""
+    """Start to report the calls of these modules to a watcher."""
     global _original_call, _original_interceptor
-    call = _uncompiled_call() if "torch._dynamo" in sys.modules else _call  # may wait for its import: not with the lock
+    call = (
+        _uncompiled_call() if "torch._dynamo" in sys.modules else _call
+    )  # may wait for its import: not while holding the lock
     try:
         with _lock:
             if _original_call is None:
@@ -61,12 +65,12 @@ def open_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
 
 @functools.cache
 def _uncompiled_call() -> Callable[..., Any]:
-    """A compiled function that calls a watched model leaves it alone: the model then runs as it is."""
+    """Let compiled functions skip a watched model, which then runs uncompiled."""
     return torch.compiler.disable(_call)
 
 
 def _dynamo_has_come() -> None:
-    """It has been imported while a watch is open."""
+    """Handle an import of dynamo while a watch is open."""
     call = _uncompiled_call()
     with _lock:
         if _original_call is not None:
@@ -78,10 +82,10 @@ _IMPORT: Any = dynamo.Import(_dynamo_has_come)
 
 
 def close_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
-    """Stop to tell it, and put everything back with the last one."""
+    """Stop reporting to a watcher, and restore everything with the last one."""
     try:
         _close(watcher)
-    except BaseException:  # Ctrl-C, say: what it left is done now
+    except BaseException:  # after Ctrl-C, say: finish now what it interrupted
         _close(watcher)
         raise
     finally:
@@ -101,7 +105,7 @@ def _close(watcher: Watcher) -> None:
             nn.Module.__call__ = _original_call
             if _IMPORT in sys.meta_path:
                 sys.meta_path.remove(_IMPORT)
-            if hook.interceptor is function_mode.attention_interceptor:  # else another has replaced it since
+            if hook.interceptor is function_mode.attention_interceptor:  # else other code has replaced it since
                 hook.install(_original_interceptor)
             _original_interceptor = None
             torch.overrides.has_torch_function = _TORCH_HAS_FUNCTION
@@ -112,7 +116,7 @@ def _close(watcher: Watcher) -> None:
 
 
 def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """``nn.Module.__call__`` while a watch is open."""
+    """Replace ``nn.Module.__call__`` while a watch is open."""
     original = _original_call or nn.Module._wrapped_call_impl  # closed by another thread just now
     entries = frames.watched.get(id(self))
     if entries is None and id(dynamo.inside(self)) not in frames.watched:
@@ -121,7 +125,7 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         raise intercepted_call.WatchError(intercepted_call.COMPILED)
     if CONTEXT_PARALLEL in sys.modules:
         check_context_parallel()
-    if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again what was seen before
+    if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes calls that were observed before
         entries = tuple(entry for entry in entries if entry[0].again)
         if not entries:
             return original(self, *args, **kwargs)
@@ -129,7 +133,7 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
-    """Call a module with its frame on the stack; the outermost watched one under a function mode that sees SDPA."""
+    """Call a module with its frame on the stack; the outermost watched one under a function mode that observes SDPA."""
     begun: list[tuple[Watcher, Forward]] = []
     finished = False
     stack = frames.thread.stack

@@ -1,9 +1,9 @@
 """Attention that a module writes out: a softmax over keys whose result is multiplied with values.
 
 ``watch`` cannot record such a call yet, so it warns. What counts is the shape: a product contracts the softmax's last
-axis, and the other operand does not have the softmax's second last axis. So a gate or a router does not count, which
-weights what each token has of its own. Neither does a product with a parameter. What a module cuts or joins of weights
-are weights too (``join``). docs/guides/watch.md lists what is noticed and what is not.
+axis, and the other operand does not have the softmax's second last axis. So a gate or a router, which weights each
+token's own components, does not count. Neither does a product with a parameter. Slices and concatenations of weights
+are weights too (``join``). docs/guides/watch.md lists which attention is detected and which is not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOFTMAX = {
     *(F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax, F.softmin, F.gumbel_softmax),
     *(F.log_softmax, torch.log_softmax, torch.special.log_softmax, Tensor.log_softmax),
 }
-# these, and the functions of JOINED, dynamo cannot hash: look them up only where nothing is being compiled
+# dynamo cannot hash these and the functions of JOINED: look them up only if nothing is being compiled
 UNTRACED_SOFTMAX = {
     *(getattr(torch, name) for name in ("_softmax", "_safe_softmax", "_masked_softmax")),
     torch.sparse.softmax,
@@ -105,7 +105,7 @@ def join(
 ) -> None:
     """Note the result of a call of one of ``JOINED`` if it holds weights: those of other heads, queries or keys.
 
-    Where the result has other queries or another order of axes it may be a gate, and does not count.
+    If the result has other queries or another order of axes it may be a gate, and does not count.
 
     Args:
         waiting: the softmaxes that the module has computed so far; changed in place.
@@ -142,7 +142,7 @@ def _source(waiting: list[Weights], x: object) -> Weights | None:
 
 
 def _append(waiting: list[Weights], weights: Weights) -> None:
-    """Append to those that wait; of too many the first is dropped."""
+    """Append to the waiting ones; the first is dropped if there are too many."""
     if weights not in waiting:
         waiting.append(weights)
         del waiting[:-MOST]
@@ -175,7 +175,7 @@ def _products(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _tensordot(a: Any, b: Any, dims: Any) -> list[Product]:
-    """Return the product if it contracts one axis; torch hands ``dims`` on by keyword."""
+    """Return the product if it contracts one axis; torch passes ``dims`` by keyword."""
     if dims == 1:
         return [Product(a, b, -1, 0)]
     if not isinstance(dims, (list, tuple)):
@@ -185,14 +185,14 @@ def _tensordot(a: Any, b: Any, dims: Any) -> list[Product]:
 
 
 def _contracts(weights: Weights, a: Any, b: Any, axis_a: int, axis_b: int) -> bool:
-    """Whether one operand is the softmax's result, contracted over its keys, and the other may be values."""
+    """Return whether one operand is the softmax's result, contracted over its keys, and the other may be values."""
     if not _is_plain(a) or not _is_plain(b) or a.ndim != b.ndim:  # values that all tokens share are parameters
         return False
     return _over_keys(weights, a, axis_a, b, axis_b) or _over_keys(weights, b, axis_b, a, axis_a)
 
 
 def _over_keys(weights: Weights, p: Tensor, axis: int, values: Tensor, axis_of_values: int) -> bool:
-    """Whether p holds the softmax's weights, or those of one head, transposed or not, and its keys are contracted."""
+    """Return whether p holds the softmax's weights, or one head's, transposed or not, contracted over its keys."""
     if isinstance(values, nn.Parameter) or isinstance(values._base, nn.Parameter):
         return False
     size, queries, keys = weights
@@ -207,7 +207,9 @@ def _is_plain(x: object) -> TypeGuard[Tensor]:
 
 
 def _einsum(weights: Weights, args: Sequence[Any]) -> bool:
-    """Whether an operand has the softmax's axes, and another one its keys but not its queries, which the result has."""
+    """Return whether an operand has the softmax's axes, and another its keys but not its queries, which the result
+    has.
+    """
     equation, *operands = args
     if not isinstance(equation, str):
         return False

@@ -1,8 +1,8 @@
-"""torch's own multi-head attention: its calls in headscope's words, by the arguments of the functions that make them.
+"""torch's own multi-head attention: its calls as arguments of headscope, from those of torch's functions.
 
 ``nn.MultiheadAttention`` calls ``multi_head_attention_forward``, or, on its fast path, one operator that projects,
-attends and projects back; ``nn.TransformerEncoderLayer`` has an operator for all of itself. What they attended with is
-computed beside them: the same projections of the same inputs.
+attends and projects back; ``nn.TransformerEncoderLayer`` has an operator for all of itself. headscope recomputes q, k
+and v separately: the same projections of the same inputs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FAST_PATH = {
 
 
 def native_call(operator: str, args: tuple[Any, ...]) -> InterceptedCall:
-    """The attention of an operator of the fast path: self-attention, batch first, sometimes of a nested tensor.
+    """Return the attention of an operator of the fast path: self-attention, batch first, sometimes of a nested tensor.
 
-    It takes any mask as a boolean one: a float mask hides where it is not 0, whatever else was meant.
+    It treats any mask as boolean: a float mask masks all keys where it is not 0.
     """
     arguments = dict(zip(FAST_PATH[operator], args, strict=False))
     x: Tensor = arguments["query"]
@@ -63,25 +63,25 @@ def native_call(operator: str, args: tuple[Any, ...]) -> InterceptedCall:
 
 
 def of_heads(weight: Tensor, factors: Tensor) -> Tensor:
-    """An output projection [E, H * Dv] that multiplies what it takes of each head by its factor, [H]."""
+    """Return an output projection [E, H * Dv] whose columns of each head are multiplied by its factor, [H]."""
     factors = factors.to(weight.device, weight.dtype)
     return weight * factors.repeat_interleave(weight.shape[1] // len(factors))
 
 
 def widths(heads: int, out_weight: Tensor) -> tuple[int, int]:
-    """The head width of q and k and that of v, which torch's own modules have the same, by the output projection."""
+    """Return the head widths of q and k and of v, equal in torch's own modules, from the output projection."""
     width = out_weight.shape[1] // heads if heads else 0
     return width, width
 
 
 def heads_of_fast_path(operator: str, args: tuple[Any, ...]) -> tuple[int, tuple[int, int]]:
-    """How many heads an operator of the fast path has, and their widths."""
+    """Return the number of heads of an operator of the fast path, and their widths."""
     heads, out_weight = (args[FAST_PATH[operator].index(name)] for name in ("num_heads", "out_weight"))
     return heads, widths(heads, out_weight)
 
 
 def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[Any]:
-    """The arguments of an operator of the fast path, with its heads multiplied.
+    """Return the arguments of an operator of the fast path, with its heads multiplied.
 
     Raises:
         WatchError: a gradient is requested; these operators do not have one.
@@ -96,10 +96,12 @@ def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[
 
 
 def functional_call(arguments: Mapping[str, Any]) -> InterceptedCall:
-    """The attention of ``torch.nn.functional.multi_head_attention_forward``; lengths come first, then the batch."""
+    """Return the attention of ``torch.nn.functional.multi_head_attention_forward``; lengths come first, then the
+    batch.
+    """
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     fixed = (arguments.get("static_k"), arguments.get("static_v"))
-    kind: Kind = "self" if same(query, key) and fixed[0] is None else "cross"  # fixed keys stand for other tokens
+    kind: Kind = "self" if same(query, key) and fixed[0] is None else "cross"  # fixed keys replace the tokens
     sources = tuple(x[None] if x.ndim == 2 else x.transpose(0, 1) for x in (query, key, value))  # [B, length, E]
     padding, mask = arguments.get("key_padding_mask"), arguments.get("attn_mask")
     hinted = bool(arguments.get("is_causal")) and padding is None and not arguments.get("need_weights", True)
@@ -121,7 +123,7 @@ def _packed(
     extra: tuple[Tensor | None, Tensor | None, bool], fixed: tuple[Tensor | None, Tensor | None],
     options: dict[str, Any],
 ) -> InterceptedCall:  # fmt: skip
-    """Project [B, length, E] each, cut into heads, and add the keys that belong to no token."""
+    """Project [B, length, E] each, split into heads, and add the keys that belong to no token."""
     biases = (None, None, None) if bias is None else bias.chunk(3)
     q, k, v = (F.linear(x, w, b) for x, w, b in zip(sources, weights, biases, strict=True))
     batch, queries = len(q), q.shape[1]
@@ -138,7 +140,7 @@ def _packed(
 
 
 def _beside(options: dict[str, Any], queries: int, keys: int, added: int, device: torch.device) -> dict[str, Any]:
-    """Masks and positions where keys follow that belong to no token: all rows may see them, and they stand nowhere."""
+    """Return masks and positions with keys that belong to no token: visible to all rows, and without a position."""
     changed: dict[str, Any] = {}
     if isinstance(options.get("mask"), Dense):
         changed["mask"] = Dense(F.pad(options["mask"].tensor, (0, added), value=True))
@@ -154,7 +156,7 @@ def _beside(options: dict[str, Any], queries: int, keys: int, added: int, device
 
 
 def _masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, int]) -> dict[str, Any]:
-    """The masks of ``nn.MultiheadAttention`` (True = hidden, or numbers to add) as mask and bias of headscope.
+    """Convert the masks of ``nn.MultiheadAttention`` (True = masked, or numbers to add) to mask and bias of headscope.
 
     Args:
         attn_mask: [Q, K] or [B * H, Q, K]; padding: [B, K], or [K].
@@ -183,6 +185,6 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, i
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether these are one tensor, or two views of it that are alike."""
+    """Return whether these are one tensor, or two equal views of it."""
     alike = a.shape == b.shape and a.stride() == b.stride() and a.is_neg() == b.is_neg()
     return a is b or (alike and a.data_ptr() == b.data_ptr())

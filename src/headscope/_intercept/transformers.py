@@ -1,8 +1,9 @@
-"""Hugging Face models: their attention functions, seen where a layer looks them up.
+"""Hugging Face models: their attention functions, intercepted where a layer looks them up.
 
 A layer of transformers 5 asks ``AttentionInterface.get_interface`` for the function that attends, by the name of the
 attention implementation, and calls it with itself, q, k, v, a mask and options. While a watch is open, that look-up
-gives the same function, which then tells what it was called with. Nothing here imports transformers: a model of it has.
+returns the same function with a wrapper that reports its arguments. Nothing here imports transformers: a model of it
+has already.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from headscope._intercept.torch_modules import same
 from headscope.masks import Band, Mask, as_mask
 
 NAME = "headscope"
-_UNREADABLE = ("flash", "flex", "paged", "/")  # their masks are no tensors [B, H, Q, K]; "/" is a kernel from a hub
+_UNREADABLE = ("flash", "flex", "paged", "/")  # their masks are not tensors [B, H, Q, K]; "/" is a kernel from a hub
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
-# what queries are made of, and keys, where a layer is told: SAM's always are, most others only of another sequence
+# names of the inputs of queries and keys, if a layer has both: SAM's always do, most others only for another sequence
 _QUERIES = ("query", "queries", "query_tensor", "hidden_states")
 _KEYS = (
     *("key", "keys", "key_tensor"),
@@ -39,7 +40,7 @@ _KEYS = (
 )
 _SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")  # types of layers that pass the first keys
 _LEAD = ("module", "query", "key", "value", "attention_mask")
-ROWS = 16  # of the model's own function that are computed where headscope attends in its place
+ROWS = 16  # rows of the model's own function that are computed if headscope attends instead
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -47,7 +48,7 @@ _original: Callable[..., Any] | None = None
 
 
 def install() -> None:
-    """Start to see what layers of transformers call, if it is loaded."""
+    """Start to intercept the attention functions of transformers, if it is loaded."""
     global _original
     interface = _interface()
     if interface is None or _original is not None:
@@ -57,7 +58,7 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Put everything back."""
+    """Restore everything."""
     global _original
     interface = _interface()
     if interface is not None and _original is not None:
@@ -74,7 +75,7 @@ def _interface() -> Any:
 
 
 def transformers_refusal(modules: Mapping[str, nn.Module]) -> str | None:
-    """Why a model of transformers cannot be seen into, before it has run; None = it can, or is none of theirs."""
+    """Return why a model of transformers cannot be recorded, before it runs; None = it can, or is not one."""
     loaded = sys.modules.get("transformers.modeling_utils")
     base = getattr(loaded, "PreTrainedModel", None)
     if loaded is None or base is None or not any(isinstance(module, base) for module in modules.values()):
@@ -93,7 +94,7 @@ def _implementation(module: nn.Module) -> str | None:
 
 
 def _get_interface(self: Any, attn_implementation: str, default: Function) -> Function:
-    """``AttentionInterface.get_interface`` while a watch is open."""
+    """Replace ``AttentionInterface.get_interface`` while a watch is open."""
     original = _original or type(self).get_interface
     attend: Function = original(self, attn_implementation, default)
     frame = frames.innermost()
@@ -132,16 +133,16 @@ def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]
 
 
 def _called(attend: Function, request: Mapping[str, Any], finite: bool = False) -> tuple[Tensor, Tensor | None]:
-    """What the model's own function gives; ``finite``: with 0 for values that are NaN or infinite."""
+    """Return the output of the model's own function; ``finite``: with 0 for values that are NaN or infinite."""
     request = {**request, "value": request["value"].nan_to_num(0.0, 0.0, 0.0)} if finite else request
     options = {key: value for key, value in request.items() if key not in _LEAD}
     return attend(*(request.get(each) for each in _LEAD), **options)
 
 
 def _own(attend: Function, name: str, frame: Frame, request: Mapping[str, Any]) -> InterceptedCall:
-    """A call with what the model's own function gives: of a few rows, for which there is always memory and time.
+    """Return a call with the output of the model's own function for a few rows, which is always affordable.
 
-    Where these are not what is expected it is asked for all of them: it may not know of a few.
+    If these differ from headscope's, all rows are computed: the function may not support a few.
     """
 
     def of(part: Mapping[str, Any]) -> InterceptedCall:
@@ -157,9 +158,9 @@ def _own(attend: Function, name: str, frame: Frame, request: Mapping[str, Any]) 
 
 
 def _few(name: str, module: nn.Module, request: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a function is asked, for its last queries; the first ones, and their keys, where no mask says what they see.
+    """Return a request for the last queries; for the first ones, and their keys, if there is no mask.
 
-    A function of the caller's own may have a window where it gets no mask: it is asked for all rows.
+    A function of the caller's own may have a window without a mask: it gets all rows.
     """
     q, k, v, mask = (request.get(each) for each in _LEAD[1:])
     assert isinstance(q, Tensor)
@@ -174,7 +175,7 @@ def _few(name: str, module: nn.Module, request: Mapping[str, Any]) -> Mapping[st
         rows, columns = slice(queries - fewer), slice(max(ROWS, keys - fewer))
 
     def of(value: Any) -> Any:
-        """Of a mask, a bias, or anything else that the rows have."""
+        """Return the rows of a mask, a bias, or any other argument with rows."""
         if not isinstance(value, Tensor) or value.ndim < 4 or value.shape[-2] != queries:
             return value
         return value[..., rows, columns if value.shape[-1] == keys else slice(None)]
@@ -184,13 +185,14 @@ def _few(name: str, module: nn.Module, request: Mapping[str, Any]) -> Mapping[st
 
 
 def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str, Any]) -> InterceptedCall:
-    """An attention function's call in headscope's words.
+    """Return an attention function's call as arguments of headscope.
 
-    Which options count is up to the function: one that does not name ``softcap`` or ``position_bias``, or does not look
-    at ``module.sinks``, does not use it; nor does one without code to look into, and its output then tells.
+    The function determines which options count: one that does not name ``softcap`` or ``position_bias``, or does not
+        read ``module.sinks``, does not use it. A function without readable code is assumed not to use them; the
+        comparison of outputs then reveals it if it does.
 
     Args:
-        arguments: what it is called with, by name, and what partials bind.
+        arguments: of the call, by name, and those that partials bind.
 
     Raises:
         WatchError: its masks cannot be read.
@@ -223,11 +225,11 @@ def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str,
         softcap=arguments.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
         beside=beside, late=_late(frame, arguments, q.shape[-2], total),
     )  # fmt: skip
-    return intercepted_call.rounded(call, bias=name == "sdpa")  # all others add it to what matmul gives
+    return intercepted_call.rounded(call, bias=name == "sdpa")  # all others add it to the result of matmul
 
 
 def _bound(attend: Any) -> dict[str, Any]:
-    """The options that partials bind, by name; the outermost counts."""
+    """Return the options that partials bind, by name; the outermost counts."""
     bound: dict[str, Any] = {}
     while (inner := _inner(attend)) is not None:
         if isinstance(attend, functools.partial):
@@ -237,14 +239,14 @@ def _bound(attend: Any) -> dict[str, Any]:
 
 
 def _code(attend: Any) -> CodeType | None:
-    """The code of a function, or of what a wrapper, a partial or an object calls; None = it has none."""
+    """Return the code of a function, or of the target of a wrapper, a partial or an object; None = it has none."""
     while (inner := _inner(attend)) is not None:
         attend = inner
     return getattr(attend, "__code__", None)
 
 
 def _inner(attend: Any) -> Any:
-    """What a partial, a wrapper or an object calls; None of a function, or of what cannot be looked into."""
+    """Return the target of a partial, a wrapper or an object; None for a function, or an opaque object."""
     if isinstance(attend, functools.partial):
         return attend.func
     if hasattr(attend, "__wrapped__"):
@@ -256,7 +258,7 @@ def _inner(attend: Any) -> Any:
 
 
 def _causal(name: str, module: nn.Module, arguments: Mapping[str, Any], queries: int) -> Mask | None:
-    """What a function sees where it gets no mask: eager everything; the others, as SDPA, no later key if so told."""
+    """Return the mask of a function without a mask argument: none for eager; the others, as SDPA, by ``is_causal``."""
     if name == "eager" or queries == 1:
         return None
     causal = arguments.get("is_causal")
@@ -266,10 +268,10 @@ def _causal(name: str, module: nn.Module, arguments: Mapping[str, Any], queries:
 
 
 def _kind(frame: Frame, queries: int, keys: int) -> Kind | None:
-    """Self- or cross-attention by what the layer was given; None where that does not say.
+    """Return "self" or "cross" by the layer's arguments; None if they do not determine it.
 
-    Other than a cache, nothing gives a sequence more keys, or fewer, than queries: such a layer has pooled one of them,
-    and they no longer share an axis.
+    Only a cache gives a sequence more keys, or fewer, than queries. Any other such layer has pooled one of them, and
+    they no longer share an axis.
     """
     arguments = frame.arguments
     if _merged(frame) is not None:
@@ -277,7 +279,7 @@ def _kind(frame: Frame, queries: int, keys: int) -> Kind | None:
     own, other = _first(arguments, _QUERIES), _first(arguments, _KEYS)
     if other is not None:
         alike = isinstance(own, Tensor) and isinstance(other, Tensor) and same(own, other)
-        pooled = queries == keys and is_self(frame.name)  # EfficientLoFTR pools one image twice, and gives both
+        pooled = queries == keys and is_self(frame.name)  # EfficientLoFTR pools one image twice, and passes both
         return "self" if alike or pooled else "cross"
     if getattr(frame.module, "is_cross_attention", False):
         return "cross"
@@ -287,44 +289,49 @@ def _kind(frame: Frame, queries: int, keys: int) -> Kind | None:
 
 
 def _first(arguments: Mapping[str, Any], names: Iterable[str]) -> Any:
-    """The first of these arguments that is given; None = none is."""
+    """Return the first of these arguments that is present; None = none is."""
     return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
 
 def _length(frame: Frame, queries: int) -> int | Tensor | None:
-    """How many positions the layer has seen, this call's included; None where no cache says so."""
+    """Return the number of positions of the layer so far, this call's included; None without a cache."""
     module = frame.module
     cache = _first(frame.arguments, _CACHES)
     cache = getattr(cache, "self_attention_cache", cache)
     if cache is None or not hasattr(cache, "get_seq_length"):
         return None
-    if getattr(module, "is_kv_shared_layer", False):  # its keys are of an earlier layer, and all have seen as many
+    if getattr(
+        module, "is_kv_shared_layer", False
+    ):  # its keys are of an earlier layer, and all layers have equally many
         return int(cache.get_seq_length())
     layer = _layer(frame)
     if layer is None:
         return None
-    own = queries if hasattr(module, "append_to_cache") else 0  # DiffusionGemma's decoder, which keeps no keys there
+    own = (
+        queries if hasattr(module, "append_to_cache") else 0
+    )  # DiffusionGemma's decoder, which does not cache keys there
     return cache.get_seq_length(layer) + own
 
 
 def _layer(frame: Frame) -> int | None:
-    """Which of the model's layers this is; None where nothing says so."""
-    layer = frame.arguments.get("layer_idx")  # where several layers share a module, which then has none of its own
+    """Return which of the model's layers this is; None if undetermined."""
+    layer = frame.arguments.get("layer_idx")  # if several layers share a module, which then has no index
     layer = getattr(frame.module, "layer_idx", None) if layer is None else layer
     return None if layer is None or layer < 0 else layer
 
 
 def _merged(frame: Frame) -> int | None:
-    """How many keys of the encoder T5Gemma 2's decoder has put behind its own; None in every other layer."""
+    """Return the number of encoder keys that T5Gemma 2's decoder has appended to its own; None in every other layer."""
     context = frame.arguments.get("encoder_hidden_states")
     return context.shape[-2] if isinstance(context, Tensor) and "merged_attention_mask" in frame.arguments else None
 
 
 def _real(frame: Frame, mask: Tensor | None) -> Tensor | None:
-    """Which keys are not padding, [B or 1, K]; None: those that the mask lets some query see.
+    """Return which keys are not padding, [B or 1, K]; None: those that are visible to some query.
 
-    A layer that chooses its keys (DeepSeek's indexer, Doge) hides the others, of a few rows even their own. The mask
-    that it was given says more, if it hides nothing that the layer sees: a layer may read it otherwise than we do.
+    A layer that selects its keys (DeepSeek's indexer, Doge) masks the others, in a few rows even their own key. The
+    mask argument of the layer is more reliable, unless it masks keys that the layer attends to: a layer may interpret
+    it differently.
     """
     layer_mask = frame.arguments.get("attention_mask")
     if mask is None or not isinstance(layer_mask, Tensor) or layer_mask is mask or layer_mask.ndim != 4:
@@ -340,7 +347,7 @@ def _real(frame: Frame, mask: Tensor | None) -> Tensor | None:
 
 
 def _allowed(frame: Frame, mask: Tensor) -> Tensor | None:
-    """The pairs that a mask of four axes lets through, boolean, [B or 1, H or 1, Q, K]; None = all."""
+    """Return the pairs that a mask of four axes allows, boolean, [B or 1, H or 1, Q, K]; None = all."""
     rule = as_mask(frame.converted(mask)[0])
     if rule is None:
         return None
@@ -350,13 +357,13 @@ def _allowed(frame: Frame, mask: Tensor) -> Tensor | None:
 
 
 def _late(frame: Frame, arguments: Mapping[str, Any], queries: int, total: int | Tensor | None) -> bool:
-    """Whether a window has passed the first key before the first of these queries; where a cache keeps all keys.
+    """Return whether a window has passed the first key before the first of these queries, if a cache retains all keys.
 
-    Not every layer is told of its window, or its chunk (Llama 4, Doge, PhiMoE). Not every config says which layers have
-    one (Moshi's have none): there the mask that the layer was given says, as far as padding lets it.
+    Not every layer gets its window, or its chunk, as an argument (Llama 4, Doge, PhiMoE). Not every config lists which
+    layers have one (Moshi's do not): then the mask argument of the layer decides, as far as padding allows.
     """
     module, slides = frame.module, True
-    if "sliding_window" in arguments:  # Exaone's modules all have one, and those that attend to everything pass None
+    if "sliding_window" in arguments:  # Exaone's modules all have one, and those with full attention pass None
         window = arguments["sliding_window"]
     elif hasattr(module, "sliding_window"):
         window = module.sliding_window
@@ -369,13 +376,13 @@ def _late(frame: Frame, arguments: Mapping[str, Any], queries: int, total: int |
 
 
 def _may_slide(frame: Frame) -> bool:
-    """Whether the config leaves it open that the layer has a window, or a chunk."""
+    """Return whether the layer may have a window, or a chunk, according to the config."""
     types, layer = getattr(getattr(frame.module, "config", None), "layer_types", None), _layer(frame)
     return types is None or layer is None or layer >= len(types) or types[layer] in _SLIDING
 
 
 def _narrow(mask: Any, window: int) -> bool:
-    """Whether a mask lets no query see more keys than a window has."""
+    """Return whether no query has more visible keys than a window."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return False
     visible = mask if mask.dtype == torch.bool else masks.additive(mask) > -math.inf
@@ -383,7 +390,9 @@ def _narrow(mask: Any, window: int) -> bool:
 
 
 def _beside(frame: Frame, mask: Tensor | None, keys: int) -> int:
-    """How many keys a layer has put behind those of tokens: as many as it has added to the mask that it was given."""
+    """Return the number of keys that a layer has appended to those of tokens: as many as it has added to its mask
+    argument.
+    """
     if (merged := _merged(frame)) is not None:
         return merged
     layer_mask = frame.arguments.get("attention_mask")
@@ -396,10 +405,10 @@ def _beside(frame: Frame, mask: Tensor | None, keys: int) -> int:
 def _places(
     total: int | Tensor | None, queries: int, keys: int, beside: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Where queries and keys stand, None = as usual: the keys from 0 on, and the queries at their end.
+    """Return the positions of queries and keys, None = as usual: the keys from 0 on, and the queries at their end.
 
-    A sliding cache has forgotten the first keys, and a static one has room for keys that have not come yet. Keys that
-    are no token's stand nowhere.
+    A sliding cache has dropped the first keys, and a static one has room for future keys. Keys that do not belong to
+    tokens have no position.
     """
     keys -= beside
     if total is None:
@@ -430,7 +439,7 @@ def attention_forward(
     scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """``headscope.attention`` as an attention function of transformers; masks as its ``sdpa_mask`` makes them.
+    """Run ``headscope.attention`` as an attention function of transformers; masks as its ``sdpa_mask`` makes them.
 
     Shapes: query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, Dv], attention_mask [B, 1 or H, Q, K], boolean
     (True = attend) or numbers to add -> [B, Q, H, Dv], and None for the weights.

@@ -65,9 +65,7 @@ def read_state(state: State | str | Path, prefix: str) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path, prefix: str) -> dict[str, Tensor]:
-    """Return the entries that begin with the prefix in one file, or in the files that an index in the same folder
-    lists.
-    """
+    """Return the entries that begin with the prefix in one file, or in the files of an index in the same folder."""
     if not (path.name.endswith(".index.json") and path.is_file()):
         return _read_file(path, prefix)
     places = {key: file for key, file in _weight_map(path).items() if key.startswith(prefix)}
@@ -87,9 +85,7 @@ def _read_safetensors(path: Path, prefix: str) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path, prefix: str, elsewhere: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the entries of one file that begin with the prefix, except those that the index assigns to another
-    file.
-    """
+    """Return the entries of one file that begin with the prefix, except those that the index has in another file."""
     if path.exists() and not path.is_file():
         problem = (
             "a directory, expected a safetensors file in it"

@@ -262,9 +262,7 @@ def zero_sink(module: Any) -> bool:
 
 
 def torch_layouts() -> tuple[Layout, ...]:
-    """Return the layouts of ``nn.MultiheadAttention``: one matrix for q, k and v, or three if their input widths
-    differ.
-    """
+    """Return the layouts of ``nn.MultiheadAttention``: one matrix for q, k and v, or three if widths differ."""
     separate = tuple(Part(f"{name}_proj_weight", (f"{name}.weight",)) for name in QKV)
     each: dict[str, Any] = {
         "classes": ("torch:MultiheadAttention", "headscope:MultiheadAttention"),

@@ -146,9 +146,7 @@ def entry() -> dict[str, Any]:
 
 @cache
 def routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
-    """Return the available products that the table prefers to torch's on this CPU: from so many rows on, the fastest
-    first.
-    """
+    """Return the available products that beat torch's on this CPU: from so many rows on, the fastest first."""
     there = {"native": native_product(dtype), "onednn": onednn() if dtype is torch.float32 else None}
     entries = entry().get(DTYPES[dtype], {}).get("routes", ())
     return tuple((rows, product) for rows, name in entries if (product := there[name]) is not None)
@@ -164,9 +162,7 @@ def trained_routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
 
 @cache
 def native_product(dtype: torch.dtype) -> Native | None:
-    """Return the product of the native kernels; None if they are missing, do not support it, or run another target than
-    measured.
-    """
+    """Return the product of the native kernels; None if missing, unsupported, or built for an unmeasured target."""
     kernels = cpu.extension
     if kernels is None or kernels.target() != entry().get("target", kernels.target()):
         return None

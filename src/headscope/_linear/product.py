@@ -50,8 +50,9 @@ def lies_plainly(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 class Native:
-    """The product of the native kernels. A row is summed in one order, whatever the other rows and the number of
-    threads.
+    """The product of the native kernels.
+
+    A row is summed in one order, whatever the other rows and the number of threads.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -91,9 +92,7 @@ class Native:
         return out
 
     def heads(self, x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
-        """Project to heads: [..., T, E], [count * width, E] -> [..., count, T, width]; the width is a multiple of
-        16.
-        """
+        """Project to heads of a multiple of 16: [..., T, E], [count * width, E] -> [..., count, T, width]."""
         *batch, length, _ = x.shape
         outs = weight.shape[0]
         out = torch.empty((*batch, outs // width, length, width), dtype=self.dtype, device="cpu")

@@ -1,13 +1,12 @@
 """Statistics of attention weights, computed tile by tile.
 
-``steps.py`` takes three steps from a request to statistics. The second one has two forms:
-
-1. **The plan.** ``inputs.to_reductions`` states in numbers what is to be reduced (``Reductions``);
-   ``scene.build_scene`` checks the request and states in tensors what it is reduced from (``Scene``).
+``steps.py`` takes three steps from a request to statistics. The second one has two forms: 1. **The plan.**
+    ``inputs.to_reductions`` lists the reductions as numbers (``Reductions``); ``scene.build_scene`` checks the request
+    and returns their inputs as tensors (``Scene``).
 2. **The pass over the weights**, which gives an ``Observed``. ``portable.observe_blocks`` takes ``Reductions`` and
-   ``Scene``: blocked torch, any device, every option, memory linear in the length, blocks cut by shapes alone.
-   ``native_observer.observe_natively`` takes both as one ``Ready``, which serves further calls like it, and can attend
-   in the same pass; it refuses what the kernels of csrc cannot do. ``result.py`` describes what both return.
+   ``Scene``: blocked torch, any device, every option, memory linear in the length, blocks that depend on shapes only.
+   ``native_observer.observe_natively`` takes both as one ``Ready``, which serves further similar calls, and can attend
+   in the same pass; it does not support every option. ``result.py`` describes the result of both.
 3. **The aggregation**, ``aggregate.py``: means, histograms, sums over the batch, in float64.
 """
 

@@ -1,4 +1,4 @@
-"""From one observed call to the statistics of a layer: rows pooled, batch entries summed, in float64."""
+"""Aggregation of one observed call to the statistics of a layer: rows pooled, batch entries summed, in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headscope.stats._layer import Kept, LayerStats, Moments
 
 
 class LazyLayer(Mapping[str, LayerStats]):
-    """The layer of one call, built when it is first read."""
+    """The layer of one call, built on first access."""
 
     def __init__(self, ready: Ready, what: Observe, memory: Tensor) -> None:
         self._layer: LayerStats | tuple[Ready, Observe, Tensor] = ready, what, memory
@@ -46,7 +46,7 @@ class LazyLayer(Mapping[str, LayerStats]):
 def layer_stats(
     call: Call, what: Observe, known: Scene | Ready, observed: Observed, tiles: ObservedTiles | None
 ) -> LayerStats:
-    """The statistics of one call as one layer of one run."""
+    """Return the statistics of one call as one layer of one run."""
     looked_at = call.queries if not isinstance(what.rows, int) else len(known.rows)
     moments = observed.moments
     if moments is None:
@@ -55,7 +55,7 @@ def layer_stats(
     if observed.received is not None and observed.eligible is not None:
         received, eligible = (_filed(x, known.first_key) for x in (observed.received, observed.eligible))
     if rows is None:
-        assert observed.counted is not None  # one of them is there
+        assert observed.counted is not None  # one of them is present
         rows = observed.counted.sum((0, 2))
     return LayerStats(
         heads=call.heads,
@@ -77,14 +77,14 @@ def layer_stats(
 
 
 def _filed(columns: Tensor, first_key: int) -> Tensor:
-    """Key quantities by absolute position."""
+    """Return key quantities by absolute position."""
     if first_key == 0:
         return columns
     return torch.nn.functional.pad(columns, (first_key, 0))
 
 
 def tiles_of(request: Request, known: Scene | Ready) -> ObservedTiles | None:
-    """Return a way to the weights, if q and k are to be kept."""
+    """Return access to the weights, if q and k are to be retained."""
     return keep_tiles(request, known) if isinstance(known, Scene) and request.what.keep_qk else None
 
 
@@ -94,6 +94,6 @@ def _kept_rows(what: Observe, known: Scene | Ready, observed: Observed) -> tuple
         values |= {"top_keys": observed.top.at, "top_weights": observed.top.p}
     if not values:
         return ()
-    assert observed.counted is not None  # it is, wherever rows are kept
+    assert observed.counted is not None  # it is, whenever rows are retained
     index = torch.tensor(list(known.rows), dtype=torch.long, device="cpu")
     return (Kept(index, observed.counted, values),)

@@ -1,6 +1,6 @@
-"""The weights of one block of rows while they are observed: which rows and keys it has, and what its numbers are.
+"""The weights of one block of rows during an observation: its rows, keys and values.
 
-The tiles that a recording can give later are in ``stats._kept_weights``.
+The tiles that a recording can compute later are in ``stats._kept_weights``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from headscope.stats._layer import wide
 
 FLOOR = -1000.0  # exp of it is 0 in every dtype, and 0 times it is 0
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""How far a given lse may be from the row's own, relative to it, to be taken for the same."""
+"""The largest relative difference between a specified lse and the row's own at which they count as equal."""
 
 BELOW = 0.01
-"""How far a given lse may be below the row's largest logit, by another kernel's rounding, to be taken for equal."""
+"""The largest distance of a specified lse below the row's largest logit that counts as rounding of another kernel."""
 
 
 class Block(NamedTuple):
@@ -43,15 +43,15 @@ class Tile(NamedTuple):
     """The weights of a block.
 
     Attributes:
-        p: [b, h, i, j]; 0 where nothing may be seen and in rows that do not count.
-        depth: the logits less the row's largest, not below ``FLOOR``, [b, h, i, j].
-        visible: what may be seen, broadcastable to p; None = everything.
-        hidden: 0 where it may and -inf where it may not, to add to p.
+        p: [b, h, i, j]; 0 for masked keys and in rows that do not count.
+        depth: the logits minus the row's largest, clamped at ``FLOOR``, [b, h, i, j].
+        visible: which keys are visible, broadcastable to p; None = all.
+        hidden: 0 for visible and -inf for masked keys, to add to p.
         counted, broken: [b, h, i].
         top, norm: the row's largest logit (or sink), and lse - top, [b, h, i].
-        scale: what exp(s - top) was multiplied by, [b, h, i].
+        scale: the factor of exp(s - top), [b, h, i].
         max_logit: [b, h, i].
-        choices: how many keys a row may see, broadcastable to [b, h, i].
+        choices: the number of visible keys of a row, broadcastable to [b, h, i].
     """
 
     p: Tensor
@@ -69,10 +69,10 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows whose weights are to be computed.
+    """Rows whose weights are computed.
 
     Attributes:
-        q: [b, H, i, D]; b and h (key/value heads) say where they come from.
+        q: [b, H, i, D]; b and h (key/value heads) are their origin.
         i: their query indices: a slice, or int64 [1, 1, i] or [b, H, i].
         lse, may_count: of these rows, or None.
     """
@@ -86,9 +86,11 @@ class Rows:
 
 
 def blocks(scene: Scene) -> Iterator[Block]:
-    """Blocks of at most ``BLOCK`` logits (but at least one row), cut by shapes alone, batch entries in order."""
+    """Yield blocks of at most ``BLOCK`` logits (at least one row), which depend on shapes only, batch entries in
+    order.
+    """
     call, count = scene.call, len(scene.rows)
-    if call.heads == 0:  # of q alone: k may have heads
+    if call.heads == 0:  # of q only: k may have more heads
         return
     sizes = block_sizes(call, count, observe_inputs.BLOCK)
     places = product(slices(call.batch, sizes.batch), slices(call.kv_heads, sizes.kv_heads), slices(count, sizes.rows))
@@ -99,12 +101,12 @@ def blocks(scene: Scene) -> Iterator[Block]:
 
 
 def query_index(scene: Scene, r: slice) -> slice | list[int]:
-    """Which queries these rows are."""
+    """Return which queries these rows are."""
     return r if scene.whole else list(scene.rows[r])
 
 
 def rows_of(scene: Scene, block: Block) -> Rows:
-    """The rows of a block."""
+    """Return the rows of a block."""
     heads = slice(block.h.start * scene.call.group, block.h.stop * scene.call.group)
     index = query_index(scene, block.r)
     return Rows(
@@ -118,13 +120,13 @@ def rows_of(scene: Scene, block: Block) -> Rows:
 
 
 def cut(tensor: Tensor, *at: slice) -> Tensor:
-    """A part of a tensor along its first axes; an axis of size 1 stays as it is."""
+    """Return a part of a tensor along its first axes; an axis of size 1 is not sliced."""
     whole = slice(None)
     return tensor[tuple(whole if n == 1 else here for n, here in zip(tensor.shape, at, strict=False))]
 
 
 def weights(scene: Scene, rows: Rows, j: slice) -> Tile:
-    """The weights of some rows over keys that hold everything these rows may see."""
+    """Return the weights of some rows over keys that include all visible ones."""
     dtype = accumulate_dtype(scene.call.dtype)
     heads = slice(rows.h.start * scene.call.group, rows.h.stop * scene.call.group)
     s, visible = _logits(scene, rows, heads, j)
@@ -132,7 +134,7 @@ def weights(scene: Scene, rows: Rows, j: slice) -> Tile:
     if visible is not None:
         visible = visible.expand(-1, -1, -1, j.stop - j.start)
         hidden = torch.zeros(visible.shape, dtype=dtype, device=s.device).masked_fill_(~visible, -torch.inf)
-        # adding is many times faster than filling; what is NaN or infinite would come through it
+        # adding is many times faster than filling, but NaN and infinity would survive it
         s = s.add_(hidden) if scene.clean else s.masked_fill_(~visible, -torch.inf)
     choices = torch.tensor(j.stop - j.start, device=s.device) if visible is None else visible.sum(-1)
     max_logit = s.amax(-1)
@@ -144,7 +146,9 @@ def weights(scene: Scene, rows: Rows, j: slice) -> Tile:
     depth = s.sub_(top[..., None]).clamp_(min=FLOOR)
     e = depth.exp()
     ones = depth.clone().eq_(0)  # where e is 1, in its dtype
-    beside = (e - ones).sum(-1) + (ones.sum(-1) - 1)  # Σ e - 1: the 1 of a peaked row would swallow the rest
+    beside = (e - ones).sum(-1) + (
+        ones.sum(-1) - 1
+    )  # Σ e - 1: in a peaked row, adding the rest to 1 would round it away
     if sink is not None:
         beside = beside + (sink - top).exp()
     norm, scale = _normal(rows, top, beside, choices > 0)
@@ -160,7 +164,7 @@ def weights(scene: Scene, rows: Rows, j: slice) -> Tile:
 
 
 def _logits(scene: Scene, rows: Rows, heads: slice, j: slice) -> tuple[Tensor, Tensor | None]:
-    """The final logits [b, h, i, j] before anything is hidden, and what may be seen."""
+    """Return the final logits [b, h, i, j] before masking, and which keys are visible."""
     call, inputs = scene.call, scene.inputs
     dtype = accumulate_dtype(call.dtype)
     q = rows.q.to(dtype)
@@ -183,10 +187,10 @@ def _logits(scene: Scene, rows: Rows, heads: slice, j: slice) -> tuple[Tensor, T
 
 
 def _normal(rows: Rows, top: Tensor, beside: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-    """lse - top, and what exp(s - top) is multiplied by to give p; ``beside`` is Σ exp(s - top) less 1.
+    """Return lse - top, and the factor of exp(s - top) that gives p; ``beside`` is Σ exp(s - top) - 1.
 
     Raises:
-        ValueError: the lse of a row that sees a key is below its largest logit.
+        ValueError: the lse of a row with visible keys is below its largest logit.
     """
     norm, scale = beside.log1p(), 1 / (1 + beside)
     if rows.lse is None:

@@ -1,6 +1,6 @@
-"""What torch.compile leaves its graph for.
+"""Functions for which torch.compile breaks its graph.
 
-Imported where a graph is made, because ``disable_compiler`` loads torch's compiler.
+Imported when a graph is compiled, because ``disable_compiler`` loads torch's compiler.
 """
 
 from __future__ import annotations

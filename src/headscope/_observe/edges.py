@@ -1,8 +1,8 @@
-"""The largest weights of a row, and of a head: exact, and of equal ones the first.
+"""The largest weights of a row, and of a head: exact; ties go to the first.
 
-The k largest weights of a head lie in the k rows with the largest maxima: were one of them in another row, the maxima
-of these k rows would all come before it. So when the maxima of all rows are known, k rows of each head and batch entry
-are enough to look at, and they are computed once more.
+The k largest weights of a head lie in the k rows with the largest maxima: if one of them were in another row, the
+    maxima of these k rows would all precede it. So with the maxima of all rows, it is enough to recompute k rows of
+    each head and batch entry.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _LOW = 0xFFFFFFFF
 
 
 class Candidates(NamedTuple):
-    """Weights, largest first, and where they stand.
+    """Weights, largest first, and their places.
 
     Attributes:
-        p: [..., k], NaN where there are fewer.
+        p: [..., k], NaN if there are fewer.
         at: keys [..., k], or batch entry, query and key [..., k, 3]; int64, -1 where there are fewer.
     """
 
@@ -37,31 +37,31 @@ class Candidates(NamedTuple):
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Candidates:
-        """None yet."""
+        """Return no candidates."""
         return Candidates(torch.full(shape, math.nan, dtype=dtype, device=device), torch.full(shape, -1, device=device))
 
 
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of the last axis and their places; of equal ones the first. There are no NaN.
+    """Return the k largest of the last axis and their places; ties go to the first. x has no NaN.
 
-    torch.topk leaves open which of equal ones it takes. Where the numbers have 32 bits they are joined with the place
-    into one integer, so that no two are equal.
+    torch.topk does not define which of equal values it returns. 32-bit numbers are therefore combined with the place
+    into one integer, so no two are equal.
     """
     if x.dtype != torch.float32:
         values, index = torch.sort(x, dim=-1, descending=True, stable=True)
         return values[..., :k], index[..., :k]
     place = torch.arange(x.shape[-1], device=x.device)
-    # bits of what is not negative are in the order of the numbers; negative ones come after, in whatever order
+    # the bits of non-negative numbers have the order of the numbers; negative ones come after, in any order
     joined = (x.contiguous().view(torch.int32).long() << 32) | (_LOW - place)
     index = _LOW - (joined.topk(k, dim=-1).values & _LOW)
     return x.gather(-1, index), index
 
 
 def largest_edges(k: int, scene: Scene, maxima: Tensor) -> Candidates:
-    """The k largest weights of each head over batch entries, queries and keys.
+    """Return the k largest weights of each head over batch entries, queries and keys.
 
     Args:
-        k: how many, from 1.
+        k: the number of weights, from 1.
         maxima: the largest weight of each row [B, H, R]; NaN where a row does not count.
     """
     call = scene.call
@@ -86,7 +86,7 @@ def largest_edges(k: int, scene: Scene, maxima: Tensor) -> Candidates:
 
 
 def _chunks(k: int, scene: Scene, maxima: Tensor) -> Iterator[tuple[int, slice, Rows]]:
-    """The rows with the k largest maxima of each batch entry and head, in pieces of at most ``BLOCK`` logits."""
+    """Yield the rows with the k largest maxima of each batch entry and head, in pieces of at most ``BLOCK`` logits."""
     call = scene.call
     count = min(k, maxima.shape[-1])
     chosen = largest_first(maxima)[..., :count].sort(-1).values  # [B, H, k], ascending
@@ -103,7 +103,7 @@ def _chunks(k: int, scene: Scene, maxima: Tensor) -> Iterator[tuple[int, slice, 
 
 
 def _retain_largest(edges: Candidates, heads: slice, p: Tensor, at: Tensor, queries: int, keys: int) -> None:
-    """Keep the largest of what was found for some heads; of equal ones the first by batch entry, query, key."""
+    """Retain the largest weights of some heads; ties go to the first by batch entry, query, key."""
     k = edges.p.shape[1]
     place = (at[..., 0] * queries + at[..., 1]) * keys + at[..., 2]
     order = place.argsort(dim=1)

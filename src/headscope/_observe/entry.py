@@ -1,4 +1,4 @@
-"""Observe one attention call, outside of the graph where it is compiled."""
+"""Observe one attention call, outside the graph if it is compiled."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def observe_call(
 ) -> HeadStats:  # fmt: skip
     """Measure the weights of a call; the arguments are those of ``headscope.observe``."""
     arguments = (q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, what, positions)
-    if is_dynamo_compiling():  # a graph has no numbers to look at
-        from headscope._observe import eager  # it loads torch's compiler
+    if is_dynamo_compiling():  # a graph has no values to read
+        from headscope._observe import eager  # this import loads torch's compiler
 
         return eager.measure(*arguments)
     return measure(*arguments)

@@ -1,8 +1,8 @@
-"""What an observation is made from.
+"""The inputs of an observation.
 
 ``Request`` holds a checked call and options that are not checked yet. ``scene.build_scene`` checks them and returns the
-tensors, ``Scene``; ``Reductions`` holds numbers only: what of each tile is to be reduced. Both forms of the pass over
-the weights, ``portable`` and ``native_observer``, take these two.
+tensors, ``Scene``; ``Reductions`` holds numbers only: the reductions of each tile. Both forms of the pass over the
+weights, ``portable`` and ``native_observer``, take these two.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Kind = Literal["self", "cross"]
 
 @dataclass(frozen=True, slots=True)
 class Reductions:
-    """What of each tile of weights is reduced, in numbers.
+    """The reductions of each tile of weights, in numbers.
 
     Attributes:
         rows: the row quantities; argmax: also the key of each row's largest weight.
         received: received and eligible of each key.
         bins: of the map; 0 = none.
-        edges, top: how many of the largest weights of a head and of a row; 0 = none.
+        edges, top: the number of largest weights of a head and of a row; 0 = none.
         windows: the distances of window_{w}.
-        extra: the row quantities on request.
+        extra: the optional row quantities.
     """
 
     rows: bool
@@ -48,7 +48,7 @@ class Reductions:
 
 @dataclass(frozen=True, eq=False)
 class Continued(Observe):
-    """What is asked of keys that come after others, which a sliding cache has dropped.
+    """The context of keys whose predecessors a sliding cache has dropped.
 
     Attributes:
         token_before: the token of the key before the first one, [] or [B].
@@ -71,16 +71,16 @@ class Request:
     k_pos: Tensor | None
     kind: Kind
     real: Tensor | None
-    """Which keys are not padding, boolean [B or 1, K]; None: those that some query sees."""
+    """Which keys are not padding, boolean [B or 1, K]; None = those that are visible to some query."""
     what: Observe
     prepared: Prepared
-    """The call as it was prepared: equal for calls of equal sizes, strides, dtypes and options."""
+    """The prepared call: equal for calls of equal sizes, strides, dtypes and options."""
     has_place: bool
-    """q, k and v are as they came, with a last stride of 1, so that further calls may take the short way."""
+    """q, k and v are the caller's, with a last stride of 1, so further calls may take the fast path."""
 
 
 def to_reductions(what: Observe) -> Reductions:
-    """Return what has to be reduced for these options."""
+    """Return the reductions for these options."""
     return Reductions(
         rows=what.row_stats,
         argmax=what.keep_rows,

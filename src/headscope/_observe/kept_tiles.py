@@ -21,7 +21,7 @@ from headscope.stats._kept_weights import MOST_REST, KeptWeights, NoWeightsError
 
 
 def keep_tiles(request: Request, known: Scene) -> ObservedTiles:
-    """Return a way to the weights of a request, from copies of its q and k."""
+    """Return access to the weights of a request, from copies of its q and k."""
     scene = _for_tiles(request, known)
     read = [_Read(name, x) for name, x in (("bias", scene.inputs.bias), ("sinks", scene.inputs.sinks)) if x is not None]
     if scene.plan is not None and scene.plan.rest is not None:
@@ -33,7 +33,7 @@ def keep_tiles(request: Request, known: Scene) -> ObservedTiles:
 
 
 class _Read:
-    """A tensor of the caller's that tiles are computed from, and what it held when it was observed."""
+    """A caller's tensor that tiles read, and a fingerprint of its contents when it was observed."""
 
     def __init__(self, name: str, tensor: Tensor, by_row: bool | None = None) -> None:
         self.name = name
@@ -43,19 +43,19 @@ class _Read:
         self.by_row = by_row and tensor.ndim > 1 and tensor.shape[-2] > 1  # axis -2 is Q
 
     def check(self, i0: int, i1: int) -> None:
-        """Raise unless it holds what it held, as far as the query rows i0 to i1 read it."""
+        """Raise unless its contents are unchanged, as far as the query rows i0 to i1 read it."""
         if not self.fingerprint.matches(self.tensor, (..., slice(i0, i1), slice(None)) if self.by_row else ()):
             raise written_to(self.name, self.tensor.shape)
 
 
 _NOWHERE = -(2**62)
-_LARGE = 128.0  # the size from which lse is computed in float64: float32 rounds a larger one by more than 1e-5
+_LARGE = 128.0  # from this size on, lse is computed in float64: float32 rounds a larger one by more than 1e-5
 
 
 def _offsets(scene: Scene) -> Tensor | None:
-    """How far behind its index each row of the first batch entry stands among the keys, int64 [R].
+    """Return the offset of each row of the first batch entry from its index to its key, int64 [R].
 
-    ``_NOWHERE`` where a given position is that of no key; None in cross-attention.
+    ``_NOWHERE`` if a specified position is not that of a key; None in cross-attention.
     """
     at = scene.own if scene.line is None else scene.line
     if at is None:
@@ -65,9 +65,9 @@ def _offsets(scene: Scene) -> Tensor | None:
 
 
 def _for_tiles(request: Request, scene: Scene) -> Scene:
-    """A scene of all rows, with nothing but what the weights are computed from."""
+    """Return a scene of all rows, with only the inputs of the weights."""
     call, inputs = request.call, request.inputs
-    # copies: the model may write to its own, a cache is made to be written to
+    # copies: the model may write to its own tensors, as caches do
     q, k = inputs.q.detach().clone(), inputs.k.detach().clone()
     slim = Inputs(q, k, k[..., :0], inputs.bias, inputs.sinks)
     lse = None if request.lse is None else request.lse.detach().reshape(call.batch, call.heads, call.queries).clone()
@@ -82,10 +82,10 @@ class ObservedTiles:
     """p[i0:i1, j0:j1] on demand, [*lead, H, i, j].
 
     Attributes:
-        scene: what the weights are computed from: copies of q and k, and the caller's own bias, sinks and mask, which
-            may be as large as the weights.
-        read: these, with what they held.
-        offsets: see ``_offsets``; read no sooner than asked for, as that may mean to wait for a device.
+        scene: the inputs of the weights: copies of q and k, and the caller's own bias, sinks and mask, which may be as
+            large as the weights.
+        read: the caller's own tensors, with their fingerprints.
+        offsets: see ``_offsets``; read only on request, because reading may wait for a device.
     """
 
     scene: Scene
@@ -108,18 +108,18 @@ class ObservedTiles:
         return torch.cat(parts[1:]).reshape(*call.lead, call.heads, i1 - i0, j1 - j0)  # [*lead, H, i, j]
 
     def to_weights(self) -> KeptWeights:
-        """The same from tensors alone, with the lse that its rows have.
+        """Return the same from tensors only, with the lse of its rows.
 
         Raises:
-            NoWeightsError: a mask that is no spans has more pairs than ``MOST_REST``; or a bias, sinks or mask have
-                been written to.
+            NoWeightsError: a mask that spans cannot express has more pairs than ``MOST_REST``; or a bias, sinks or mask
+                were overwritten.
         """
         call, scene = self.scene.call, self.scene
         for each in self.read:
             each.check(0, call.queries)
         with torch.no_grad(), full_precision(call), exact_products(call.device):
             lse = self._exact_lse()
-        # of rows that see nothing exp(s - inf) = 0; a logit that is infinite gives no weights
+        # in rows without visible keys exp(s - inf) = 0; an infinite logit has no weights
         lse = torch.where(lse == -torch.inf, torch.inf, torch.where(lse.isfinite(), lse, torch.nan))
         parts = {"q": scene.q, "k": scene.inputs.k, "lse": lse}
         if scene.inputs.bias is not None:
@@ -134,20 +134,23 @@ class ObservedTiles:
         return replace(KeptWeights.of(tensors, call.lead, call.scale, call.softcap, self._offset()), shared=shared)
 
     def _offset(self) -> int | None:
-        """Where query 0 stands, if all rows agree on it."""
+        """Return the position of query 0, if all rows agree on it."""
         offsets = {*(() if self.offsets is None else self.offsets.tolist())} - {_NOWHERE}
         return offsets.pop() if len(offsets) == 1 else None
 
     def _lse(self, call: Call, inputs: Inputs) -> Tensor:
-        """By whichever backend takes the call."""
+        """Return lse from any backend that supports the call."""
         call_for_lse = replace(call, v_head_dim=1, lse=True, grad=False, bias_grad=False, dropout=0.0)
         values = inputs.k.new_zeros(1).expand(*inputs.k.shape[:3], 1).contiguous()
         _, lse = select(call_for_lse).attend(call_for_lse, self.scene.plan, inputs._replace(v=values))
-        assert lse is not None  # every backend that takes a call with lse returns it
+        assert lse is not None  # every backend that supports a call with lse returns it
         return lse.reshape(call.batch, call.heads, call.queries)
 
     def _exact_lse(self) -> Tensor:
-        """lse; in float64, if the device has it, where float32 rounds it too far. A given one that is another stays."""
+        """Return lse; in float64, if the device has it and float32 is too coarse.
+
+        A different specified lse does not change.
+        """
         call, inputs, own = self.scene.call, self.scene.inputs, self.scene.lse
         lse = self._lse(call, inputs) if own is None else own
         large = lse.dtype.itemsize < 4 or bool((lse.isfinite() & (lse.abs() > _LARGE)).any())

@@ -1,4 +1,4 @@
-"""The map of a head: sum, count, largest weight and its place, in n x n bins, added up tile by tile."""
+"""The map of a head: sum, count, largest weight and its place, in n x n bins, accumulated tile by tile."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from headscope.stats._layer import wide
 
 @dataclass(frozen=True, eq=False)
 class MapSums:
-    """What is known of each bin so far.
+    """The sums of each bin so far.
 
     Attributes:
         sum: [H, n, n], float64.
         count: of eligible pairs, int64 [H, n, n].
-        max: [H, n, n], float64; -inf where there is no such pair.
-        at: batch entry, query and key of the largest, int64 [H, n, n, 3]; -1 where there is none.
+        max: [H, n, n], float64; -inf if there is no such pair.
+        at: batch entry, query and key of the largest, int64 [H, n, n, 3]; -1 if there is none.
     """
 
     sum: Tensor
@@ -32,7 +32,7 @@ class MapSums:
 
     @staticmethod
     def empty(heads: int, bins: int, device: torch.device) -> MapSums:
-        """Of nothing."""
+        """Return the sums of nothing."""
         shape, dtype = (heads, bins, bins), wide(device)
         return MapSums(
             torch.zeros(shape, dtype=dtype, device=device),
@@ -44,12 +44,12 @@ class MapSums:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Which entries of an axis lie in which bins: a run of bins, each with its entries side by side.
+    """The entries of an axis in each bin: a run of bins, each with adjacent entries.
 
     Attributes:
         bins: the bins, a run of them.
-        index: entries of each bin [bins, w]; those past its own repeat an entry.
-        inside: which of them are its own, boolean [bins, w]; None = all, and the axis is cut into equal parts.
+        index: entries of each bin [bins, w]; those beyond its own repeat an entry.
+        inside: which of them are its own, boolean [bins, w]; None = all, and the axis has equal parts.
     """
 
     bins: slice
@@ -58,7 +58,7 @@ class Segments:
 
 
 def segments(places: Sequence[int], length: int, n: int, device: torch.device) -> Segments:
-    """Of entries at these ascending places on an axis: bin b holds ⌊b·length/n⌋ to ⌊(b+1)·length/n⌋ - 1."""
+    """Return the bins of entries at ascending places: bin b holds ⌊b·length/n⌋ to ⌊(b+1)·length/n⌋ - 1."""
     first, last = (((place + 1) * n - 1) // length for place in (places[0], places[-1]))
     cuts = [_before(places, b * length // n) for b in range(first, last + 2)]
     cuts[-1] = len(places)
@@ -73,14 +73,14 @@ def segments(places: Sequence[int], length: int, n: int, device: torch.device) -
 
 
 def _before(places: Sequence[int], limit: int) -> int:
-    """How many places lie before a limit."""
+    """Return the number of places before a limit."""
     if isinstance(places, range):
         return max(0, min(len(places), limit - places.start))
     return bisect_left(places, limit)
 
 
 def binned(x: Tensor, axis: int, cut: Segments, fill: float) -> Tensor:
-    """The entries of each bin along an axis, [..., T, ...] -> [..., bins, w, ...]; ``fill`` past a bin's own."""
+    """Return the entries of each bin along an axis, [..., T, ...] -> [..., bins, w, ...]; ``fill`` past a bin's own."""
     parts, width = cut.index.shape
     if cut.inside is None:
         return x.unflatten(axis, (parts, width))
@@ -111,7 +111,7 @@ def add_to_map(
 
 
 def _sum(x: Tensor, axis: int, cut: Segments) -> Tensor:
-    """The sum of each bin; float64 once the keys are summed."""
+    """Return the sum of each bin; float64 once the keys are summed."""
     x = x if axis == 3 else x.to(wide(x.device))
     return binned(x, axis, cut, 0.0).sum(axis + 1)
 
@@ -120,7 +120,7 @@ def _largest(
     sums: MapSums, shown: Tensor, counted: Tensor, cuts: tuple[Segments, Segments], at: tuple[slice, slice, slice],
     place: tuple[int, Sequence[int], slice],
 ) -> None:  # fmt: skip
-    """Of each bin the largest weight; of equal ones the first by batch entry, query, key."""
+    """Update the largest weight of each bin; ties go to the first by batch entry, query, key."""
     rows, columns = cuts
     batch, queries, j = place
     cells = binned(shown, 3, columns, -torch.inf)  # [b, h, i, y, w]

@@ -1,4 +1,4 @@
-"""Measure one attention call: after it, by its log-sum-exp, or in one pass with it."""
+"""Measure one attention call: after it, from its log-sum-exp, or in the same pass."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from headscope.stats import HeadStats, Observe
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Where queries and keys stand.
+    """Positions of queries and keys.
 
     Attributes:
         q_pos, k_pos: as ``headscope.observe`` takes them.
-        kind: "cross" where queries and keys share no axis.
-        real: which keys are no padding, boolean [B or 1, K]; None = those that some query sees.
+        kind: "cross" if queries and keys do not share an axis.
+        real: which keys are not padding, boolean [B or 1, K]; None = those that are visible to some query.
     """
 
     q_pos: Tensor | None = None
@@ -81,10 +81,10 @@ def attend_and_observe(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     scale: float | None, softcap: float | None, dropout: float, backend: str | None, what: Observe,
 ) -> tuple[Tensor, Tensor, HeadStats] | None:  # fmt: skip
-    """Attend and observe in one pass: out, lse and the statistics.
+    """Attend and observe in one pass; return out, lse and the statistics.
 
-    Returns None where that cannot be: dropout, a gradient, ``rows``, another backend than the native one, what
-    ``native_observer`` refuses, or a row that is not finite.
+    Returns None if that is not possible: dropout, a gradient, ``rows``, a backend other than the native one, an option
+        that ``native_observer`` does not support, or a row that is not finite.
     """
     prepared = prepare(q, k, v, mask, bias, sinks, scale, softcap, dropout, True, backend)
     repeat = steps.repeater_of(prepared, what)
@@ -122,7 +122,7 @@ def attend_and_observe(
 
 
 def _check_readable(**tensors: Tensor | None) -> None:
-    """Raise where tensors hold no numbers that can be read, or those of a part or of many calls."""
+    """Raise if tensors have no readable values, or hold those of a part of a call or of many calls."""
     for name, x in tensors.items():
         if is_distributed(x):
             raise TypeError(f"{name}: got a DTensor; expected an ordinary tensor: use .to_local(), or watch the module")

@@ -1,9 +1,9 @@
 """Observing by the native kernels: the second step of ``_observe``, on a CPU.
 
-One pass over the weights. Where the call attends natively too, measuring rides in that pass: row quantities are sums
-beside those of the softmax. What keys receive, and the map, need weights that are normalised; for these a block of rows
-keeps its weights until its rows are known whole, and is swept through once more. Edges need the largest weight of each
-row only: the rows they can be in are looked at again.
+One pass over the weights. If the call attends natively too, measuring shares that pass: row quantities are sums next to
+    those of the softmax. ``received`` and the map require normalised weights; for these a block of rows stores its
+    weights until its rows are complete, and is then read again. Edges require only the largest weight of each row: the
+    rows that can contain them are recomputed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ QUANTITIES = (
 """In the order of ``Quantity`` in csrc/interface/attention.h."""
 
 MAX_WINDOWS, MAX_FIRST_KEYS = 8, 16  # as there
-MAX_MAP_EDGES = 256  # of a head, found in the pass that computes the map; more need a second pass over few rows
+MAX_MAP_EDGES = 256  # of a head, computed in the pass of the map; more require a second pass over few rows
 
 Address = int
-"""Of memory; 0 = there is none."""
+"""An address in memory; 0 = none."""
 
 
 def refuses_call(call: Call) -> list[str]:
-    """Why the native kernels cannot observe such a call, whatever is asked of it."""
+    """Return why the native kernels cannot observe such a call, whatever it requests."""
     reasons = native.refuses(call)
     if call.form == "traced":
         reasons.append("torch.compile: compiled code calls the native kernels as operators, which do not observe")
@@ -80,11 +80,11 @@ PLACES = (
     "counted", "values", "top_weight", "top_key", "received", "eligible", "sum", "max", "pairs", "at",
     "edge_weight", "edge_at", "whole", "numbers",
 )  # fmt: skip
-"""What is found of a call, in the order of ``Place`` in csrc/python/observation.h."""
+"""The results of a call, in the order of ``Place`` in csrc/python/observation.h."""
 
 
 class _Part(NamedTuple):
-    """One of them, in the memory that all of them share."""
+    """One result, in the memory that all results share."""
 
     offset: int
     bytes: int
@@ -92,18 +92,18 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, memory: Tensor) -> Tensor:
-        """A view of it, with a storage of its own: torch saves no storage that has two dtypes."""
+        """Return a view with its own storage: torch does not save a storage with two dtypes."""
         storage: Any = memory.untyped_storage()[self.offset : self.offset + self.bytes]
         return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage).view(self.shape)
 
 
 class Ready:
-    """An observation that is described once, and can be made of any tensors of the same sizes, dtypes and strides.
+    """An observation described once, for any tensors of the same sizes, dtypes and strides.
 
-    Whatever else it is made from (positions, masks, a given lse, rows) is that of the scene.
+    All other inputs (positions, masks, a specified lse, rows) are those of the scene.
 
     Attributes:
-        what: what was asked.
+        what: the options.
         rows: as in ``Scene``.
         first_key: likewise.
     """
@@ -124,7 +124,7 @@ class Ready:
         self.observation, self.held = self._to_observation(scene, edges, room)
 
     def _laid_out(self) -> tuple[dict[str, _Part], int, int]:
-        """Where what is found lies; bytes of what stays, and of what is only needed on the way, which comes last."""
+        """Return the places of the results; the bytes of results, and of scratch memory, which comes last."""
         call, reductions = self.call, self.reductions
         rows, keys = (call.batch, call.heads, len(self.rows)), (call.heads, call.keys)
         cells = (call.heads, reductions.bins, reductions.bins)
@@ -160,14 +160,14 @@ class Ready:
         return parts, size, end - size
 
     def _to_observation(self, scene: Scene, edges: tuple[int, ...], room: int) -> tuple[Any, Any]:
-        """Return the extension's ``Observation``, and what has to stay alive for it.
+        """Return the extension's ``Observation``, and the objects that must stay alive for it.
 
         Its arguments, after the call: rows and the address of their indices; the place of each of ``QUANTITIES`` among
-        the outputs, -1 for none; windows with the places of their share and of streaming; address and batch stride of
-        the key positions, and of each query's own key; token ids; address, batch stride and number of the first keys;
-        address and strides of which rows may count; lse, and how far it may be from the row's own; how many largest
-        weights; bins of the map; edges of its bins; number, address and length of the histograms' borders; the offset
-        of each of ``PLACES``, -1 for none; the size of the result, and of the scratch memory behind it.
+            the outputs, -1 for none; windows with the places of their share and of streaming; address and batch stride
+            of the key positions, and of each query's own key; token ids; address, batch stride and number of the first
+            keys; address and strides of ``may_count``; lse, and its tolerance; number of largest weights; bins of the
+            map; edges of its bins; number, address and length of the histograms' borders; the offset of each of
+            ``PLACES``, -1 for none; the size of the result, and of the scratch memory after it.
         """
         address, reductions = native.address, self.reductions
         kernel_call = native.to_kernel_call(self.call, scene.plan, scene.inputs)
@@ -198,11 +198,11 @@ class Ready:
             (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
             [self.parts[name].offset if name in self.parts else -1 for name in PLACES], self.size, room,
         )  # fmt: skip
-        mine = kernel_call.held[3:]  # q, k and v will be others
+        mine = kernel_call.held[3:]  # q, k and v change from call to call
         return observation, (mine, index, line_at, own_at, ids, first, may_count, lse)
 
     def observed(self, memory: Tensor) -> Observed:
-        """What was found, as views of the memory it lies in."""
+        """Return the results, as views of their memory."""
         call, reductions = self.call, self.reductions
         at = {name: part.of(memory) for name, part in self.parts.items() if part.offset < self.size}
         moments: Mapping[str, Moments] = {}
@@ -214,7 +214,7 @@ class Ready:
         return Observed(
             rows,
             at.get("counted"),
-            torch.zeros(call.heads, dtype=torch.int64, device="cpu"),  # broken; else there were nothing
+            torch.zeros(call.heads, dtype=torch.int64, device="cpu"),  # broken; else there would be none
             at.get("received"),
             at.get("eligible"),
             HeadMap(at["sum"], at["pairs"], at["max"], at["at"]) if reductions.bins else None,
@@ -226,23 +226,23 @@ class Ready:
 
 
 Attending = tuple[Tensor, Tensor]
-"""What is filled beside the statistics, where the kernels attend as well: out [B, H, Q, Dv] and lse [B, H, Q]."""
+"""Outputs in addition to the statistics, if the kernels also attend: out [B, H, Q, Dv] and lse [B, H, Q]."""
 
 
 def attending(call: Call) -> Attending:
-    """Not filled yet."""
+    """Return empty outputs."""
     rows = (call.batch, call.heads, call.queries)
     lse = torch.empty(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
     return native.rows_like(call, call.queries, call.heads, call.v_head_dim), lse
 
 
 def observe_natively(ready: Ready, inputs: Inputs, into: Attending | None = None) -> Observed | None:
-    """Everything that was asked for; None where a row that sees keys is not finite, which the portable form untangles.
+    """Return all results; None if a row with visible keys is not finite, which the portable form handles.
 
     Args:
-        ready: what is to be made of them.
+        ready: the observation.
         inputs: q, k and v.
-        into: what to fill beside; then all rows have to be looked at.
+        into: outputs to fill in the same pass, which requires all rows.
     """
     q, k, v = (native.unit_stride(x) for x in inputs[:3])
     out, lse = (0, 0) if into is None else (x.data_ptr() for x in into)
@@ -256,10 +256,11 @@ def observe_natively(ready: Ready, inputs: Inputs, into: Attending | None = None
 
 
 def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
-    """A short way to attend and observe again: out, lse, and the memory that ``Ready.observed`` makes views of.
+    """Return a fast path to attend and observe again: out, lse, and the memory for ``Ready.observed``.
 
-    It takes q, k and v with the sizes, dtypes and strides of the call, the last stride 1; and returns None where
-    ``observe_natively`` does. Every line is felt: after a call of some milliseconds no cache holds anything of Python.
+    It takes q, k and v with the sizes, dtypes and strides of the call, the last stride 1; and returns None if
+    ``observe_natively`` does. Every line costs time: after a call of some milliseconds Python's code and data are no
+    longer in the caches.
     """
     observe_into, described, threads, empty = (
         native.extension.observe_into,
@@ -275,7 +276,7 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), memory.data_ptr())
         try:
             finite = observe_into(described, *at, threads())
-        except ValueError:  # one has no memory: ``observe_natively`` materializes it, or raises
+        except ValueError:  # one has no memory: ``observe_natively`` materialises it, or raises
             return None
         return (out, lse, memory) if finite else None
 
@@ -283,17 +284,17 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
 
 
 def _by_batch(x: Tensor) -> tuple[Address, int]:
-    """The address of [B or 1, n], and how far batch entries lie apart."""
-    assert (x.dtype, x.stride(-1)) == (torch.int64, 1)  # so build_scene makes them
+    """Return the address of [B or 1, n], and its batch stride."""
+    assert (x.dtype, x.stride(-1)) == (torch.int64, 1)  # as build_scene makes them
     return x.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)
 
 
 @cache
 def borders_of(names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
-    """From where on values are in each bin of a histogram, [names, bins]; filled up with NaN.
+    """Return the lower border of each bin of a histogram, [names, bins]; padded with NaN.
 
-    An edge is no number of the dtype: its border is the least one that is not below it, with which values compare as
-    they do with the edge. The first bin takes what is below it, too.
+    An edge may not be a number of the dtype: its border is the smallest number that is not below it, so values compare
+        with both alike. The first bin includes values below it, too.
     """
     edges = [(-math.inf, *histogram_edges(name)[1:-1]) for name in names]
     most = max(len(x) for x in edges)

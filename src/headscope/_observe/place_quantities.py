@@ -1,4 +1,4 @@
-"""Row quantities of self-attention: how far a row looks, its weight on keys at certain places or with its token."""
+"""Row quantities of self-attention: distance, and the weight on keys at certain positions or with the row's token."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from headscope._observe.inputs import Reductions
 from headscope._observe.scene import Scene
 
 NEAR = {"self": 0, "previous": -1, "next": 1}
-"""The key's position less the query's."""
+"""The key's position minus the query's."""
 
 
 def place_values(reductions: Reductions, scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
-    """name -> [b, h, i]; NaN where a row does not have the quantity."""
+    """Return name -> [b, h, i]; NaN where a row does not have the quantity."""
     places = _on_a_line(scene, block, tile) if scene.line is not None else _by_position(scene, block, tile)
     reach, placed, values = places
     distance = (tile.p * (reach if scene.line is not None else reach.nan_to_num(0.0))).sum(-1)
@@ -36,7 +36,7 @@ Places = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def _on_a_line(scene: Scene, block: Block, tile: Tile) -> Places:
-    """Keys at 0, 1, 2, …: the masses on single keys can be picked."""
+    """Handle keys at 0, 1, 2, …: the masses on single keys can be gathered."""
     assert scene.line is not None
     line = cut(scene.line, block.b, block.r)[:, None]  # [b or 1, 1, i]
     keys = torch.arange(block.j.start, block.j.stop, device=line.device)
@@ -52,7 +52,7 @@ def _on_a_line(scene: Scene, block: Block, tile: Tile) -> Places:
 
 
 def _by_position(scene: Scene, block: Block, tile: Tile) -> Places:
-    """Keys and queries at given positions, in one or two dimensions; NaN = has none."""
+    """Handle keys and queries at specified positions, in one or two dimensions; NaN = has none."""
     assert scene.q_at is not None
     assert scene.k_at is not None
     q_at = cut(scene.q_at, block.b, block.r)  # [b or 1, i, axes]
@@ -68,7 +68,7 @@ def _by_position(scene: Scene, block: Block, tile: Tile) -> Places:
 
 
 def _by_token(scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
-    """Mass on other keys with the query's own token, and on those that come right after one."""
+    """Return the mass on other keys with the query's own token, and on those right after one."""
     assert scene.own is not None
     assert scene.ids is not None
     ids = scene.ids[block.b]  # [b, K]
@@ -87,26 +87,26 @@ def _by_token(scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
 
 
 def _first_keys(scene: Scene, block: Block) -> Tensor:
-    """Which keys are among the first n real ones, [b or 1, 1, 1, j]."""
+    """Return which keys are among the first n real ones, [b or 1, 1, 1, j]."""
     keys = torch.arange(block.j.start, block.j.stop, device=scene.first.device)
     return (keys[:, None] == cut(scene.first, block.b)[:, None, None, None, :]).any(-1)
 
 
 def _mass_on(tile: Tile, target: Tensor) -> Tensor:
-    """The mass on these keys, [b, h, i]; NaN where none of them may be seen."""
+    """Return the mass on these keys, [b, h, i]; NaN if none of them is visible."""
     there = target if tile.visible is None else target & tile.visible
     return (tile.p * target).sum(-1).masked_fill(~there.any(-1), math.nan)
 
 
 def gather_mass(p: Tensor, index: Tensor, j: slice) -> Tensor:
-    """p at these keys [b or 1, 1, i or 1, n] (-1, or outside of the block: 0), [b, h, i, n]."""
+    """Return p at these keys [b or 1, 1, i or 1, n] (-1, or outside the block: 0), [b, h, i, n]."""
     inside = (index >= j.start) & (index < j.stop)
     at = torch.where(inside, index - j.start, 0).expand(*p.shape[:3], -1)
     return p.gather(-1, at).masked_fill(~inside, 0.0)
 
 
 def _visible_at(tile: Tile, index: Tensor, j: slice) -> Tensor:
-    """Whether a row may see the key at this place [b or 1, 1, i, 1], broadcastable to [b, h, i]."""
+    """Return whether the key at this place [b or 1, 1, i, 1] is visible to a row, broadcastable to [b, h, i]."""
     inside = (index >= j.start) & (index < j.stop)
     if tile.visible is None:
         return inside[..., 0]

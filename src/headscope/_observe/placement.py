@@ -1,4 +1,4 @@
-"""Where rows and keys stand: their positions, the query's own key, rows of padding, the first real keys."""
+"""Placement of rows and keys: positions, the query's own key, rows of padding, the first real keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headscope.stats._layer import wide
 
 
 class Frame(NamedTuple):
-    """What depends on sizes, mask and positions alone: see ``Scene``; ``padding``: rows [B, Q]."""
+    """The part of a ``Scene`` that depends only on sizes, mask and positions; ``padding``: rows [B, Q]."""
 
     line: Tensor | None
     q_at: Tensor | None
@@ -28,15 +28,15 @@ class Frame(NamedTuple):
     padding: Tensor | None
 
 
-_frames: BoundedTable[Any, Frame] = BoundedTable(16)  # some megabytes each, where sequences are long
+_frames: BoundedTable[Any, Frame] = BoundedTable(16)  # some megabytes each for long sequences
 
 
 def to_frame(request: Request) -> Frame:
-    """Return where rows and keys stand; computed once for calls that differ in nothing but their numbers."""
+    """Return the placement of rows and keys; computed once for calls that differ only in their values."""
     call, mask = request.call, request.mask
     if any(x is not None for x in (request.q_pos, request.k_pos, request.real, request.inputs.bias)):
         return _build_frame(request)
-    if is_traced() or not (mask is None or mask.is_constant()):  # tensors of a tracer are of no use outside of it
+    if is_traced() or not (mask is None or mask.is_constant()):  # tensors of a tracer are useless outside it
         return _build_frame(request)
     sizes = call.batch, call.heads, call.queries, call.keys
     key = (*sizes, request.inputs.q.device, mask, request.kind, request.what.first)
@@ -58,7 +58,7 @@ def _build_frame(request: Request) -> Frame:
 
 
 def _positions_of(request: Request) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Positions on a line [B or 1, Q], or given ones of queries and keys; none in cross-attention."""
+    """Return positions on a line [B or 1, Q], or specified ones of queries and keys; None in cross-attention."""
     call, device = request.call, request.inputs.q.device
     if request.kind == "cross":
         return None, None, None
@@ -84,8 +84,8 @@ def _positions_of(request: Request) -> tuple[Tensor | None, Tensor | None, Tenso
 
 
 def _positions_at(k_at: Tensor, index: Tensor, keys: int) -> Tensor:
-    """The positions of the keys at these places, [B or 1, Q, axes]; NaN beyond them."""
-    batch = len(index) if len(k_at) == 1 else len(k_at)  # none, perhaps
+    """Return the positions of the keys at these places, [B or 1, Q, axes]; NaN beyond them."""
+    batch = len(index) if len(k_at) == 1 else len(k_at)  # possibly none
     k_at, index = k_at.expand(batch, -1, -1), index.expand(batch, -1)
     inside = (index >= 0) & (index < keys)
     places = k_at.gather(1, index.clamp(0, keys - 1)[..., None].expand(-1, -1, k_at.shape[-1]))
@@ -110,7 +110,7 @@ def _check_positions(name: str, positions: Tensor, letter: str, length: int, req
 
 
 def _offset(request: Request) -> Tensor:
-    """The position of query 0, int64 [B or 1, 1]: what the bands of the mask say if they agree, else K - Q."""
+    """Return the position of query 0, int64 [B or 1, 1]: that of the mask's bands if they agree, else K - Q."""
     call, device = request.call, request.inputs.q.device
     leaves = request.mask.at(call.queries, call.keys).leaves() if request.mask is not None else ()
     offsets = [leaf.offset for leaf in leaves if isinstance(leaf, Band)]
@@ -122,16 +122,16 @@ def _offset(request: Request) -> Tensor:
 
 
 def _own_index(request: Request) -> Tensor:
-    """The key at each query's place on the line, [B or 1, Q]; -1 = there is none."""
+    """Return the key at each query's place on the line, [B or 1, Q]; -1 = none."""
     call = request.call
     line = torch.arange(call.queries, device=request.inputs.q.device) + _offset(request)
     return torch.where((line >= 0) & (line < call.keys), line, -1)
 
 
 def _own_by_position(request: Request, q_at: Tensor, k_at: Tensor, real: Tensor) -> Tensor:
-    """The key at each query's position, [B, Q]: of several the one at its place on the line, else the first real one.
+    """Return the key at each query's position, [B, Q]: of several the one at its place, else the first real one.
 
-    A query without a position has the key at its place on the line for its own, if that has no position either.
+    The own key of a query without a position is the key at its place on the line, if that has no position either.
     """
     call = request.call
     batch = call.batch
@@ -154,7 +154,7 @@ def _own_by_position(request: Request, q_at: Tensor, k_at: Tensor, real: Tensor)
 
 
 def find_first_key(k_at: Tensor | None) -> int:
-    """Where keys begin, if they stand on consecutive whole positions, the same for all batch entries; else 0."""
+    """Return the first position, if keys have consecutive whole positions, equal for all batch entries; else 0."""
     if k_at is None or k_at.shape[0] != 1 or k_at.shape[2] != 1 or k_at.shape[1] == 0:
         return 0
     start = float(k_at[0, 0, 0])
@@ -165,6 +165,6 @@ def find_first_key(k_at: Tensor | None) -> int:
 
 
 def _first_real(real: Tensor, n: int) -> Tensor:
-    """The places of the first n real keys, [B, n]; -1 where there are fewer."""
+    """Return the places of the first n real keys, [B, n]; -1 if there are fewer."""
     order = torch.sort((~real).byte(), dim=-1, stable=True).indices[:, :n]
     return torch.where(real.gather(1, order), order, -1)

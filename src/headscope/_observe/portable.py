@@ -1,11 +1,11 @@
-"""The portable form of the pass over the weights: every tile computed again from q and k, reduced, and forgotten.
+"""The portable form of the pass over the weights: each tile is recomputed from q and k, reduced, and discarded.
 
-A row is normalised by its own sum, as softmax is, so that it errs no more than softmax does: exp(s - lse) would carry
-lse's own rounding, which for logits of 50 is 2e-6, into every weight. A given lse that agrees with the row's own to
-within rounding changes nothing; one that does not is taken as it stands, and p = exp(s - lse).
+A row is normalised by its own sum, as in softmax, so its errors are not larger: exp(s - lse) would add the rounding of
+    lse, 2e-6 for logits of 50, to every weight. A specified lse that equals the row's own within rounding changes
+    nothing; any other is used as passed, and p = exp(s - lse).
 
 The entropy is Σ p (lse - s) = Σ p (top - s) + mass · (lse - top), where top is the row's largest logit: both terms are
-sums of what is never negative, so nothing cancels on peaked rows, as it does in lse - Σ p s.
+sums of non-negative numbers, so nothing cancels in peaked rows, as it would in lse - Σ p s.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headscope.stats._layer import Edges, HeadMap, wide
 
 
 def observe_blocks(reductions: Reductions, scene: Scene) -> Observed:
-    """Everything that was asked for of all rows of a scene, block by block."""
+    """Return all requested results of all rows of a scene, block by block."""
     call, device = scene.call, scene.q.device
     shape = (call.batch, call.heads, len(scene.rows))
     rows: dict[str, Tensor] = {}
@@ -72,7 +72,7 @@ def observe_blocks(reductions: Reductions, scene: Scene) -> Observed:
 
 
 def _first_run(at: Tensor) -> Tensor:
-    """[..., 3] of batch entry, query, key -> [..., 4] with the run before them, which is 0."""
+    """Prepend the run, 0, to batch entry, query and key: [..., 3] -> [..., 4]."""
     return torch.cat([torch.where(at[..., :1] >= 0, 0, -1), at], -1)
 
 
@@ -86,9 +86,9 @@ def _edges(largest_of_head: Candidates) -> Edges:
 
 
 def row_names(reductions: Reductions, scene: Scene) -> list[str]:
-    """The row quantities that are asked for and that these rows have, in the order of docs/concepts/statistics.md."""
+    """Return the requested row quantities that these rows have, in the order of docs/concepts/statistics.md."""
     if not reductions.rows:
-        return ["max_weight"] if reductions.edges else []  # edges are found by it
+        return ["max_weight"] if reductions.edges else []  # edges require it
     having = ["weights"]
     if scene.own is not None:
         having.append("positions")
@@ -102,7 +102,7 @@ def row_names(reductions: Reductions, scene: Scene) -> list[str]:
 
 
 def row_values(reductions: Reductions, scene: Scene, block: Block, tile: Tile, names: list[str]) -> dict[str, Tensor]:
-    """name -> [b, h, i], NaN where a row does not count or does not have the quantity."""
+    """Return name -> [b, h, i], NaN where a row does not count or does not have the quantity."""
     quantities = {"max_weight": (tile.max_logit - tile.top).exp() * tile.scale}
     if reductions.rows:
         quantities |= _of_weights(tile)
@@ -119,7 +119,7 @@ def row_values(reductions: Reductions, scene: Scene, block: Block, tile: Tile, n
 
 
 def _of_weights(tile: Tile) -> dict[str, Tensor]:
-    """What needs nothing but the weights of a row."""
+    """Return the quantities that depend only on the weights of a row."""
     mass = tile.p.sum(-1)
     squares = torch.linalg.vector_norm(tile.p, dim=-1).square()
     entropy = (mass * tile.norm - (tile.p * tile.depth).sum(-1)).clamp_min(0.0)
@@ -141,7 +141,7 @@ def _second_weight(tile: Tile) -> Tensor:
 
 
 def _of_keys(scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
-    """What depends on which keys are real, and on their values."""
+    """Return the quantities that depend on which keys are real, and on their values."""
     index = cut(scene.first, block.b)[:, None, None, :]  # [b or 1, 1, 1, n]
     quantities = {"first": gather_mass(tile.p, index, block.j).sum(-1)}
     if scene.norms is None:
@@ -173,7 +173,7 @@ def _add_to_keys(tile: Tile, received: Tensor, eligible: Tensor) -> None:
 
 
 def _store_top(tile: Tile, start: int, top: Candidates, at: tuple[slice, slice, slice]) -> None:
-    """The largest weights of each row of a block."""
+    """Store the largest weights of each row of a block."""
     shown = tile.p if tile.visible is None else torch.where(tile.visible, tile.p, -1.0)
     k = min(top.p.shape[-1], shown.shape[-1])
     values, index = largest(shown, k)

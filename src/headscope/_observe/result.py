@@ -1,4 +1,4 @@
-"""What one pass over the weights returns, in the portable form and in the native one."""
+"""The result of one pass over the weights, in the portable form and in the native one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from headscope.stats._layer import Edges, HeadMap, Moments
 
 
 class Observed(NamedTuple):
-    """What one pass over the weights leaves behind; R counts the rows of ``Scene``.
+    """The result of one pass over the weights; R counts the rows of ``Scene``.
 
     Attributes:
-        rows: name -> [B, H, R], NaN where a row does not count or has no such quantity; argmax is int64, there -1.
-            Where moments are known, only if rows are to be kept.
-        counted: which rows count, boolean [B, H, R]; None where their number is known and they are not to be kept.
-        broken: how many of each head are left out because they are not finite, int64 [H].
+        rows: name -> [B, H, R], NaN where a row does not count or does not have the quantity; argmax is int64, there
+            -1. If moments are known, only if rows are to be retained.
+        counted: which rows count, boolean [B, H, R]; None if their number is known and they are not to be retained.
+        broken: the number of rows of each head excluded because they are not finite, int64 [H].
         received, eligible: over the batch, float64 and int64 [H, K], or None.
         map, edges: see there; or None.
         top: keys, int64, and weights of each row's largest, [B, H, R, k] both, or None.
-        moments: of the rows, where they are known already.
-        rows_counted: how many rows of each head count, int64 [H], where that is known already.
+        moments: of the rows, if they are known already.
+        rows_counted: the number of counted rows of each head, int64 [H], if known already.
     """
 
     rows: dict[str, Tensor]

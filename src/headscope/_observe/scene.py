@@ -20,28 +20,28 @@ from headscope._support.tensor_classes import ORDINARY, to_ordinary
 from headscope.masks import Plan
 from headscope.stats import Observe
 
-HUGE = 1e30  # a bound on the logits below which float32 cannot overflow
+HUGE = 1e30  # float32 cannot overflow with logits below this bound
 
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """The tensors of one observation. R counts the query rows that are looked at.
+    """The tensors of one observation. R counts the observed query rows.
 
     Attributes:
-        inputs: k [B, Hkv, K, D], bias and sinks as the backends take them, and all of q [B, H, Q, D].
+        inputs: k [B, Hkv, K, D], bias and sinks in the form of the backends, and all of q [B, H, Q, D].
         rows: the query index of each row, ascending.
-        q, lse: of these rows, [B, H, R, D] and [B, H, R]; lse None = not given.
-        may_count: boolean, broadcasts to [B, H, R]: not left out by ``rows`` and no padding; None = all. Empty rows and
-            rows that are not finite have to be left out beside.
-        line: the position of each row where keys stand at 0, 1, 2, …: int64 [B or 1, R]; None = positions are given,
-            or there are none.
-        q_at, k_at: given positions, float64 [B or 1, R, axes] and [B or 1, K, axes], NaN = has none; or None.
-        own: the query's own key, int64 [B or 1, R], -1 = there is none; None in cross-attention.
+        q, lse: of these rows, [B, H, R, D] and [B, H, R]; lse None = not specified.
+        may_count: boolean, broadcasts to [B, H, R]: selected by ``rows`` and not padding; None = all. Empty rows and
+            rows that are not finite must be excluded separately.
+        line: the position of each row if keys are at 0, 1, 2, …: int64 [B or 1, R]; None = positions are specified, or
+            there are none.
+        q_at, k_at: specified positions, float64 [B or 1, R, axes] and [B or 1, K, axes], NaN = has none; or None.
+        own: the query's own key, int64 [B or 1, R], -1 = none; None in cross-attention.
         first: the first real keys of each batch entry, int64 [B or 1, n], -1 = there are fewer.
         ids: tokens of the keys [B, K], or None.
         id_before: of the key before the first one [B], or None.
-        has_norms: the lengths of the value vectors are asked for.
-        first_key: the absolute position of key 0, by which received and eligible are filed.
+        has_norms: the lengths of the value vectors are requested.
+        first_key: the absolute position of key 0, the index of received and eligible.
     """
 
     call: Call
@@ -63,27 +63,29 @@ class Scene:
 
     @cached_property
     def clean(self) -> bool:
-        """Nothing is NaN, infinite or so large that a logit could overflow; on a CPU only: it would take waiting."""
+        """No number is NaN, infinite or so large that a logit could overflow; on a CPU only: elsewhere it would
+        wait.
+        """
         return _clean(self)
 
     @cached_property
     def norms(self) -> Tensor | None:
-        """Lengths of the value vectors [B, Hkv, K]; None where they are not asked for."""
+        """Lengths of the value vectors [B, Hkv, K]; None if not requested."""
         return _value_norms(self.inputs.v, self.call) if self.has_norms else None
 
     @property
     def whole(self) -> bool:
-        """Whether every query row is looked at."""
+        """Whether every query row is observed."""
         return isinstance(self.rows, range)
 
 
 def _value_norms(v: Tensor, call: Call) -> Tensor:
-    """Of values [B, Hkv, K, Dv], in the dtype of the arithmetic."""
+    """Return the norms of values [B, Hkv, K, Dv], in the dtype of the arithmetic."""
     return torch.linalg.vector_norm(v, dim=-1, dtype=accumulate_dtype(call.dtype))
 
 
 def build_scene(request: Request) -> Scene:
-    """Check the options of a request, and return the tensors that it is measured from.
+    """Check the options of a request, and return the tensors of its observation.
 
     Raises:
         TypeError: an argument is not of the right kind or dtype.
@@ -123,13 +125,13 @@ def build_scene(request: Request) -> Scene:
 
 
 def _ordinary(request: Request) -> Request:
-    """Return the observation over ordinary tensors, where its q, k, v, bias, sinks and mask are ordinary.
+    """Return the request over ordinary tensors, if its q, k, v, bias, sinks and mask are ordinary.
 
-    The native kernels read tensors by their addresses. Where q, k, v, bias, sinks or the mask is of a subclass, the
-    portable form observes, which calls operators only.
+    The native kernels read tensors by their addresses. If q, k, v, bias, sinks or the mask is of a subclass, the
+    portable form observes, which calls only operators.
 
     Raises:
-        TypeError: a tensor may have no memory of its own; the message names it.
+        TypeError: a tensor may not have its own memory; the message names it.
     """
     if request.call.form == "subclass":
         return request
@@ -143,7 +145,7 @@ def _ordinary(request: Request) -> Request:
 
 
 def _changed(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return those that are a subclass of Tensor, as ordinary tensors."""
+    """Return those of a subclass of Tensor, as ordinary tensors."""
     return {
         name: to_ordinary("mask" if name == "real" else name, x)
         for name, x in tensors.items()
@@ -156,7 +158,7 @@ def _pick(tensor: Tensor, index: Tensor | None, axis: int) -> Tensor:
 
 
 def sample(n: int, of: int) -> Sequence[int]:
-    """The middle of each of n equal parts; all where there are no more than n."""
+    """Return the middle of each of n equal parts; all if there are at most n."""
     return range(of) if n >= of else [(2 * r + 1) * of // (2 * n) for r in range(n)]
 
 
@@ -164,9 +166,7 @@ def _rows(request: Request, counts: Tensor | None) -> Sequence[int]:
     queries = request.call.queries
     if isinstance(request.what.rows, int):
         return sample(request.what.rows, queries)
-    if (
-        counts is None or counts.device.type != "cpu" or type(counts) not in ORDINARY
-    ):  # a GPU would have to be waited for
+    if counts is None or counts.device.type != "cpu" or type(counts) not in ORDINARY:  # reading would wait for a GPU
         return range(queries)
     picked = counts.any(0).any(0).nonzero()[:, 0].tolist()
     return range(queries) if len(picked) == queries else picked
@@ -231,7 +231,7 @@ def _clean(scene: Scene) -> bool:
         return False
     largest = [float(x.detach().abs().amax()) for x in (inputs.q, inputs.k)]
     factor = max(1.0, abs(call.scale), abs(call.scale) / (call.softcap or 1))
-    if not largest[0] * largest[1] * call.head_dim * factor < HUGE:  # NaN neither
+    if not largest[0] * largest[1] * call.head_dim * factor < HUGE:  # excludes NaN too
         return False
     if norms is not None and not float(norms.amax()) < HUGE:
         return False

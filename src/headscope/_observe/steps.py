@@ -1,4 +1,4 @@
-"""The steps of one observation, from a request to statistics; and what they keep for further calls like it."""
+"""The steps of one observation, from a request to statistics; and their caches for further similar calls."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def observe_request(request: Request) -> HeadStats:
 
 
 def attend_request(request: Request) -> Result | None:
-    """Attend natively and measure on the way: out [B, H, Q, Dv], lse [B, H, Q] and the statistics.
+    """Attend natively and measure in the same pass: out [B, H, Q, Dv], lse [B, H, Q] and the statistics.
 
-    None where that cannot be: attend first then, and observe after it. All query rows are looked at.
+    Returns None if that is not possible: attend first then, and observe after it. All query rows are observed.
     """
     with torch.no_grad(), full_precision(request.call), exact_products(request.call.device):
         known, ready = _find_ready(request)
@@ -59,12 +59,12 @@ Result = tuple[Tensor, Tensor, HeadStats]
 
 
 def repeater_of(prepared: Prepared, what: Observe) -> Callable[[Tensor, Tensor, Tensor], Result | None] | None:
-    """Return the short way of ``attend`` for such calls, if there is one with the same ``Observe`` object."""
+    """Return the fast path of ``attend`` for such calls, if there is one with the same ``Observe`` object."""
     return _prepared_observations.get((prepared, id(what)))
 
 
 def _repeat(ready: Ready, what: Observe) -> Callable[[Tensor, Tensor, Tensor], Result | None]:
-    """``attend`` for further calls with the same ``Observe`` object: nothing is described again."""
+    """Return ``attend`` for further calls with the same ``Observe`` object: it reuses the description."""
     run = native_observer.repeater(ready)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Result | None:
@@ -75,7 +75,7 @@ def _repeat(ready: Ready, what: Observe) -> Callable[[Tensor, Tensor, Tensor], R
 
 
 def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
-    """Return what a request is measured from, and its description for the native kernels if they take it."""
+    """Return the inputs of a request, and its description for the native kernels if they support it."""
     if _is_simple(request):
         ready = _prepared_observations.get(_key(request))
         if ready is not None:
@@ -102,5 +102,5 @@ def _key(request: Request) -> Any:
 
 
 _options_of = attrgetter(*(each.name for each in fields(Observe)))
-_prepared_observations: BoundedTable[Any, Any] = BoundedTable(64)  # some megabytes each, where sequences are long
+_prepared_observations: BoundedTable[Any, Any] = BoundedTable(64)  # some megabytes each for long sequences
 atexit.register(_prepared_observations.clear)  # a compiler may refer to this module until the extension is gone

@@ -1,4 +1,4 @@
-"""Which keys rows may see: of a block, of rows by their index, and which keys any query may see."""
+"""Visible keys: of a block, of rows by their index, and of any query."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headscope.masks import Plan
 
 
 def real_keys(call: Call, plan: Plan | None, bias: Tensor | None) -> Tensor:
-    """Which keys any query of any head of a batch entry may see, boolean [B, K]."""
+    """Return which keys are visible to any query of any head of a batch entry, boolean [B, K]."""
     device = torch.device("cpu") if plan is None else plan.spans.device
     device = bias.device if bias is not None else device
     if call.queries == 0 or call.heads == 0:
@@ -29,7 +29,7 @@ def real_keys(call: Call, plan: Plan | None, bias: Tensor | None) -> Tensor:
 
 
 def _spanned(spans: Tensor, keys: int) -> Tensor:
-    """Which keys lie in a span of some query, [B or 1, K]."""
+    """Return which keys lie in a span of some query, [B or 1, K]."""
     ends = spans.flatten(1, 2)  # [B or 1, Q or 1 * n, 2]
     steps = ends.new_zeros(len(ends), keys + 1)
     one = torch.ones_like(ends[..., 0])
@@ -42,7 +42,7 @@ Cut = tuple[slice, slice, slice, slice]
 
 
 def visible_block(plan: Plan | None, bias: Tensor | None, cut: Cut, device: torch.device) -> Tensor | None:
-    """What may be seen in a block, boolean, broadcastable to [b, h, i, j]; None = everything."""
+    """Return which keys are visible in a block, boolean, broadcastable to [b, h, i, j]; None = all."""
     pairs = None
     if plan is not None and not plan.everything:
         pairs = plan.tile(*cut).to(device)
@@ -54,7 +54,7 @@ def visible_block(plan: Plan | None, bias: Tensor | None, cut: Cut, device: torc
 
 
 def visible_rows(plan: Plan | None, bias: Tensor | None, b: slice, h: slice, i: Tensor, j: slice) -> Tensor | None:
-    """The same for rows by their query index ``i``, int64 [1, 1, r] or [b, h, r]."""
+    """Return the same for rows by their query index ``i``, int64 [1, 1, r] or [b, h, r]."""
     at_b = torch.arange(b.start, b.stop, device=i.device)[:, None, None]
     at_h = torch.arange(h.start, h.stop, device=i.device)[:, None]
     pairs = None
@@ -74,7 +74,7 @@ def visible_rows(plan: Plan | None, bias: Tensor | None, b: slice, h: slice, i: 
 
 
 def bias_rows(bias: Tensor, b: Tensor, h: Tensor, i: Tensor, j: slice) -> Tensor:
-    """The bias of rows by their indices, broadcastable to [b, h, r, j]."""
+    """Return the bias of rows by their indices, broadcastable to [b, h, r, j]."""
     block = bias[tuple(_index(at, n) for at, n in zip((b, h, i), bias.shape, strict=False))]
     return block if block.shape[-1] == 1 else block[..., j]
 

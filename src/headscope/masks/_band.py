@@ -201,8 +201,9 @@ def offset_limits(by: int) -> tuple[int | None, int | None]:
 
 
 def causal() -> Band:
-    """Return the causal mask: each query attends to its own position and all before. The queries are the last Q
-    positions.
+    """Return the causal mask: each query attends to its own position and all before.
+
+    The queries are the last Q positions.
     """
     return Band(None, 0)
 

@@ -101,9 +101,7 @@ class Mask(ABC):
         return not self.tensors() and all(leaf._by_value for leaf in self.leaves())
 
     def is_causal(self, queries: int, keys: int) -> bool:
-        """Return whether it allows exactly ``j <= i``, with as many queries as keys, as far as known without its
-        plan.
-        """
+        """Return whether it is known without a plan to allow exactly ``j <= i``, with as many queries as keys."""
         return False
 
     def tile(self, b: slice, h: slice, i: slice, j: slice, device: torch.device) -> Tensor:
@@ -283,9 +281,7 @@ class Plan:
     originals: tuple[Tensor, ...] | None = None
 
     def read_again(self) -> tuple[Tensor, ...]:
-        """Return the caller's tensors that the backward pass saves, so autograd raises if it detects a write to
-        them.
-        """
+        """Return the caller's tensors that the backward pass saves, so autograd raises after a write to them."""
         tensors = self.rest_tensors()  # a compiler cannot trace the condition of the next line
         return tensors if is_dynamo_compiling() else tuple(x for x in tensors if not x.is_inference())
 

@@ -167,9 +167,7 @@ class MultiHeadAttention(nn.Module):
         self.gate_proj = Linear(embed_dim, num_heads * self.v_head_dim, bias="q" in biased, **place) if gate else None
         self.bias_k = nn.Parameter(torch.empty(kv_heads, self.head_dim, **place)) if bias_kv else None
         self.bias_v = nn.Parameter(torch.empty(kv_heads, self.v_head_dim, **place)) if bias_kv else None
-        self.plain = (
-            rotary is None and position_bias is None and qk_norm is None
-        )  # q and k attend as projected, without rotation
+        self.plain = rotary is None and position_bias is None and qk_norm is None  # q and k attend as projected
         self.reproducible = set_reproducible(self, reproducible)
         self.reset_parameters()
 
@@ -201,8 +199,7 @@ class MultiHeadAttention(nn.Module):
                 self.add_module(f"{name}_proj", Linear(width, rows, bias=name in biased, **place))
 
     def reset_parameters(self) -> None:
-        """Reset the parameters: Xavier-uniform weights for each projection separately, zero biases and sinks, norm
-        weights one.
+        """Reset the parameters: Xavier-uniform for each projection separately, zero biases and sinks, norm weights one.
 
         A ``position_bias`` does not change, because other layers may share it: it has its own ``reset_parameters``.
         """
@@ -235,9 +232,7 @@ class MultiHeadAttention(nn.Module):
     def from_state_dict(
         cls, state: Mapping[str, Any] | str | Path, layout: str, *, prefix: str = "", **options: Any
     ) -> Self:
-        """Build a module with copies of the weights in a state dict or safetensors file. See
-        ``layouts.from_state_dict``.
-        """
+        """Build a module with copies of the weights in a state dict or file. See ``layouts.from_state_dict``."""
         return convert_state(state, layout, prefix, cls, options)
 
     def to_state_dict(self, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
@@ -245,9 +240,7 @@ class MultiHeadAttention(nn.Module):
         return export_state(self, layout, prefix, MultiHeadAttention)
 
     def projection(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Return weight [rows, width] and bias [rows] of the projection "q", "k", "v" or "out"; views, if they are
-        packed.
-        """
+        """Return weight [rows, width] and bias [rows] of the projection "q", "k", "v" or "out"; views, if packed."""
         if name not in (*QKV, "out"):
             raise ValueError(f"name: got {name!r}, expected {', '.join(QKV)} or out")
         packed = self.packed and name != "out"

@@ -16,8 +16,7 @@ from headscope.positions import restarting
 def forward_nested(
     attend: Callable[..., Tensor], x: Tensor, context: Any, mask: Mask | Tensor | None, restart: bool, **others: object
 ) -> Tensor:
-    """Run the forward pass of a nested x [B, ragged, E]: each row attends to itself, or to the same row of a nested
-    context.
+    """Run a nested x [B, ragged, E]: each row attends to itself, or to the same row of a nested context.
 
     Args:
         attend: the forward pass of ordinary tensors.

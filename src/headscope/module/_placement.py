@@ -74,8 +74,6 @@ def add_distance_bias(
 
 
 def _may_be_turned(bias: ALiBi | RelativeBias, q: Tensor) -> bool:
-    """Return whether the kernels can read a bias with overlapping rows: without its gradient, and not under a
-    compiler.
-    """
+    """Return whether the kernels can read a bias with overlapping rows: without gradient or compiler."""
     trained = isinstance(bias, RelativeBias) and bias.weight.requires_grad and torch.is_grad_enabled()
     return q.shape[-2] > 1 and q.device.type == "cpu" and not trained and not is_traced()

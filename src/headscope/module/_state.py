@@ -12,8 +12,7 @@ from headscope.positions import ALiBi
 
 
 def to_own_form(state: dict[str, Any], prefix: str, splits: tuple[int, int, int], *, packed: bool) -> None:
-    """Change packed projections in a state dict to separate ones, or the reverse; do not change entries that do not
-    fit.
+    """Change packed projections in a state dict to separate ones, or the reverse; ignore entries that do not fit.
 
     Args:
         state: the state dict, which is changed.

@@ -11,8 +11,7 @@ from headscope.positions._options import to_positions
 
 
 def restarting(cu_seqlens: Tensor) -> Tensor:
-    """Return positions of packed sequences, from 0 in each: cumulative lengths 0, 3, 5 -> 0, 1, 2, 0, 1; integers
-    [total].
+    """Return positions [total] of packed sequences, from 0 in each: cumulative lengths 0, 3, 5 -> 0, 1, 2, 0, 1.
 
     Raises:
         TypeError: they are not a tensor of integers.

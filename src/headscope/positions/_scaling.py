@@ -48,8 +48,7 @@ class NTK:
 
 @dataclass(frozen=True)
 class YaRN:
-    """Slow pairs interpolated, fast pairs unchanged, with a ramp between; q and k are multiplied by the attention
-    factor.
+    """Slow pairs interpolated, fast pairs unchanged, with a ramp between; q and k scaled by the attention factor.
 
     Args:
         factor: the extended context length over the trained one, at least 1.

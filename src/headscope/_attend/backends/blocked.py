@@ -71,9 +71,7 @@ class Block:
 
 
 def blocks(call: Call, plan: Plan | None) -> Iterator[Block]:
-    """Cut a call into blocks of at most ``BLOCK`` logits (but at least one row), without keys that are masked for every
-    row.
-    """
+    """Cut a call into blocks of at most ``BLOCK`` logits (at least one row), without keys masked for every row."""
     if call.heads == 0:
         return
     sizes = block_sizes(call, call.queries, BLOCK)
@@ -371,8 +369,9 @@ def _backward(a: _Backward, sums: Inputs) -> None:
 
 
 def _delta(call: Call, p: Tensor, grad_p: Tensor, visible: Tensor | None) -> Tensor:
-    """Return δ = Σ p dp of each row. The rounding of dp cancels in dp - δ; with δ = out · dout that of out would
-    remain.
+    """Return δ = Σ p dp of each row.
+
+    The rounding of dp cancels in dp - δ; with δ = out · dout that of out would remain.
     """
     weighted = p * grad_p
     delta = weighted.sum(-1, keepdim=True)

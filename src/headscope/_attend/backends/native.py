@@ -281,9 +281,7 @@ def _forward(
 
 
 def rows_like(call: Call, length: int, heads: int, width: int) -> Tensor:
-    """Return an empty [B, heads, length, width] with strides of [B, length, heads, width]: merging heads is then
-    free.
-    """
+    """Return an empty [B, heads, length, width] strided as [B, length, heads, width], so merging heads is free."""
     sizes = (call.batch, heads, length, width)
     return torch.empty_strided(sizes, row_strides(length, heads, width), dtype=call.dtype, device="cpu")
 

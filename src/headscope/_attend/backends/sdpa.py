@@ -1,6 +1,4 @@
-"""torch's fused kernels, through ``scaled_dot_product_attention``, for calls in which they do not build a Q x K
-matrix.
-"""
+"""torch's fused kernels, through ``scaled_dot_product_attention``, for calls without a Q x K matrix."""
 
 from __future__ import annotations
 
@@ -155,9 +153,7 @@ def attend_careful(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tenso
 
 
 def _torch_attention(*args: Any, **options: Any) -> Tensor:
-    """Return ``F.scaled_dot_product_attention``, looked up now: it may have been replaced, perhaps by a call of
-    headscope.
-    """
+    """Return ``F.scaled_dot_product_attention``, looked up now: it may have been replaced, perhaps by headscope."""
     current = F.scaled_dot_product_attention
     if current is ORIGINAL or torch.compiler.is_compiling():
         return current(*args, **options)
@@ -176,8 +172,9 @@ def _without_overlap(x: Tensor) -> Tensor:
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Return whether a step along an axis is shorter than a row. Batch entries and heads may repeat, with a stride of
-    0.
+    """Return whether a step along an axis is shorter than a row.
+
+    Batch entries and heads may repeat, with a stride of 0.
     """
     *outer, rows, width = x.shape
     *steps, step, _ = x.stride()
