@@ -209,20 +209,26 @@ def set_on(path: str, name: str = "forward") -> Any:
         (Doubled, None, "Doubled is a MultiHeadAttention with a forward of its own"),
         (Inherits, None, "Inherits is a MultiHeadAttention with a forward of its own"),
         (Projects, None, "Projects is a MultiHeadAttention with a project of its own"),
-        (Plain, set_on(""), "Plain has a forward that was set on it"),
-        (Plain, set_on("", "project"), "Plain has a project that was set on it"),
-        (Plain, set_on("out_proj"), "out_proj has a forward that was set on it"),
+        (Plain, set_on(""), "Plain has a forward set on the instance"),
+        (Plain, set_on("", "project"), "Plain has a project set on the instance"),
+        (Plain, set_on("out_proj"), "out_proj has a forward set on the instance"),
         (Plain, lambda m: m.q_proj.register_forward_hook(lambda *_: None), "q_proj has hooks"),
         (Plain, lambda m: m.out_proj.register_forward_pre_hook(lambda *_: None), "out_proj has hooks"),
         (Plain, lambda m: m.k_norm.register_forward_hook(lambda *_: None), "k_norm has hooks"),
-        (Plain, lambda m: setattr(m, "q_norm", Shifted(D)), "q_norm is a Shifted, whose forward is not that of a RMS"),
+        (
+            Plain,
+            lambda m: setattr(m, "q_norm", Shifted(D)),
+            "q_norm is a Shifted, whose forward differs from that of a RMS",
+        ),
     ],
 )
 def test_what_runs_beside_the_weights_is_not_exported(kind: Any, change: Any, message: str) -> None:
     module = made("qwen3", {"bias": ("q",)}, kind)
     if change is not None:
         change(module)
-    with pytest.raises(ValueError, match=rf"^module: {message}.*, so that its weights may not .*; expected Multi"):
+    with pytest.raises(
+        ValueError, match=rf"^module: {message}.*, so its output may depend on more than its weights; expected Multi"
+    ):
         module.to_state_dict("qwen3")
 
 

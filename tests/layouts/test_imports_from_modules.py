@@ -212,7 +212,9 @@ def test_norms_of_timm_are_known_by_their_classes() -> None:
     x = torch.randn(B, T, E)
     torch.testing.assert_close(MultiHeadAttention.from_module(theirs)(x), theirs(x))
     unknown = layout_modules.Timm(E, H, norm=ByVariance)
-    with pytest.raises(ValueError, match='q_norm is a ByVariance, of a kind that is not known; pass qk_norm="rms" or'):
+    with pytest.raises(
+        ValueError, match='module: q_norm is a ByVariance, an unknown kind of norm; pass qk_norm="rms" or "layer"'
+    ):
         MultiHeadAttention.from_module(unknown)
     assert MultiHeadAttention.from_module(unknown, qk_norm="rms").qk_norm == "rms"
 
@@ -222,7 +224,8 @@ def test_norms_of_timm_are_known_by_their_classes() -> None:
     [
         (
             RmsNorm(E // H, eps=1e-2),
-            "module: q_norm.eps is 1e-06, k_norm.eps is 0.01; expected one number, as ours has",
+            r"module: q_norm\.eps is 1e-06, k_norm\.eps is 0\.01; expected equal values, because headscope "
+            "has one qk_norm_eps",
         ),
         (nn.LayerNorm(E // H, eps=1e-6), "module: q_norm is 'rms' and k_norm 'layer', expected one kind"),
         (nn.Identity(), "module: q_norm is 'rms' and k_norm None, expected one kind"),
@@ -362,7 +365,11 @@ def test_a_key_that_an_index_does_not_name_is_in_one_file(tmp_path: Path) -> Non
         save_file({key: x for key, x in state.items() if files[key] == file} | bias, tmp_path / file)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": files}), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"does not name w_o\.bias, which more than one of its files holds"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.safetensors\.index\.json does not list w_o\.bias, which more than one of its files "
+        "contains",
+    ):
         MultiHeadAttention.from_state_dict(index, "w_q", num_heads=H)
 
 
@@ -372,7 +379,10 @@ def test_what_an_index_names_must_be_there(tmp_path: Path) -> None:
     save_file({key: x for key, x in state.items() if "bias" not in key}, tmp_path / "0.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(state, "0.safetensors")}), encoding="utf-8")
-    message = r"index.json names w_q.bias in 0.safetensors, .*, but it is not there: the checkpoint is damaged"
+    message = (
+        r"model\.safetensors\.index\.json lists w_q\.bias in 0\.safetensors, w_k\.bias in "
+        r"0\.safetensors, w_v\.bias in 0\.safetensors, w_o\.bias"
+    )
     with pytest.raises(ValueError, match=message):
         MultiHeadAttention.from_state_dict(index, "w_q", num_heads=H)
 
@@ -391,7 +401,11 @@ def test_an_index_names_no_file_outside_its_folder(file: str, tmp_path: Path) ->
 
 def test_pickles_are_not_read(tmp_path: Path) -> None:
     torch.save(nn.MultiheadAttention(E, H).state_dict(), tmp_path / "model.pt")
-    with pytest.raises(ValueError, match=r"model.pt is no safetensors file .*; pickles are not read"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.pt is not a safetensors file (.*); "
+        "headscope does not read pickles",
+    ):
         MultiHeadAttention.from_state_dict(tmp_path / "model.pt", "torch", num_heads=H)
 
 
@@ -416,21 +430,21 @@ STATE = layout_modules.WQ(E, H).state_dict()
     ("state", "options", "message"),
     [
         (STATE, {"layout": "wq"}, r"layout: got 'wq', expected one of torch, .*, keras"),
-        (STATE, {"layout": "w_q"}, "num_heads: the weights do not tell it, so that layout 'w_q' needs it"),
-        (STATE, {"layout": "w_q", "num_heads": 5}, "w_q.weight: its 12 rows of q are not divisible by num_heads, 5"),
+        (STATE, {"layout": "w_q"}, "num_heads: missing; the weights do not contain it, and layout 'w_q' requires it"),
+        (STATE, {"layout": "w_q", "num_heads": 5}, "w_q.weight: has 12 rows of q, expected a multiple of num_heads 5"),
         (STATE, {"layout": "torch"}, "does not fit layout 'torch': missing in_proj_weight, out_proj.weight; unexpected "
-         "w_k.bias, .* and 2 more; these keys are those of w_q"),
+         "w_k.bias, .* and 2 more; these keys match w_q"),
         ({"a": STATE["w_q.bias"]}, {"layout": "w_q"}, "missing w_q.weight, .*; unexpected a; known layouts: torch, "),
         ({}, {"layout": "w_q"}, "state: is empty, expected a mapping of tensors"),
         (STATE, {"layout": "w_q", "prefix": "layers.0"}, "prefix: no key begins with 'layers.0.'; w_q.weight, w_q.bi"),
         ({**STATE, "w_k.weight": torch.zeros(7, 12)}, {"layout": "w_q", "num_heads": H},
-         "w_k.weight: its 7 rows of k are not a divisor of num_heads 2 times head_dim 6"),
+         r"w_k\.weight: has 7 rows of k, expected head_dim 6 times a divisor of num_heads 2"),
         ({**STATE, "w_q.weight": torch.zeros(0, 12)}, {"layout": "w_q", "num_heads": H},
-         "w_k.weight: its 12 rows of k are not a divisor of num_heads 2 times head_dim 0"),
+         r"w_k\.weight: has 12 rows of k, expected head_dim 0 times a divisor of num_heads 2"),
         ({**STATE, "w_k.weight": torch.zeros(6, 12)}, {"layout": "w_q", "num_heads": H},
-         "w_k.weight: its 6 rows of k are 1 heads of 6, expected 2, as q has"),
+         r"w_k\.weight: has 6 rows of k, expected 2 heads of 6, as q has; got 1"),
         ({**STATE, "w_v.weight": torch.zeros(7, 12)}, {"layout": "w_q", "num_heads": H},
-         "w_v.weight: its 7 rows of v are not divisible by the 2 heads of k"),
+         r"w_v\.weight: has 7 rows of v, expected a multiple of the 2 heads of k"),
         ({**STATE, "w_o.weight": torch.zeros(12, 11)}, {"layout": "w_q", "num_heads": H},
          r"w_o.weight: holds out.weight as \[12, 11\], expected \[12, 12\]"),
         ({**STATE, "w_q.bias": torch.zeros(11)}, {"layout": "w_q", "num_heads": H},
@@ -439,12 +453,13 @@ STATE = layout_modules.WQ(E, H).state_dict()
          r"w_q.weight: has 1 axes, expected 2; it is \[12\]"),
         ({**STATE, "w_q.weight": STATE["w_q.weight"].half()}, {"layout": "w_q", "num_heads": H},
          "w_q.bias: is float32 on cpu, expected float16 on cpu, as w_q.weight"),
-        (STATE, {"layout": "w_q", "num_heads": H, "gate": True}, "options: layout 'w_q' has no weights for gate_proj"),
+        (STATE, {"layout": "w_q", "num_heads": H, "gate": True},
+         "options: gate_proj.weight, gate_proj.bias require weights that layout 'w_q' does not have"),
         ({"qkv.weight": torch.zeros(35, 12), "proj.weight": torch.zeros(12, 12), "proj.bias": torch.zeros(12)},
          {"layout": "timm"}, r"qkv.weight: holds q.weight, k.weight, v.weight, but its 35 rows are not divisible by 3"),
         ({"qkv.weight": torch.zeros(36, 12), "proj.weight": torch.zeros(12, 12), "proj.bias": torch.zeros(12),
           "q_norm.weight": torch.ones(6), "k_norm.weight": torch.ones(6)},
-         {"layout": "timm", "num_heads": H}, "qk_norm: layout 'timm' does not tell the kind of q_norm; pass \"rms\""),
+         {"layout": "timm", "num_heads": H}, "the weights do not show the kind of q_norm .*; pass \"rms\" or \"layer\""),
     ],
 )  # fmt: skip
 def test_states_that_do_not_fit(state: dict[str, Tensor], options: dict[str, Any], message: str) -> None:
@@ -475,8 +490,8 @@ class Ambiguous(nn.Module):
 
 def test_modules_that_are_not_known() -> None:
     wanted = (
-        "module: no layout is known for Unknown; nearest is 'w_q': missing w_o.weight; unexpected project.bias, "
-        "project.weight; known layouts: torch, .*, keras"
+        r"module: no layout is known for Unknown; the closest is 'w_q': missing w_o\.weight; unexpected "
+        r"project\.bias, project\.weight;"
     )
     with pytest.raises(ValueError, match=wanted):
         MultiHeadAttention.from_module(Unknown())
@@ -495,7 +510,9 @@ def test_a_forward_of_its_own_is_refused() -> None:
         pass
 
     with pytest.raises(
-        ValueError, match=r"module: Doubled is a MultiheadAttention with a forward of its own, .*; pass layout='torch' "
+        ValueError,
+        match="module: Doubled is a MultiheadAttention with a forward of its own, so its output may depend "
+        "on more than its weights; if it",
     ):
         MultiHeadAttention.from_module(Doubled(E, H))
     for made in (MultiHeadAttention.from_module(Doubled(E, H), "torch"), MultiHeadAttention.from_module(Plain(E, H))):
@@ -510,9 +527,9 @@ class Tripled(nn.Linear):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: setattr(m, "forward", m.forward), "WQ has a forward that was set on it"),
-        (lambda m: setattr(m.w_o, "forward", m.w_o.forward), "w_o has a forward that was set on it"),
-        (lambda m: setattr(m, "w_k", Tripled(E, E)), "w_k is a Tripled, whose forward is not that of a Linear"),
+        (lambda m: setattr(m, "forward", m.forward), "WQ has a forward set on the instance"),
+        (lambda m: setattr(m.w_o, "forward", m.w_o.forward), "w_o has a forward set on the instance"),
+        (lambda m: setattr(m, "w_k", Tripled(E, E)), "w_k is a Tripled, whose forward differs from that of a Linear"),
         (lambda m: m.w_v.register_forward_hook(lambda *_: None), "w_v has hooks"),
         (lambda m: m.w_q.register_forward_pre_hook(lambda *_: None), "w_q has hooks"),
     ],
@@ -521,9 +538,7 @@ def test_what_runs_beside_the_weights_is_refused(change: Any, message: str) -> N
     """Unless the caller says which layout it is."""
     theirs = layout_modules.WQ(E, H)
     change(theirs)
-    with pytest.raises(
-        ValueError, match=f"module: {message}, so that its weights may not say .*; pass layout='w_q' if they do"
-    ):
+    with pytest.raises(ValueError, match=f"module: {message}, so its output may .*; if it does not, pass layout='w_q'"):
         MultiHeadAttention.from_module(theirs)
     assert_same_state(MultiHeadAttention.from_module(theirs, "w_q"), "w_q", theirs.state_dict())
 
@@ -550,7 +565,11 @@ def test_linears_that_inherit_their_forward_are_linears() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_modules_are_known_by_their_keys() -> None:
     theirs = torch.jit.script(nn.MultiheadAttention(E, H, batch_first=True))
-    with pytest.raises(ValueError, match="no layout is known for RecursiveScriptModule; its keys are those of torch: "):
+    with pytest.raises(
+        ValueError,
+        match="module: no layout is known for RecursiveScriptModule; its keys match layout torch; if its "
+        "forward matches too, pass",
+    ):
         MultiHeadAttention.from_module(theirs)
     x = torch.randn(B, T, E)
     torch.testing.assert_close(MultiHeadAttention.from_module(theirs, "torch")(x), theirs(x, x, x)[0])
@@ -560,7 +579,9 @@ def test_a_layout_may_be_named() -> None:
     """Where keys leave a doubt, the caller says; the number of heads is found under its usual names."""
     theirs = Ambiguous()
     with pytest.raises(
-        ValueError, match="for Ambiguous; its keys are those of clip, bart: pass layout= if its forward is"
+        ValueError,
+        match="module: no layout is known for Ambiguous; its keys match layout clip, bart; if its forward "
+        "matches too, pass layout='clip' or 'bart'",
     ):
         MultiHeadAttention.from_module(theirs)
     made = MultiHeadAttention.from_module(theirs, "clip")
@@ -571,14 +592,14 @@ def test_a_layout_may_be_named() -> None:
 @pytest.mark.parametrize(
     ("options", "layout", "message"),
     [
-        ({"sinks": True}, "bert", "module: has sinks, for which layout 'bert' has no place"),
-        ({"gate": True, "bias": False}, "t5", "module: has gate_proj.weight, for which layout 't5' has no place"),
-        ({}, "tokeys", r"module: has q.bias, k.bias, v.bias, for which layout 'tokeys' has no place"),
+        ({"sinks": True}, "bert", "module: has sinks, which layout 'bert' does not have; .* without sinks"),
+        ({"gate": True, "bias": False}, "t5", "module: has gate_proj.weight, which layout 't5' does not"),
+        ({}, "tokeys", "module: has q.bias, k.bias, v.bias, which layout 'tokeys' does not have"),
         ({"bias": False, "out_bias": True}, "tokeys", "module: scale is 0.408248; a module of layout 'tokeys' has 0.2"),
-        ({"kv_heads": 1}, "torch", "module: kv_heads is 1; layout 'torch' has one for each of its heads"),
+        ({"kv_heads": 1}, "torch", "module: kv_heads is 1; layout 'torch' has one key/value head for each query head"),
         ({"v_head_dim": 3}, "timm", "module: v_head_dim is 3; a module of layout 'timm' has 6"),
         ({"softcap": 5.0}, "torch", "module: softcap is 5.0, which a module of layout 'torch' does not have"),
-        ({}, "qwen3", "module: has no q_norm.weight, k_norm.weight, for which layout 'qwen3' has"),
+        ({}, "qwen3", "module: lacks q_norm.weight, k_norm.weight, which layout 'qwen3' requires"),
         ({"position_bias": ALiBi(H)}, "torch", "module: has position_bias ALiBi, which a module of layout 'torch'"),
         ({"qk_norm": "rms_all"}, "timm", "module: qk_norm is 'rms_all'; a module of layout 'timm' has a norm for each"),
         ({"qk_norm": "rms_all"}, "qwen3", "module: qk_norm is 'rms_all'; a module of layout 'qwen3' has a norm"),
@@ -607,7 +628,7 @@ def test_sinks_are_never_dropped_by_an_export(layout: str) -> None:
         if value == 0 and "sinks" in layouts.LAYOUTS[layout].more:
             assert not any("sinks" in key for key in made.to_state_dict(layout))
             continue
-        with pytest.raises(ValueError, match=f"module: has .*sinks, for which layout '{layout}' has no place"):
+        with pytest.raises(ValueError, match=f"module: has .*sinks, which layout '{layout}' does not have"):
             made.to_state_dict(layout)
 
 
@@ -618,7 +639,7 @@ def test_what_is_more_than_a_linear_is_not_written() -> None:
         made.to_state_dict("torch")
     made.out_proj = Tripled(E, E)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(
-        ValueError, match=r"module: out_proj is a Tripled, expected nn\.Linear, or one with its forward"
+        ValueError, match=r"module: out_proj is a Tripled, expected nn\.Linear, or a module with its forward"
     ):
         made.to_state_dict("torch")
 
@@ -665,16 +686,25 @@ def test_a_table_that_is_passed_in_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("position_bias", "message"),
     [
-        (RelativeBias(H, T5Buckets(8, 10)), "position_bias: got a RelativeBias beside relative_attention_bias.weight"),
+        (
+            RelativeBias(H, T5Buckets(8, 10)),
+            r"position_bias: expected none, because the state has relative_attention_bias\.weight; got a "
+            "RelativeBias",
+        ),
         (
             T5Buckets(4, 10),
             r"relative_attention_bias.weight: holds position_bias.weight as \[8, 2\], expected \[4, 2\]",
         ),
         (
             ALiBi(H),
-            r"relative_attention_bias.weight: holds position_bias.weight as \[8, 2\], expected none: the options",
+            r"relative_attention_bias\.weight: holds position_bias\.weight as \[8, 2\], expected none, "
+            "because no option adds it",
         ),
-        (None, r"relative_attention_bias.weight: holds position_bias.weight as \[8, 2\], expected none: the options"),
+        (
+            None,
+            r"relative_attention_bias\.weight: holds position_bias\.weight as \[8, 2\], expected none, "
+            "because no option adds it",
+        ),
     ],
 )
 def test_a_table_among_the_weights_is_not_thrown_away(position_bias: Any, message: str) -> None:
@@ -687,11 +717,11 @@ def test_a_table_among_the_weights_is_not_thrown_away(position_bias: Any, messag
 @pytest.mark.parametrize(
     ("changed", "options", "message"),
     [
-        ({"bias_v": None}, {}, "options: layout 'torch' has no weights for bias_v, which they call for"),
-        ({"bias_k": None}, {}, "options: layout 'torch' has no weights for bias_k, which they call for"),
+        ({"bias_v": None}, {}, "options: bias_v requires weights that layout 'torch' does not have"),
+        ({"bias_k": None}, {}, "options: bias_k requires weights that layout 'torch' does not have"),
         ({"bias_k": (1, 1, 7)}, {}, r"bias_k: holds bias_k as \[7\], expected \[12\]"),
         ({"bias_v": (1, 1, 24)}, {}, r"bias_v: holds bias_v as \[24\], expected \[12\]"),
-        ({}, {"bias_kv": False}, "bias_kv: got False, expected none: it comes from the weights, which say True"),
+        ({}, {"bias_kv": False}, r"bias_kv: expected none, because the weights determine it \(True\); got False"),
     ],
 )
 def test_keys_of_its_own_that_contradict_each_other(changed: Any, options: dict[str, Any], message: str) -> None:
@@ -705,17 +735,17 @@ def test_keys_of_its_own_that_contradict_each_other(changed: Any, options: dict[
 @pytest.mark.parametrize(
     ("left_out", "options", "message"),
     [
-        ("q_norm", {}, "options: layout 'timm' has no weights for q_norm.weight, q_norm.bias, which they call for"),
-        ("q_norm.weight", {}, "options: layout 'timm' has no weights for q_norm.weight, which they call for"),
+        ("q_norm", {}, r"options: q_norm\.weight, q_norm\.bias require weights that layout 'timm' does not have"),
+        ("q_norm.weight", {}, r"options: q_norm\.weight requires weights that layout 'timm' does not have"),
         (
             "none",
             {"qk_norm": "rms"},
-            r"q_norm.bias: holds q_norm.bias as \[6\], expected none: the options leave no place",
+            r"q_norm\.bias: holds q_norm\.bias as \[6\], expected none, because no option adds it",
         ),
         (
             "none",
             {"qk_norm": None},
-            r"q_norm.weight: holds q_norm.weight as \[6\], expected none: the options leave no",
+            r"q_norm\.weight: holds q_norm\.weight as \[6\], expected none, because no option adds it",
         ),
         ("none", {"qk_norm": "rms_all"}, r"q_norm.weight: holds q_norm.weight as \[6\], expected \[12\]"),
     ],
@@ -728,7 +758,7 @@ def test_norms_that_do_not_fit(left_out: str, options: dict[str, Any], message: 
 
 
 def test_sinks_need_weights_where_the_layout_has_no_zero_attention() -> None:
-    with pytest.raises(ValueError, match="options: layout 'w_q' has no weights for sinks, which they call for"):
+    with pytest.raises(ValueError, match="options: sinks requires weights that layout 'w_q' does not have"):
         MultiHeadAttention.from_state_dict(STATE, "w_q", num_heads=H, sinks=True)
 
 
@@ -749,7 +779,7 @@ def test_sinks_need_weights_where_the_layout_has_no_zero_attention() -> None:
         (
             nn.UninitializedParameter(),
             ValueError,
-            "is uninitialised, expected weights; a lazy module gets them in its fi",
+            "is uninitialised, expected weights; call the lazy module once first",
         ),
         (np.full((E, E), "a"), TypeError, "got an array of <U1, expected a tensor or an array of numbers"),
     ],
@@ -774,8 +804,12 @@ def test_arrays_of_any_order_are_read() -> None:
         ({"num_heads": "2"}, TypeError, "num_heads: got str, expected a whole number"),
         ({"num_heads": None}, TypeError, "num_heads: got NoneType, expected a whole number"),
         ({"num_heads": 0}, ValueError, "num_heads: got 0, expected a whole number from 1"),
-        ({"num_heads": H, "prefix": 3}, TypeError, "prefix: got int, expected what the keys begin with, as a string"),
-        ({"num_heads": H, "prefix": None}, TypeError, "prefix: got NoneType, expected what the keys begin with"),
+        ({"num_heads": H, "prefix": 3}, TypeError, "prefix: got int, expected the prefix of the keys, as a string"),
+        (
+            {"num_heads": H, "prefix": None},
+            TypeError,
+            "prefix: got NoneType, expected the prefix of the keys, as a string",
+        ),
     ],
 )
 def test_options_of_the_wrong_kind(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -793,11 +827,17 @@ def test_arrays_are_the_hosts_whatever_the_default_device() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"kv_heads": 1}, "kv_heads: got 1, expected none: it comes from the weights, which say 2"),
-        ({"head_dim": 3}, "head_dim: got 3, expected none: it comes from the weights, which say 6"),
-        ({"bias": True}, "bias: got True, expected none: it comes from the weights"),
-        ({"dtype": torch.float64}, "dtype: got torch.float64, expected none: it comes from the weights"),
-        ({"device": "cpu"}, "device: got 'cpu', expected none: it comes from the weights"),
+        ({"kv_heads": 1}, r"kv_heads: expected none, because the weights determine it \(2\); got 1"),
+        ({"head_dim": 3}, r"head_dim: expected none, because the weights determine it \(6\); got 3"),
+        ({"bias": True}, r"bias: expected none, because the weights determine it \(\('q', 'k', 'v'\)\); got True"),
+        (
+            {"dtype": torch.float64},
+            r"dtype: expected none, because the weights determine it \(torch\.float32\); got torch\.float64",
+        ),
+        (
+            {"device": "cpu"},
+            r"device: expected none, because the weights determine it \(device\(type='cpu'\)\); got 'cpu'",
+        ),
     ],
 )
 def test_what_the_weights_say_is_no_option(option: dict[str, Any], message: str) -> None:
@@ -814,7 +854,9 @@ def test_states_of_another_kind_are_named(tmp_path: Path) -> None:
             MultiHeadAttention.from_state_dict(state, layout, num_heads=H)
 
     refused(tmp_path, ValueError, "is a directory, expected a safetensors file in it")
-    refused("/dev/null", ValueError, "/dev/null is no file, expected a safetensors file")
+    refused(
+        "/dev/null", ValueError, r"state: /dev/null is not a file, expected a safetensors file, or its \.index\.json"
+    )
     refused({**state, 3: torch.zeros(1)}, TypeError, "state: has the key 3 of int, expected strings")
     refused({**state, "w_q.weight": None}, TypeError, "w_q.weight: got NoneType, expected a tensor or an array")
     refused(state, TypeError, "layout: got list, expected a name", layout=["llama"])

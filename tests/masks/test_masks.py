@@ -147,7 +147,9 @@ def test_masks_with_tensors_compare_by_identity() -> None:
 def test_window_and_causal() -> None:
     assert causal() == Band(None, 0)
     assert window(4) == Band(3, 0)
-    with pytest.raises(ValueError, match=re.escape("n: window(0) would see nothing; expected at least 1")):
+    with pytest.raises(
+        ValueError, match=re.escape("n: window(0) would mask every key; expected at least 1 (the query's own key)")
+    ):
         window(0)
     for name, make in (
         ("tensor", lambda: Dense(None)),  # pyright: ignore[reportArgumentType]
@@ -172,14 +174,22 @@ def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
 @pytest.mark.parametrize("use", [bool, lambda mask: mask and mask, lambda mask: not mask], ids=["bool", "and", "not"])
 def test_a_mask_has_no_truth_value(use: Callable[[Mask], object]) -> None:
     for mask in (causal(), Prefix(1) & causal(), Dense(torch.tensor(True))):
-        with pytest.raises(TypeError, match=r"a mask has no truth value: combine masks with & and \|, not with"):
+        with pytest.raises(
+            TypeError, match=r"mask: has no truth value; combine masks with & and \|, not with `and` and `or`"
+        ):
             use(mask)
 
 
 def test_only_masks_combine() -> None:
-    with pytest.raises(TypeError, match="a mask combines with masks by & and"):
+    with pytest.raises(
+        TypeError,
+        match=r"mask: & and \| combine two masks, got Tensor; for a boolean tensor, use masks\.Dense\(tensor\)",
+    ):
         causal() & torch.tensor(True)  # pyright: ignore[reportOperatorIssue]
-    with pytest.raises(TypeError, match="a mask combines with masks by & and"):
+    with pytest.raises(
+        TypeError,
+        match=r"mask: & and \| combine two masks, got Tensor; for a boolean tensor, use masks\.Dense\(tensor\)",
+    ):
         causal() | 1  # pyright: ignore[reportOperatorIssue]
     with pytest.raises(TypeError, match=r"got Tensor; a boolean tensor is one as masks.Dense\(tensor\)"):
         torch.tensor(True) & causal()  # pyright: ignore[reportOperatorIssue]
@@ -499,9 +509,15 @@ def test_a_band_at_the_end_of_int64_does_not_wrap_around(offset: int) -> None:
 
 def test_a_tensor_before_a_mask_is_refused() -> None:
     tensor = torch.eye(5, 7).bool()
-    with pytest.raises(TypeError, match=r"combines with masks by & and \|, got Tensor"):
+    with pytest.raises(
+        TypeError,
+        match=r"mask: & and \| combine two masks, got Tensor; for a boolean tensor, use masks\.Dense\(tensor\)",
+    ):
         tensor & causal()
-    with pytest.raises(TypeError, match=r"combines with masks by & and \|, got Tensor"):
+    with pytest.raises(
+        TypeError,
+        match=r"mask: & and \| combine two masks, got Tensor; for a boolean tensor, use masks\.Dense\(tensor\)",
+    ):
         tensor | causal()
 
 

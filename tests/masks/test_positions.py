@@ -246,7 +246,7 @@ def test_a_learned_bias_is_a_look_into_its_table() -> None:
         (lambda: YaRN(2, 64, attention_factor=0), ValueError, "attention_factor: got 0, expected .* above 0"),
         (lambda: YaRN(2, 64, mscale=1), ValueError, "mscale, mscale_all_dim: got 1, None, expected both or none"),
         (lambda: Llama3(high_freq_factor=1), ValueError, "high_freq_factor: got 1, expected more than low_freq_factor"),
-        (lambda: ALiBi(3, (1.0, 2.0)), ValueError, "slopes: got 2, expected one a head, 3"),
+        (lambda: ALiBi(3, (1.0, 2.0)), ValueError, "slopes: got 2, expected one for each of 3 heads"),
         (lambda: ALiBi(1, (-1.0,)), ValueError, "slopes: got -1.0, expected a finite number from 0"),
         (lambda: T5Buckets(7), ValueError, "num_buckets: got 7, expected an even number from 4"),
         (lambda: T5Buckets(1, bidirectional=False), ValueError, "num_buckets: got 1, expected at least 2"),
@@ -280,9 +280,13 @@ def test_a_learned_bias_is_a_look_into_its_table() -> None:
         (
             lambda: restarting(torch.tensor([0, 3, 2])),
             ValueError,
-            r"cu_seqlens: got \[0, 3, 2\], expected numbers from 0",
+            r"cu_seqlens: got \[0, 3, 2\], expected numbers that start at 0 and never decrease",
         ),
-        (lambda: restarting(torch.tensor([2, 5])), ValueError, r"cu_seqlens: got \[2, 5\], expected numbers from 0"),
+        (
+            lambda: restarting(torch.tensor([2, 5])),
+            ValueError,
+            r"cu_seqlens: got \[2, 5\], expected numbers that start at 0 and never decrease",
+        ),
         (lambda: matrix(ALiBi(2), torch.arange(2), torch.rand(2)), TypeError, "k_pos: got float32, expected integers"),
         (
             lambda: matrix(ALiBi(2), torch.zeros(1, 1, 2).long(), torch.arange(2)),

@@ -1,1 +1,1 @@
-"""What several decisions compute from statistics."""
+"""Shared computations of several decisions."""

@@ -1,4 +1,4 @@
-"""What every decision carries beside its answer: what it rests on, how it is shown, and how it is handed on."""
+"""The parts of every decision besides its answer: its basis, its display, and its export."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HasStats(Protocol):
-    """Anything that holds statistics of heads, a recording say."""
+    """Anything that holds statistics of heads, such as a recording."""
 
     @property
     def stats(self) -> HeadStats:
@@ -28,7 +28,7 @@ class HasStats(Protocol):
 
 
 def stats_of(source: HeadStats | HasStats, argument: str = "stats") -> HeadStats:
-    """The statistics themselves.
+    """Return the statistics themselves.
 
     Raises:
         TypeError: it is neither statistics nor a holder of them.
@@ -41,14 +41,14 @@ def stats_of(source: HeadStats | HasStats, argument: str = "stats") -> HeadStats
 
 @dataclass(frozen=True)
 class Basis:
-    """What a claim rests on.
+    """The data behind an answer.
 
     Attributes:
-        quantities: the statistics that it is made from.
-        rows: the fewest and the most rows that a head's figures stand on.
-        forwards: how many observed calls are pooled, in the layer with the most.
-        looked_at, of: how many query rows a head was looked at in, and how many there were, all layers together.
-        broken: how many rows hold NaN or infinity and take part in nothing, all heads together.
+        quantities: the statistics that it uses.
+        rows: the smallest and the largest number of rows of a head.
+        forwards: the number of pooled calls, in the layer with the most.
+        looked_at, of: the number of observed query rows of a head, and of all, all layers together.
+        broken: the number of rows that hold NaN or infinity and are excluded, all heads together.
     """
 
     quantities: tuple[str, ...]
@@ -60,7 +60,7 @@ class Basis:
 
     @staticmethod
     def of_layers(parts: Collection[LayerStats], quantities: Sequence[str], rows: Sequence[int]) -> Basis:
-        """Of these layers; ``rows`` as counted for each head."""
+        """Return the basis of these layers; ``rows`` as counted for each head."""
         return Basis(
             tuple(quantities),
             (min(rows, default=0), max(rows, default=0)),
@@ -72,7 +72,7 @@ class Basis:
 
     @property
     def sampled(self) -> bool:
-        """Whether not all query rows were looked at."""
+        """Whether only a sample of the query rows was observed."""
         return self.looked_at < self.of
 
     def __str__(self) -> str:
@@ -86,13 +86,13 @@ class Basis:
 
 
 def plural(word: str, count: int) -> str:
-    """The word for so many."""
+    """Return the word for this count."""
     return word if count == 1 else word + "s"
 
 
 @dataclass(frozen=True)
 class Answer(ABC):
-    """An answer drawn from statistics, that can be shown and handed on."""
+    """An answer from statistics, which can be shown and exported."""
 
     @abstractmethod
     def columns(self) -> tuple[str, ...]:
@@ -100,14 +100,14 @@ class Answer(ABC):
 
     @abstractmethod
     def cells(self) -> list[tuple[str, ...]]:
-        """Its lines, as text."""
+        """Return its lines, as text."""
 
     @abstractmethod
     def caption(self) -> str:
-        """What stands below the table."""
+        """Return the caption of the table."""
 
     def table(self, limit: int | None = None) -> Table:
-        """The answer as a table, for ``rich.print``; at most ``limit`` lines."""
+        """Return the answer as a table, for ``rich.print``; at most ``limit`` lines."""
         columns, cells = self.columns(), self.cells()
         places = [at for at, name in enumerate(columns) if name in LAYERS]
         short, note = short_layers(list(dict.fromkeys(line[at] for line in cells for at in places)))
@@ -115,7 +115,7 @@ class Answer(ABC):
         return as_table(columns, lines, f"{note}{self.caption()}", limit)
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer ready for JSON; what is not defined is None."""
+        """Return the answer ready for JSON; undefined values are None."""
         return plain(asdict(self))
 
     def __rich__(self) -> Table:
@@ -127,26 +127,26 @@ class Decision(Answer):
     """An answer about one observation.
 
     Attributes:
-        basis: what it rests on.
-        caveat: what it does not say.
+        basis: the data behind it.
+        caveat: its limits.
     """
 
     basis: Basis
     caveat: str
 
     def caption(self) -> str:
-        """What stands below the table."""
+        """Return the caption of the table."""
         return f"{self.basis} {self.caveat}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer ready for JSON; what is not defined is None."""
+        """Return the answer ready for JSON; undefined values are None."""
         entries = super().to_dict()
         entries["basis"]["sampled"] = self.basis.sampled
         return entries
 
 
 def as_table(columns: Sequence[str], cells: Sequence[Sequence[str]], caption: str, limit: int | None = None) -> Table:
-    """A table of texts, the layer's name to the left and all else to the right."""
+    """Return a table of texts, with layer names left-aligned and all else right-aligned."""
     from rich.table import Table
     from rich.text import Text
 
@@ -164,13 +164,13 @@ def as_table(columns: Sequence[str], cells: Sequence[Sequence[str]], caption: st
 
 LAYERS = ("layer", "other layer")
 TEXTS = ("layer", "other layer", "pattern", "next best", "quantity", "head or group")
-"""The columns that hold words and not numbers."""
+"""The columns that hold words, not numbers."""
 
 
 def short_layers(names: Sequence[str]) -> tuple[dict[str, str], str]:
-    """Layers without what all of them begin and end with, and a sentence that says what that is.
+    """Return layer names without their common prefix and suffix, and a sentence that states these.
 
-    ``model.layers.0.self_attn``, ``model.layers.1.self_attn``, … are 0, 1, …; names that are not alike stay whole.
+    ``model.layers.0.self_attn``, ``model.layers.1.self_attn``, … are 0, 1, …; names without a common form stay whole.
     """
     parts = [name.split(".") for name in names]
     most = min(map(len, parts), default=1) - 1
@@ -184,12 +184,12 @@ def short_layers(names: Sequence[str]) -> tuple[dict[str, str], str]:
 
 
 def share(value: float) -> str:
-    """A number from 0 to 1 as per cent; a dash where there is none."""
+    """Return a number from 0 to 1 as per cent; a dash for NaN."""
     return "–" if math.isnan(value) else f"{value:.1%}"
 
 
 def decimal(value: float) -> str:
-    """A number to two decimals; a dash where there is none."""
+    """Return a number to two decimals; a dash for NaN."""
     return "–" if math.isnan(value) else f"{value:.2f}"
 
 

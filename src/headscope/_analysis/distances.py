@@ -1,4 +1,4 @@
-"""How far heads are apart: by their maps, by what their keys receive, and by the means of their rows."""
+"""Distances between heads: by their maps, by ``received`` of their keys, and by the means of their rows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from headscope.stats._layer import LayerStats
 
 PROFILE = ("self", "previous", "next", "first", "max_weight", "normalized_entropy", "duplicate", "induction")
-"""Row quantities from 0 to 1 whose means tell heads apart that share a map."""
+"""Row quantities from 0 to 1 whose means distinguish heads with the same map."""
 
 
 def bins_of(parts: Collection[LayerStats]) -> int:
-    """How many bins the maps have.
+    """Return the number of bins of the maps.
 
     Raises:
-        ValueError: not all the same.
+        ValueError: the numbers differ.
     """
     bins = sorted({part.map.bins for part in parts if part.map is not None})
     if len(bins) != 1:
@@ -27,12 +27,12 @@ def bins_of(parts: Collection[LayerStats]) -> int:
 
 
 def mass_of(parts: Collection[LayerStats]) -> Tensor:
-    """How much weight there is in each head's map, [heads of all layers]."""
+    """Return the weight in each head's map, [heads of all layers]."""
     return torch.cat([part.map.sum.cpu().sum((1, 2)) for part in parts if part.map is not None])
 
 
 def distributions(parts: Collection[LayerStats]) -> tuple[Tensor, Tensor]:
-    """Maps [heads, n * n] and received [heads, K] of all layers; each head's sums to one, or is 0."""
+    """Return maps [heads, n * n] and received [heads, K] of all layers; each head's sum is one, or 0."""
     maps = torch.cat([part.map.sum.cpu().flatten(1) for part in parts if part.map is not None])
     received = [part.received.cpu() for part in parts if part.received is not None]
     wide = max((x.shape[-1] for x in received), default=0)
@@ -41,18 +41,18 @@ def distributions(parts: Collection[LayerStats]) -> tuple[Tensor, Tensor]:
 
 
 def normalised(x: Tensor) -> Tensor:
-    """Each row of [heads, n] divided by its sum, in float64; a row without weight stays 0."""
+    """Return each row of [heads, n] divided by its sum, in float64; a row without weight stays 0."""
     total = x.double().sum(-1, keepdim=True)
     return torch.where(total > 0, x.double() / total, 0.0)
 
 
 def variation(x: Tensor, y: Tensor) -> Tensor:
-    """Total variation between each row of x [a, n] and of y [b, n]: half the sum of absolute differences, [a, b]."""
+    """Return the total variation between rows of x [a, n] and y [b, n], half the sum of differences, [a, b]."""
     return (torch.cdist(x, y, p=1.0) / 2).clamp(0, 1)
 
 
 def profiles(parts: Collection[LayerStats]) -> Tensor:
-    """The means of the quantities of ``PROFILE`` of all heads, [heads, quantities]; NaN where a head has none."""
+    """Return the means of ``PROFILE`` of all heads, [heads, quantities]; NaN where a head lacks the quantity."""
     rows: list[Tensor] = []
     for part in parts:
         none = torch.full((part.heads,), math.nan, dtype=torch.float64, device="cpu")
@@ -62,7 +62,7 @@ def profiles(parts: Collection[LayerStats]) -> Tensor:
 
 
 def largest_gap(x: Tensor, y: Tensor) -> Tensor:
-    """The largest difference that is defined between each row of x [a, n] and of y [b, n], [a, b]; 0 if none is."""
+    """Return the largest defined difference between rows of x [a, n] and y [b, n], [a, b]; 0 if none is defined."""
     gap = x.new_zeros(len(x), len(y), dtype=torch.float64)
     for a, b in zip(x.unbind(-1), y.unbind(-1), strict=True):
         gap = torch.maximum(gap, (a[:, None] - b).abs().nan_to_num(0.0))

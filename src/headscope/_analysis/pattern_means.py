@@ -1,8 +1,8 @@
-"""Scores of patterns from the means of row quantities, where the weights themselves are gone.
+"""Scores of patterns from the means of row quantities, without the weights themselves.
 
-``_dense_stats.pattern_scores`` defines the scores on dense weights. Here the same sums are taken from the moments: with
-o_i the overlap of row i with the pattern and c_i what chance gives, score = max(0, Σ (o_i - c_i) / Σ (1 - c_i)).
-Σ o_i is count times mean. Σ c_i comes from ``chance`` = 1 / n_i; see docs/guides/decide.md for what is exact.
+``_dense_stats.pattern_scores`` defines the scores on dense weights. Here the same sums come from the moments: with o_i
+    the overlap of row i with the pattern and c_i that of chance, score = max(0, Σ (o_i - c_i) / Σ (1 - c_i)).
+Σ o_i is count times mean. Σ c_i comes from ``chance`` = 1 / n_i; docs/guides/decide.md lists which scores are exact.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from headscope.stats._layer import LayerStats, Moments
 
 SINGLE_KEYS = ("previous", "next", "self", "first")
 KNOWN = {1: 19, 2: 10, 3: 6, 4: 5, 5: 4, 6: 3}
-"""How many keys a row may see -> the only bin of ``chance`` with such rows, which holds no others."""
+"""Number of visible keys of a row -> the only bin of ``chance`` with such rows, which holds no others."""
 
 MOST_EVEN = 0.5
-"""Local is offered only where an even row has at most this share of its weight within the window."""
+""""local" requires that an even row has at most this share of its weight within the window."""
 
 WIDE = 256.0
-"""Up to this distance the cells of a grid are counted one by one; beyond it their area is within 0.1 %."""
+"""Up to this distance the cells of a grid are counted individually; beyond it their area is accurate to 0.1 %."""
 
 MOST_WIDE = 1e100
-"""Of which the square is still finite."""
+"""The largest number with a finite square."""
 
 _ROUNDING = 1e-4
 
@@ -37,8 +37,8 @@ class Scores(NamedTuple):
     """One pattern of all heads of a layer.
 
     Attributes:
-        score: float64 [H] in [0, 1]; NaN where too few rows can tell.
-        rows: how many rows can tell, int64 [H].
+        score: float64 [H] in [0, 1]; NaN if too few rows are informative.
+        rows: the number of informative rows, int64 [H].
         exact: whether it is the score of the dense weights of the same rows, boolean [H].
     """
 
@@ -48,14 +48,14 @@ class Scores(NamedTuple):
 
 
 class Chance(NamedTuple):
-    """Of the weight of each key in an even row, 1 / n_i: what is known of its sums, all [H].
+    """Known sums of 1 / n_i, the weight of each key in an even row, all [H].
 
     Attributes:
-        rows: how many rows count.
+        rows: the number of counted rows.
         total: Σ 1 / n_i.
-        single: rows that may see one key.
-        alike: whether all rows that may see more see equally many.
-        by_count: how many rows may see 1, 2, … 6 keys, by that number.
+        single: rows with one visible key.
+        alike: whether all rows with more have equally many.
+        by_count: the numbers of rows with 1, 2, … 6 visible keys, by that number.
     """
 
     rows: Tensor
@@ -66,36 +66,36 @@ class Chance(NamedTuple):
 
     @staticmethod
     def of(moments: Moments) -> Chance:
-        """From the moments of ``chance``."""
+        """Compute from the moments of ``chance``."""
         total = torch.where(moments.count > 0, moments.mean * moments.count, 0.0)
         by_count = {n: moments.histogram[:, at] for n, at in KNOWN.items()}
         many = (moments.count - by_count[1]).clamp_min(1)
         mean = (total - by_count[1]) / many
-        # of rows that see several keys Σ (c - mean)² is 0 if they see equally many
+        # over rows with several visible keys Σ (c - mean)² is 0 if they have equally many
         squares = moments.M2 + moments.mean**2 * moments.count - by_count[1] - mean**2 * many
         alike = squares.nan_to_num(0.0) / many <= (_ROUNDING * mean) ** 2
         return Chance(moments.count, total, by_count[1], alike, by_count)
 
     def mean_of_many(self) -> Tensor:
-        """The mean of 1 / n_i over rows that may see several keys; NaN where there is none."""
+        """Return the mean of 1 / n_i over rows with several visible keys; NaN without such rows."""
         return (self.total - self.single) / (self.rows - self.single)
 
     def over(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Σ 1 / n_i over the rows that have a quantity, how many of them can tell, and whether both are exact.
+        """Return Σ 1 / n_i over the rows with a quantity, the number of informative ones, and whether both are exact.
 
-        The rows that do not have it are first those with a single key (row 0 of a causal head has no previous one);
-        further ones are taken to be like the mean of the others.
+        The rows without it are first those with a single key (row 0 of a causal head has no previous one); further ones
+        are assumed to equal the mean of the others.
         """
         without = self.rows - rows
         alone = torch.minimum(without, self.single)
         more = without - alone
         total = self.total - alone - torch.where(more > 0, more * self.mean_of_many(), 0.0)
-        # with some of either kind it is not known which rows lack it
+        # with some of either kind, it is unknown which rows lack it
         exact = (without == 0) | ((more == 0) & (alone == self.single)) | ((self.single == 0) & self.alike)
         return total, rows - (self.single - alone), exact
 
     def capped(self, keys: float) -> Tensor:
-        """Σ min(1, keys / n_i): exact up to 7 keys, beyond it at most too large."""
+        """Return Σ min(1, keys / n_i): exact up to 7 keys, beyond it an upper bound."""
         few = {n: count for n, count in self.by_count.items() if n <= keys}
         certain = sum(few.values(), torch.zeros_like(self.rows)).double()
         rest = self.total - sum((count.double() / n for n, count in few.items()), torch.zeros_like(self.total))
@@ -103,7 +103,7 @@ class Chance(NamedTuple):
 
 
 def pattern_means(part: LayerStats) -> dict[str, Scores]:
-    """Pattern -> scores, of all that this layer's statistics allow to be told; "local" names its window beside it."""
+    """Return pattern -> scores, of all that this layer's statistics can show; "local" comes with its window."""
     moments = part.moments
     if "chance" not in moments:
         return {}
@@ -123,7 +123,9 @@ def pattern_means(part: LayerStats) -> dict[str, Scores]:
             rows = moments[name].count
             even = torch.where(rows > 0, rows * chance.mean_of_many(), 0.0)
             total = _total(moments[name])
-            if name == "induction" and "next" in moments:  # its mass holds the next key's, which is no earlier copy's
+            if (
+                name == "induction" and "next" in moments
+            ):  # its mass includes the next key's, which is not after an earlier copy
                 total = (total - _total(moments["next"])).clamp_min(0)
             scores[name] = _score(name, total, even, rows, rows, never)
     if (window := smallest_window(part)) is not None:
@@ -133,7 +135,7 @@ def pattern_means(part: LayerStats) -> dict[str, Scores]:
 
 
 def smallest_window(part: LayerStats) -> float | None:
-    """The smallest distance w of ``window_w`` from 1 on; window_0 is the query's own place."""
+    """Return the smallest distance w of ``window_w`` from 1 on; window_0 is the query's own position."""
     windows = [float(name.removeprefix("window_")) for name in part.moments if name.startswith("window_")]
     return min((w for w in windows if w >= 1), default=None)
 
@@ -150,7 +152,7 @@ def _score(name: str, total: Tensor, even: Tensor, rows: Tensor, telling: Tensor
 
 
 def _all_see_the_first(part: LayerStats) -> Tensor:
-    """Whether every counted row may see the first key that any may see, [H]; False where that is not known."""
+    """Return whether the first key visible to any row is visible to every counted row, [H]; False if unknown."""
     if part.eligible is None or part.eligible.shape[-1] == 0:
         return torch.zeros_like(part.rows, dtype=torch.bool)
     first = (part.eligible > 0).byte().argmax(-1, keepdim=True)
@@ -158,33 +160,33 @@ def _all_see_the_first(part: LayerStats) -> Tensor:
 
 
 def _local(moments: Mapping[str, Moments], chance: Chance, window: float, never: Tensor) -> Scores:
-    """Mass within a window, less what of its largest weight an even spread over the window would not have."""
+    """Score the mass within a window, minus the excess of its largest weight over an even spread in the window."""
     near = moments[f"window_{window:g}"]
     keys = _within(window, moments)
     even = chance.capped(keys) / chance.rows
     spread = (1 + keys * chance.total / chance.rows - even) / keys  # the mean of 1 / m_i with m_i = min(keys, n_i)
     peak = (moments["max_weight"].mean - spread).clamp_min(0)
-    rows = near.count  # fewer than count where some have no position: those that have one are taken to be like all
+    rows = near.count  # fewer than count if some have no position: those that have one are assumed to be like all
     overlap, chances = (torch.where(rows > 0, each * rows, 0.0) for each in (near.mean - peak, even))
     scores = _score("local", overlap, chances, rows, torch.minimum(rows, chance.rows - chance.single), never)
     return scores._replace(score=torch.where(even <= MOST_EVEN, scores.score, math.nan))
 
 
 def _within(window: float, moments: Mapping[str, Moments]) -> float:
-    """How many keys lie within a window at most; a float, for a window may be wider than 64 bits hold."""
+    """Return the largest number of keys within a window; a float, because a window may exceed 64 bits."""
     reach = float(math.floor(window))
     if "previous" not in moments:  # a grid
         if window > WIDE:
             return math.pi * min(window, MOST_WIDE) ** 2
         steps = range(-int(window), int(window) + 1)
         return float(sum(math.hypot(x, y) <= window for x in steps for y in steps))
-    if "next" in moments and not bool(moments["next"].count.any()):  # nothing ahead may be seen
+    if "next" in moments and not bool(moments["next"].count.any()):  # keys ahead are masked
         return reach + 1
     return 2 * reach + 1
 
 
 def _uniform(moments: Mapping[str, Moments], chance: Chance, never: Tensor) -> Scores:
-    """An even spread over as many keys as the entropy stands for, of those that may be seen."""
+    """Score an even spread over exp(entropy) keys, of the visible ones."""
     entropy, normalized = _total(moments["entropy"]), _total(moments["normalized_entropy"])
     rows = chance.rows - chance.single
     even = chance.mean_of_many()

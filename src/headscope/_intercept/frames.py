@@ -106,9 +106,7 @@ class Frame:
         return self._arguments
 
     def quietly(self) -> _Quiet:
-        """Return a context in which calls are not observed: they are part of this module's attention, or
-        headscope's.
-        """
+        """Return a context without observation, for calls within this module's attention, or headscope's."""
         return _Quiet(self)
 
     def argument(self, name: str, place: int) -> Any:

@@ -171,9 +171,7 @@ def is_attention_class(name: str, module: nn.Module) -> bool:
 
 
 def _is_projection(name: str, modules: Mapping[str, nn.Module], ran: Collection[str], missing: Collection[str]) -> bool:
-    """Return whether it holds a single matrix and belongs to a layer that is itself missing, which is reported for
-    both.
-    """
+    """Return whether it holds a single matrix and belongs to a missing layer, which is reported for both."""
     around = max((other for other in ran if other != name and _within(name, other)), key=len, default=None)
     return around in missing and _matrices(modules[name]) == 1
 

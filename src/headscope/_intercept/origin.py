@@ -184,8 +184,7 @@ def _part(name: str, around: list[nn.Module], heads: int, widths: tuple[int, int
 
 
 def _shares(slices: list[_Slice], heads: int, widths: tuple[int, int]) -> set[bool]:
-    """Return whether each parameter shows that a process attends with its share of the heads: True = share, False =
-    all.
+    """Return what each parameter shows: True = the process attends with its share of the heads, False = all.
 
     The output projection has a column for each component of the heads' outputs. The query projection has a row for each
     component of q, a packed projection also rows for k and v. If a shard has as many as the call requires, the process
@@ -206,9 +205,7 @@ def _shares(slices: list[_Slice], heads: int, widths: tuple[int, int]) -> set[bo
 
 
 def _are_complete(rows: list[int], heads: int, widths: tuple[int, int]) -> bool:
-    """Return whether projections with these numbers of rows can make q, k and v of a call: one has q's, and three at
-    least fit.
-    """
+    """Return whether projections with these rows can make q, k and v of a call: one has q's, and at least three fit."""
     width, value_width = widths
     groups = [n for n in range(1, heads + 1) if heads % n == 0]
     fitting = {n * each for n in groups for each in widths}
@@ -297,9 +294,7 @@ def _gathered_axes(around: list[nn.Module], parameters: list[DTensor]) -> set[st
 
 
 def _is_shard(placement: Any) -> bool:
-    """Return whether a placement is a shard, also a strided one, which some versions of torch do not count as a
-    shard.
-    """
+    """Return whether a placement is a shard, also a strided one, which some versions of torch do not count."""
     return bool(placement.is_shard()) or hasattr(placement, "split_factor")
 
 

@@ -207,9 +207,7 @@ def _is_plain(x: object) -> TypeGuard[Tensor]:
 
 
 def _einsum(weights: Weights, args: Sequence[Any]) -> bool:
-    """Return whether an operand has the softmax's axes, and another its keys but not its queries, which the result
-    has.
-    """
+    """Return whether one operand has the softmax's axes, another its keys alone, and the result its queries."""
     equation, *operands = args
     if not isinstance(equation, str):
         return False

@@ -96,9 +96,7 @@ def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[
 
 
 def functional_call(arguments: Mapping[str, Any]) -> InterceptedCall:
-    """Return the attention of ``torch.nn.functional.multi_head_attention_forward``; lengths come first, then the
-    batch.
-    """
+    """Return the attention of ``nn.functional.multi_head_attention_forward``; lengths come first, then the batch."""
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     fixed = (arguments.get("static_k"), arguments.get("static_v"))
     kind: Kind = "self" if same(query, key) and fixed[0] is None else "cross"  # fixed keys replace the tokens

@@ -390,9 +390,7 @@ def _narrow(mask: Any, window: int) -> bool:
 
 
 def _beside(frame: Frame, mask: Tensor | None, keys: int) -> int:
-    """Return the number of keys that a layer has appended to those of tokens: as many as it has added to its mask
-    argument.
-    """
+    """Return the number of keys that a layer has appended to those of tokens, by the growth of its mask."""
     if (merged := _merged(frame)) is not None:
         return merged
     layer_mask = frame.arguments.get("attention_mask")

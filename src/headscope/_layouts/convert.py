@@ -103,7 +103,8 @@ def _check_places(layout: Layout, module: AttentionModule, weights: Weights) -> 
     """Raise unless each tensor has a parameter of its shape in the module, and each parameter a tensor."""
     places = _list_tensors(module)
     if missing := [name for name in places if name not in weights.tensors]:
-        raise ValueError(f"options: {list_names(missing)} requires weights that layout {layout.name!r} does not have")
+        verb = "requires" if len(missing) == 1 else "require"
+        raise ValueError(f"options: {list_names(missing)} {verb} weights that layout {layout.name!r} does not have")
     for name, x in weights.tensors.items():
         expected = list(places[name].shape) if name in places else "none, because no option adds it"
         if list(x.shape) != expected:

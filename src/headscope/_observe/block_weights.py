@@ -86,9 +86,7 @@ class Rows:
 
 
 def blocks(scene: Scene) -> Iterator[Block]:
-    """Yield blocks of at most ``BLOCK`` logits (at least one row), which depend on shapes only, batch entries in
-    order.
-    """
+    """Yield blocks of at most ``BLOCK`` logits (at least one row), by shapes only, batch entries in order."""
     call, count = scene.call, len(scene.rows)
     if call.heads == 0:  # of q only: k may have more heads
         return

@@ -29,7 +29,7 @@ class Candidates(NamedTuple):
 
     Attributes:
         p: [..., k], NaN if there are fewer.
-        at: keys [..., k], or batch entry, query and key [..., k, 3]; int64, -1 where there are fewer.
+        at: keys [..., k], or batch entry, query and key [..., k, 3]; int64, -1 if there are fewer.
     """
 
     p: Tensor

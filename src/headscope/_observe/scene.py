@@ -63,9 +63,7 @@ class Scene:
 
     @cached_property
     def clean(self) -> bool:
-        """No number is NaN, infinite or so large that a logit could overflow; on a CPU only: elsewhere it would
-        wait.
-        """
+        """No number is NaN, infinite or so large that a logit could overflow; checked on a CPU only."""
         return _clean(self)
 
     @cached_property

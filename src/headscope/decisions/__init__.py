@@ -1,4 +1,4 @@
-"""What can be decided from observed attention: which heads could be streamed, what a smaller cache keeps, what repeats.
+"""Decisions from observed attention: which heads can be streamed, what a smaller cache retains, which heads repeat.
 
 Each function takes ``HeadStats``, or a recording that holds them, and returns a small result with its basis and
 its caveat. docs/guides/decide.md defines every number, with its traps.

@@ -1,4 +1,4 @@
-"""How much attention mass caches of fewer keys keep."""
+"""The attention mass that caches of fewer keys retain."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["HeadBudget", "KVBudget", "kv_budget"]
 
 @dataclass(frozen=True)
 class HeadBudget:
-    """What budgets of keys keep of the mass of one query head, or of the query heads that share keys.
+    """The share of mass that budgets of keys retain, for one query head or the query heads that share keys.
 
     Attributes:
-        layer: which one.
+        layer: its name.
         name: "head 5", or "kv 1 (heads 4-7)" for the key/value head of a group.
-        keys: how many keys received anything to choose from.
-        kept: the share of the received mass on the keys that receive the most, for each budget; NaN where nothing was
+        keys: the number of keys that received any weight.
+        kept: the share of the received mass on the keys that receive the most, for each budget; NaN if nothing was
             received.
     """
 
@@ -39,13 +39,13 @@ class HeadBudget:
 
 @dataclass(frozen=True)
 class KVBudget(Decision):
-    """How much attention mass smaller caches keep; see ``kv_budget``.
+    """The attention mass that smaller caches retain; see ``kv_budget``.
 
     Attributes:
-        budgets: how many keys each head or group may keep.
-        pooled: whether several forwards or batch entries are summed by position; each figure is then at most what
-            budgets chosen for each sequence by itself would keep.
-        heads: query heads and, where asked for, groups, in the order of the model.
+        budgets: the numbers of keys that each head or group may retain.
+        pooled: whether several forwards or batch entries are summed by position; each figure is then a lower bound for
+            budgets chosen for each sequence separately.
+        heads: query heads and, on request, groups, in the order of the model.
     """
 
     budgets: tuple[int, ...]
@@ -57,7 +57,7 @@ class KVBudget(Decision):
         return ("layer", "head or group", "keys", *(f"{budget:,}" for budget in self.budgets))
 
     def cells(self) -> list[tuple[str, ...]]:
-        """In the order of the model."""
+        """Return the lines in the order of the model."""
         return [(each.layer, each.name, f"{each.keys:,}", *map(share, each.kept)) for each in self.heads]
 
 
@@ -67,20 +67,20 @@ def kv_budget(
     *,
     kv_heads: int | Mapping[str, int] | None = None,
 ) -> KVBudget:
-    """How much attention mass a cache of k keys keeps, were it to hold those that receive the most (heavy hitters).
+    """Return the attention mass that a cache of the k keys with the most received weight (heavy hitters) retains.
 
     Args:
         stats: with ``received``.
         keys: budgets k, each from 1.
-        kv_heads: how many key/value heads the query heads share, or that for each layer by name: adds a line for each
-            group, whose query heads keep the same keys. By default only query heads by themselves.
+        kv_heads: the number of key/value heads, or that for each layer by name: adds a line for each group, whose query
+            heads retain the same keys. By default only separate query heads.
 
-    Exact for one sequence. ``received`` is summed by position, so where several sequences are in it, one set of
-    positions stands for all, which keeps at most what a choice for each would.
+    Exact for one sequence. ``received`` is summed by position, so for several sequences one set of positions serves
+    all, which retains at most as much as a choice for each.
 
     Raises:
-        TypeError: one budget that is in no collection.
-        ValueError: nothing was received, a budget below 1, or heads that do not divide into so many groups.
+        TypeError: one budget instead of a collection.
+        ValueError: nothing was received, a budget below 1, or heads that do not divide into ``kv_heads`` groups.
     """
     if as_whole(keys) is not None:
         raise TypeError(f"keys: got {keys}, expected a tuple of budgets, such as ({keys},)")
@@ -115,7 +115,7 @@ def kv_budget(
 
 
 def _queries(part: LayerStats) -> int:
-    """How many a batch entry has, of one run; of an older file, which does not say it, at most."""
+    """Return the number of queries of a batch entry in one run; for an older file, which lacks it, an upper bound."""
     if part.lengths is not None:
         return part.lengths[0]
     return 0 if part.received is None else part.received.shape[-1]

@@ -1,4 +1,4 @@
-"""Which heads do nearly what another head does."""
+"""Heads that nearly repeat another head."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["HeadPair", "NearDuplicates", "near_duplicates"]
 
 @dataclass(frozen=True)
 class HeadPair:
-    """How far two heads are apart, each from 0 (alike) to 1.
+    """The distances between two heads, each from 0 (equal) to 1.
 
     Attributes:
-        layer, head, other_layer, other_head: which two.
+        layer, head, other_layer, other_head: the two heads.
         map: total variation between their maps.
-        received: total variation between what the keys receive.
-        rows: the largest difference between the means of a row quantity, see ``PROFILE``; 0 where there are none.
+        received: total variation between the received weight of their keys.
+        rows: the largest difference between the means of a row quantity, see ``PROFILE``; 0 if there are none.
     """
 
     layer: str
@@ -45,13 +45,13 @@ class HeadPair:
 
 @dataclass(frozen=True)
 class NearDuplicates(Decision):
-    """Which heads do nearly what another does; see ``near_duplicates``.
+    """Heads that nearly repeat another; see ``near_duplicates``.
 
     Attributes:
-        threshold: how far apart a pair may be.
+        threshold: the largest distance of a pair.
         bins: of the maps.
         pairs: those within the threshold, the closest first.
-        closest: the closest of all pairs; None where there are fewer than two heads.
+        closest: the closest of all pairs; None if there are fewer than two heads.
         left_out: heads and layers that could not be compared, and why.
     """
 
@@ -66,7 +66,7 @@ class NearDuplicates(Decision):
         return ("layer", "head", "other layer", "other head", "map", "received", "rows")
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The pairs within the threshold, the closest first."""
+        """Return the pairs within the threshold, the closest first."""
         return [
             (
                 pair.layer,
@@ -79,7 +79,7 @@ class NearDuplicates(Decision):
         ]
 
     def caption(self) -> str:
-        """What stands below the table."""
+        """Return the caption of the table."""
         text = f"{len(self.pairs)} {plural('pair', len(self.pairs))} within {self.threshold:g}."
         if not self.pairs and self.closest is not None:
             pair = self.closest
@@ -89,7 +89,7 @@ class NearDuplicates(Decision):
         return visible(f"{text} {super().caption()}{left}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer ready for JSON; what is not defined is None."""
+        """Return the answer ready for JSON; undefined values are None."""
         pairs = [self.closest, *self.pairs] if self.closest is not None else []
         entries = super().to_dict()
         for entry, pair in zip([entries["closest"], *entries["pairs"]], pairs, strict=False):
@@ -98,16 +98,16 @@ class NearDuplicates(Decision):
 
 
 def near_duplicates(stats: HeadStats | HasStats, threshold: float = 0.1) -> NearDuplicates:
-    """Which heads, of the same layer or of others, spread their attention nearly as another does.
+    """Return pairs of heads, of the same layer or of others, with nearly the same attention.
 
-    Two heads are as far apart as the largest of three distances: total variation (half the sum of absolute differences)
-    between their maps and between what their keys receive, each normalised to sum to one, and the largest difference
-    between the means of their row quantities. In bins nothing is farther apart than it is by single weights: the
-    distance is a lower bound.
+    The distance of two heads is the largest of three: total variation (half the sum of absolute differences) between
+        their maps and between the received weight of their keys, each normalised to sum to one, and the largest
+        difference between the means of their row quantities. Distances in bins never exceed those of single weights:
+        the distance is a lower bound.
 
     Args:
         stats: with a map and ``received``.
-        threshold: how far apart near-duplicates may be, from 0 to 1.
+        threshold: the largest distance of near-duplicates, from 0 to 1.
 
     Raises:
         ValueError: threshold is out of range, no layer has a map and ``received``, or maps have different bins.

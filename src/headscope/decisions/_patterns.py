@@ -1,4 +1,4 @@
-"""Which patterns heads match, from the means of their row quantities."""
+"""Patterns that heads match, from the means of their row quantities."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class PatternScore:
     """How well one head matches one pattern: a likeness, not a claim of what the head is for.
 
     Attributes:
-        layer, head: which one.
+        layer, head: the head.
         pattern: its name.
         score: from 0 (chance or worse) to 1 (every row is exactly the pattern).
-        rows: on how many rows that can tell this stands.
-        exact: whether it is what ``pattern_scores`` says of the dense weights of the same rows; else an estimate.
+        rows: the number of informative rows.
+        exact: whether it equals ``pattern_scores`` of the dense weights of the same rows; else an estimate.
     """
 
     layer: str
@@ -34,10 +34,10 @@ class PatternScore:
 
 @dataclass(frozen=True)
 class Patterns(Decision):
-    """Which patterns heads match; see ``patterns``.
+    """Patterns that heads match; see ``patterns``.
 
     Attributes:
-        scores: of each head and each pattern that can be told, in the order of the model.
+        scores: of each head and each pattern that can be determined, in the order of the model.
         local: the distances within which "local" was measured, for each layer that has any.
     """
 
@@ -45,10 +45,10 @@ class Patterns(Decision):
     local: dict[str, float]
 
     def of(self, layer: str, head: int) -> dict[str, PatternScore]:
-        """Pattern -> score of one head.
+        """Return pattern -> score of one head.
 
         Raises:
-            KeyError: no pattern could be told of such a head.
+            KeyError: no pattern could be determined for such a head.
         """
         scores = {each.pattern: each for each in self.scores if (each.layer, each.head) == (layer, head)}
         if not scores:
@@ -58,7 +58,10 @@ class Patterns(Decision):
 
     @property
     def best(self) -> tuple[PatternScore, ...]:
-        """Of each head the pattern with the highest score; of equal ones the more specific. None scored is left out."""
+        """Return for each head the pattern with the highest score; ties go to the more specific one.
+
+        Heads without a score are omitted.
+        """
         return tuple(ranked[0] for ranked in self._ranked())
 
     def _ranked(self) -> list[list[PatternScore]]:
@@ -72,7 +75,7 @@ class Patterns(Decision):
         return ("layer", "head", "pattern", "score", "rows", "next best", "its score")
 
     def cells(self) -> list[tuple[str, ...]]:
-        """One line for each head: its best pattern and the next best."""
+        """Return one line for each head: its best pattern and the next best."""
         lines: list[tuple[str, ...]] = []
         for best, *rest in self._ranked():
             second = (_marked(rest[0]), decimal(rest[0].score)) if rest else ("", "")
@@ -85,16 +88,16 @@ def _marked(score: PatternScore) -> str:
 
 
 def patterns(stats: HeadStats | HasStats) -> Patterns:
-    """Which patterns each head matches, with a score and the rows it stands on.
+    """Return the patterns that each head matches, with score and number of rows.
 
     previous, next, self, first, duplicate, induction, local and uniform, in the sense of ``pattern_scores``: row is
-    query, and "previous" is weight on the key before it. From means alone the scores of the first four are those of the
-    dense weights in most cases; the others are estimates, marked ``exact=False`` and by ~ in the table.
-    docs/guides/decide.md says how each differs. "first" expects ``Observe(first=1)``.
+    query, and "previous" is weight on the key before it. From means only, the scores of the first four equal those of
+    the dense weights in most cases; the others are estimates, marked ``exact=False`` and by ~ in the table.
+    docs/guides/decide.md explains how each differs. "first" expects ``Observe(first=1)``.
 
     Args:
-        stats: with the row quantities; "duplicate" and "induction" want ``Observe(tokens=...)``, "local" a window, of
-            which the smallest from 1 on is taken.
+        stats: with the row quantities; "duplicate" and "induction" require ``Observe(tokens=...)``, "local" a window,
+            of which the smallest from 1 on is used.
 
     Raises:
         ValueError: there are no row quantities.

@@ -1,4 +1,4 @@
-"""Which heads keep their mass in a window and on the first keys."""
+"""Heads that retain their mass in a window and on the first keys."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["StreamingHead", "StreamingHeads", "streaming_heads"]
 
 @dataclass(frozen=True)
 class StreamingHead:
-    """What one head keeps of its mass in a window and on the first keys.
+    """The mass that one head retains in a window and on the first keys.
 
     Attributes:
-        layer, head: which one.
-        window: the smallest observed distance that suffices, in positions; None = none does.
-        kept: the share of its mass within ``window``, or within the largest observed one where none suffices.
-        rows_kept: the share of its rows that keep at least ``StreamingHeads.keep``; None where the histogram of twenty
-            bins cannot say.
-        sees: how many keys the row that sees the most may see.
-        rows: on how many rows this stands.
+        layer, head: the head.
+        window: the smallest sufficient observed distance, in positions; None = none suffices.
+        kept: the share of its mass within ``window``, or within the largest observed one if none suffices.
+        rows_kept: the share of its rows that retain at least ``StreamingHeads.keep``; None if the histogram of twenty
+            bins does not determine it.
+        sees: the largest number of visible keys of a row.
+        rows: the number of rows.
     """
 
     layer: str
@@ -43,10 +43,10 @@ class StreamingHead:
 
 @dataclass(frozen=True)
 class StreamingHeads(Decision):
-    """Which heads a cache of a window and the first keys would serve; see ``streaming_heads``.
+    """Heads for which a cache of a window and the first keys suffices; see ``streaming_heads``.
 
     Attributes:
-        keep: the share of the mass that was to be kept.
+        keep: the share of the mass to retain.
         windows: the distances that were observed.
         heads: every head, in the order of the model.
     """
@@ -57,7 +57,7 @@ class StreamingHeads(Decision):
 
     @property
     def streaming(self) -> tuple[StreamingHead, ...]:
-        """Those for which some window suffices."""
+        """The heads for which some window suffices."""
         return tuple(head for head in self.heads if head.window is not None)
 
     def columns(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class StreamingHeads(Decision):
         return ("layer", "head", "window", "kept", f"rows ≥ {self.keep:.0%}", "sees", "rows")
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The heads with the smallest windows first."""
+        """Return the lines, heads with the smallest windows first."""
         last = math.inf
         order = sorted(self.heads, key=lambda each: last if each.window is None else each.window)
         return [
@@ -82,19 +82,20 @@ class StreamingHeads(Decision):
         ]
 
     def caption(self) -> str:
-        """What stands below the table."""
+        """Return the caption of the table."""
         text = f"{len(self.streaming)} of {len(self.heads)} heads retain {self.keep:.0%} of their mass in a window."
         return f"{text} {super().caption()}"
 
 
 def streaming_heads(stats: HeadStats | HasStats, keep: float = 0.95) -> StreamingHeads:
-    """Which heads keep their mass in a window plus the first keys, and could do with a cache of those.
+    """Return which heads retain their mass in a window plus the first keys, so a cache of those suffices.
 
-    Of each head the smallest observed window w is named for which mean ``streaming_w`` / mean ``mass`` >= keep. A
-    window that holds all that any row of the head may see, but for the first key, tells nothing and is passed over.
+    The result lists for each head the smallest observed window w with mean ``streaming_w`` / mean ``mass`` >= keep. A
+    window that holds all visible keys of every row of the head, except the first key, is not informative and is
+    skipped.
 
     Args:
-        stats: with ``Observe(windows=...)``; how many first keys are added is what ``Observe.first`` said.
+        stats: with ``Observe(windows=...)``; ``Observe.first`` is the number of first keys.
         keep: the share of the mass, above 0 and below 1. The share of rows is exact where this is a multiple of 0.05,
             an edge of the histogram; between edges it is that of the next edge above.
 
@@ -145,15 +146,15 @@ def _streaming(layer: str, part: LayerStats, keep: float) -> Iterator[StreamingH
 
 
 def _most_keys(part: LayerStats) -> Tensor:
-    """How many keys the row that sees the most may see, of each head."""
+    """Return the largest number of visible keys of a row, for each head."""
     return (1 / part.moments["chance"].min).nan_to_num(0.0).round().long()
 
 
 def _holds_all(part: LayerStats, w: float) -> Tensor:
-    """Whether a window with the first key holds all that any row may see, of each head.
+    """Return whether a window with the first key holds all visible keys of every row, for each head.
 
-    A row that sees w + 2 keys may see the first key, or another one beyond the window: then some mass is missing, or
-    not all rows see the first key.
+    A row with w + 2 visible keys includes the first key, or another one beyond the window: then some mass is missing,
+    or the first key is not visible to all rows.
     """
     most, ratio = _most_keys(part), part.moments[f"streaming_{w:g}"].mean / part.moments["mass"].mean
     with_first = (w == most - 2) & (ratio >= 1 - 1e-6)
@@ -163,7 +164,7 @@ def _holds_all(part: LayerStats, w: float) -> Tensor:
 
 
 def _rows_above(least: float, moments: Moments, head: int) -> float | None:
-    """The share of rows with at least this, or at least the next edge of the histogram."""
+    """Return the share of rows with at least this, or at least the next edge of the histogram."""
     edges = histogram_edges("streaming")
     first = next((at for at, edge in enumerate(edges) if edge >= least - 1e-9), len(edges))
     counts = moments.histogram[head]

@@ -1,4 +1,4 @@
-"""What is measured of attention: what to ask for, what comes back, and how it merges."""
+"""Statistics of attention: the options, the results, and how they merge."""
 
 from headscope.stats._dense import (
     LOCAL_REACH,

@@ -1,4 +1,4 @@
-"""Whether the statistics in a file are complete, and numbers that some rows can have."""
+"""Checks that the statistics in a file are complete, and that their numbers are possible."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from headscope.stats._origin import Origin
 from headscope.stats._quantities import quantity_of
 
 MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
-_ROUNDING = 1e-3  # more than any rounding of a weight, of a sum of weights, or of a row quantity
+_ROUNDING = 1e-3  # exceeds any rounding of a weight, of a sum of weights, or of a row quantity
 _TOGETHER = ("lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass")
 """Row quantities that every observed layer has, if it has any; others are derived from these."""
 
 
 def check_complete(layer: str, names: Sequence[str]) -> None:
-    """Check that a layer has every row quantity that the others are derived from.
+    """Check that a layer has every row quantity from which others are derived.
 
     Raises:
-        ValueError: one is missing or listed twice, or a name holds no distance.
+        ValueError: one is missing or listed twice, or a name does not contain a distance.
     """
     if len({*names}) < len(names):
         raise ValueError(f"layer {layer}: row quantity {Counter(names).most_common(1)[0][0]} is listed twice")
@@ -52,7 +52,7 @@ def _check_distance(layer: str, name: str, distance: str) -> None:
 
 
 def _check_weights(name: str, values: Tensor, most: Tensor, absent: Tensor | None = None) -> None:
-    """Raises: ValueError: a weight, or a sum of weights, above ``most``, or NaN where it is not ``absent``."""
+    """Raise ValueError for a weight, or a sum of weights, above ``most``, or for NaN where it is not ``absent``."""
     wrong = ~(values <= most * (1 + _ROUNDING))
     if absent is not None:
         wrong &= ~(values.isnan() & absent)
@@ -66,7 +66,7 @@ def check_parts(under: str, parts: Mapping[str, Any]) -> None:
     """Check received weight, the map and edges.
 
     Raises:
-        ValueError: sums or maxima that no weights have, or a number where there is no weight.
+        ValueError: impossible sums or maxima, or a number where there is no weight.
     """
     one = torch.ones((), dtype=torch.float64, device="cpu")
     if "received" in parts:
@@ -87,23 +87,23 @@ def check_parts(under: str, parts: Mapping[str, Any]) -> None:
 
 
 def _check_absent(name: str, values: Tensor, absent: Tensor) -> None:
-    """Raises: ValueError: a number where there is none."""
+    """Raise ValueError for a number where there is no weight."""
     numbers = values[absent]
     if not bool(numbers.isnan().all()):
         raise ValueError(f"{name}: got {float(numbers[~numbers.isnan()][0]):g} where there is no weight, expected NaN")
 
 
 def _check_places(name: str, places: Tensor, absent: Tensor) -> None:
-    """Raises: ValueError: a place [..., 4] has no run, batch entry, query or key, though there is a weight."""
+    """Raise ValueError for a place [..., 4] without run, batch entry, query or key, though there is a weight."""
     if not torch.equal(places < 0, absent[..., None].expand_as(places)):
         raise ValueError(f"{name}: expected -1 where there is no weight, and only there")
 
 
 def check_kept(name: str, rows: Kept) -> None:
-    """Check the rows of one run that were kept as they are.
+    """Check the retained rows of one run.
 
     Raises:
-        ValueError: a value that no row has, or one of a row that does not count.
+        ValueError: an impossible value, or one of a row that does not count.
     """
     for quantity, values in rows.values.items():
         counted = rows.counted.view(*rows.counted.shape, *[1] * (values.ndim - rows.counted.ndim)).expand_as(values)
@@ -136,10 +136,10 @@ def check_widths(origin: Origin, parts: Mapping[str, LayerStats]) -> None:
 
 
 def check_moments(parts: Sequence[LayerStats]) -> None:
-    """Check the moments of all layers at once, for there may be thousands.
+    """Check the moments of all layers at once, because there may be thousands.
 
     Raises:
-        ValueError: numbers that no rows have.
+        ValueError: impossible numbers.
     """
     for name in dict.fromkeys(name for part in parts for name in part.moments):
         those = {n: part for n, part in enumerate(parts) if name in part.moments}
@@ -154,7 +154,7 @@ def check_moments(parts: Sequence[LayerStats]) -> None:
 
 
 def _wrong_moments(name: str, moments: Moments, rows: Tensor) -> dict[str, Tensor]:
-    """Of which heads a number is impossible, by what it is; ``rows``: how many rows each head has.
+    """Return for each kind of number the heads where it is impossible; ``rows``: the number of rows of each head.
 
     Sums of large numbers may overflow: to an infinite mean, and so to any M2.
     """
@@ -162,7 +162,7 @@ def _wrong_moments(name: str, moments: Moments, rows: Tensor) -> dict[str, Tenso
     lowest, highest = _bounds(name)
     none = count == 0
     size = torch.maximum(least.abs(), most.abs())
-    room = _ROUNDING * size  # more than any rounding
+    room = _ROUNDING * size  # exceeds any rounding
     overflown = ~mean.isfinite() & (count.to(size.dtype) * size).isinf()
     limit = count.to(size.dtype) * ((most - least).square() / 4 + room.square())  # Popoviciu's inequality
     impossible = {
@@ -179,7 +179,7 @@ def _wrong_moments(name: str, moments: Moments, rows: Tensor) -> dict[str, Tenso
 
 
 def _bounds(name: str) -> tuple[float, float]:
-    """The least and the largest value of a row quantity, with room for rounding."""
+    """Return the smallest and the largest value of a row quantity, with a margin for rounding."""
     quantity = quantity_of(name)
     least, most = (-math.inf, math.inf) if quantity is None else quantity.bounds
     return least - _ROUNDING, most + _ROUNDING * max(1.0, most)

@@ -1,8 +1,8 @@
-"""Checksums in a file of statistics: of the bytes of each tensor, and of all else that its header states.
+"""Checksums in a file of statistics: of the bytes of each tensor, and of the rest of its header.
 
-They are an entry of the header. Versions that do not know it read the file without it; a file that an earlier version
-wrote has none, and is read without checks of this kind. Here the header is compared; ``TensorFile`` of
-``_tensor_reader.py`` compares each tensor when it reads it, and says which was changed since it was saved.
+They are an entry of the header. Earlier versions ignore it; a file that an earlier version wrote has none, and is read
+without such checks. This module compares the header; ``TensorFile`` of ``_tensor_reader.py`` compares each tensor when
+it reads it, and names one that was changed since it was saved.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def store_checksums(tensors: Mapping[str, Tensor], entries: Mapping[str, str]) -
 
 
 def read_checksums(file: TensorFile, header: Mapping[str, Any]) -> None:
-    """Check what the header of a file states, and let the file check each tensor that is read.
+    """Check the header of a file, and let the file check each tensor that is read.
 
     Args:
-        file: without checksums, it is left as it is.
-        header: its statistics; they state whether it has checksums, lest their entry is lost.
+        file: without checksums, it does not change.
+        header: its statistics; they state whether it has checksums, so a lost entry is detected.
 
     Raises:
         ValueError: a checksum differs, or all are missing.
@@ -78,7 +78,7 @@ def _description_checksum(
     checksums: Sequence[int],
     entries: Mapping[str, str],
 ) -> int:
-    """The checksum of all but the bytes of tensors, as JSON in one spelling."""
+    """Return the checksum of all but the bytes of tensors, as canonical JSON."""
     tensors = [
         (name, dtype, [*shape], checksum)
         for name, (dtype, shape), checksum in zip(names, kinds, checksums, strict=True)

@@ -1,7 +1,7 @@
-"""What is measured of dense attention weights: numbers for each row, means for each head, matches with known patterns.
+"""Statistics of dense attention weights: values of each row, means of each head, matches with known patterns.
 
 docs/concepts/statistics.md defines each quantity, with its traps. All is computed in float64 on the dense weights;
-entropies are in nats. ``headscope.observe`` measures the same without filling the matrix.
+entropies are in nats. ``headscope.observe`` measures the same without building the matrix.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = [
 ]
 
 PATTERNS = ("previous", "next", "self", "first", "duplicate", "induction", "local", "uniform")
-"""The patterns that a head can match; of equal scores the earlier one wins."""
+"""The patterns that a head can match; ties go to the earlier one."""
 
 LOCAL_REACH = 3.0
 """How far the pattern "local" reaches on either side, in positions."""
 
 MINIMUM_ROWS = {"duplicate": 8, "induction": 8}
-"""How many rows a score has to stand on to be offered; ``FEW`` for the patterns not named here."""
+"""The smallest number of rows for a score; ``FEW`` for the patterns not listed here."""
 
 FEW = 2
 
@@ -45,7 +45,7 @@ class HeadMeans(NamedTuple):
 
     Attributes:
         mean: name -> float64 [H]; NaN where no row of the head has the quantity.
-        rows: name -> integers [H], on how many rows the mean stands.
+        rows: name -> integers [H], the number of rows of each mean.
     """
 
     mean: dict[str, Tensor]
@@ -53,11 +53,11 @@ class HeadMeans(NamedTuple):
 
 
 class PatternScores(NamedTuple):
-    """How well each head matches each pattern that its rows allow to be told.
+    """How well each head matches each pattern that its rows can show.
 
     Attributes:
         score: name -> float64 [H] in [0, 1]; NaN for a head with too few rows.
-        rows: name -> integers [H], on how many rows the score stands.
+        rows: name -> integers [H], the number of rows of each score.
     """
 
     score: dict[str, Tensor]
@@ -84,25 +84,25 @@ def row_statistics(
     windows: Collection[float] = (),
     first: int = 1,
 ) -> dict[str, Tensor]:
-    """The quantities of every row of attention weights.
+    """Return the quantities of every row of attention weights.
 
     Shapes: p [B, H, Q, K] -> name -> float64 [B, H, Q]. NaN marks a row that does not count (see ``rows``) or that the
     quantity is not defined for, such as ``previous`` for the row that has no key before it.
 
     Args:
         p: weights; zero where ``seen`` is False. Rows sum to one, or to less with sinks.
-        seen: what each row may see, boolean, broadcasts to p; True = attend; by default everything. A causal mask has
-            to be given, or the rows are measured against keys that they could not see.
-        kind: "cross" leaves out all that needs queries and keys on one axis: distance, self, previous, next, window,
-            duplicate, induction.
+        seen: which keys are visible to each row, boolean, broadcasts to p; True = attend; by default all. Pass the
+            causal mask, or rows are measured against keys that were masked.
+        kind: "cross" omits all quantities that require queries and keys on one axis: distance, self, previous, next,
+            window, duplicate, induction.
         q_pos: position of each query, [Q] or [Q, 2]; by default the last Q of the keys' positions (bottom-right).
         k_pos: position of each key, [K] or, on a grid, [K, 2]; by default 0, 1, 2, … NaN = has no position (CLS,
             registers).
         tokens: ids of the keys, [B, K] or [K]; a query has the id of the key at its own position.
-        rows: which rows count, boolean, broadcasts to [B, H, Q]. Rows that may see nothing, rows of padding (their own
-            key is hidden from the whole batch entry) and rows with a weight that is not finite never do.
+        rows: which rows count, boolean, broadcasts to [B, H, Q]. Rows without visible keys, rows of padding (their own
+            key is masked for the whole batch entry) and rows with a weight that is not finite never do.
         windows: distances w, each at least 0; adds ``window_{w}``, the mass within w of the query.
-        first: over how many keys ``first`` sums, at least 1; keys hidden from the whole batch entry are skipped.
+        first: the number of keys in the sum ``first``, at least 1; keys masked for the whole batch entry are skipped.
 
     Returns:
         entropy, normalized_entropy, max_weight, effective_keys, mass, first; for self-attention also distance, self and
@@ -141,7 +141,7 @@ def row_statistics(
 
 
 def head_means(rows: Mapping[str, Tensor]) -> HeadMeans:
-    """The mean of each row quantity over the rows that have it, and how many those are.
+    """Return the mean of each row quantity over the rows that have it, and their number.
 
     Shapes: name -> [B, H, Q] -> name -> [H]; rows of all batch entries weigh the same.
     """
@@ -166,20 +166,21 @@ def pattern_scores(
     rows: Tensor | None = None,
     reach: float = LOCAL_REACH,
 ) -> PatternScores:
-    """How well each head matches the rows that each pattern would have, between 0 (chance or worse) and 1 (exactly).
+    """Return how well each head matches the ideal rows of each pattern, from 0 (chance or worse) to 1 (exactly).
 
-    A pattern says how a row would look: all weight on certain keys, or spread evenly over them. The overlap o_i of row
-    i with it is set against the overlap c_i that an even row has by chance (for "uniform": that a row on one key has)
+    A pattern defines an ideal row: all weight on certain keys, or spread evenly over them. The overlap o_i of row i
+        with it is compared with the overlap c_i that an even row has by chance (for "uniform": that a row on one key
+        has)
 
         score = max(0, Σ_i (o_i - c_i) / Σ_i (1 - c_i))
 
-    over the rows where such keys may be seen and are not all there is to see (c_i < 1), batch entries pooled.
+    over the rows where such keys are visible and not the only visible ones (c_i < 1), batch entries pooled.
 
     Shapes: p [B, H, Q, K] -> name -> [H].
 
     Args:
         p, seen, kind, q_pos, k_pos, tokens, rows: as for ``row_statistics``.
-        reach: how far "local" reaches on either side, in positions, above 0.
+        reach: the reach of "local" on either side, in positions, above 0.
 
     A pattern for which no head has enough rows (``MINIMUM_ROWS``) is not in the result.
 
@@ -214,7 +215,7 @@ def pattern_scores(
 
 
 def best_matches(scores: PatternScores) -> list[Match | None]:
-    """For each head the pattern with the highest score, or None where no pattern can be told (a single token, say)."""
+    """Return for each head the pattern with the highest score, or None (with a single token, say)."""
     heads = max((len(score) for score in scores.score.values()), default=0)
     matches: list[Match | None] = []
     for head in range(heads):
@@ -223,27 +224,27 @@ def best_matches(scores: PatternScores) -> list[Match | None]:
             for name, score in scores.score.items()
             if not score[head].isnan()
         ]
-        matches.append(max(offered, key=lambda match: match.score, default=None))  # the first of equals
+        matches.append(max(offered, key=lambda match: match.score, default=None))  # ties go to the first
     return matches
 
 
 def broken_rows(p: Tensor) -> Tensor:
-    """How many rows of each head hold a weight that is NaN or infinite, [H]: these take part in no statistic."""
+    """Return how many rows of each head hold a NaN or infinite weight, [H]: statistics exclude these rows."""
     return (~p.isfinite().all(-1)).sum((0, 2))
 
 
-# ---------------------------------------------------------------- rows, keys and where they stand
+# ---------------------------------------------------------------- rows, keys and their positions
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Weights, made ready.
+    """Prepared weights.
 
     Attributes:
         p: [B, H, Q, K] float64; rows that do not count are zero.
         visible: [B, H, Q, K].
         counted: [B, H, Q].
-        gap: key's position less query's, [Q, K, axes]; None in cross-attention.
+        gap: key's position minus query's, [Q, K, axes]; None in cross-attention.
         own: [Q, K], whether the key is the query's own.
         tokens: [B, K] or None.
     """
@@ -256,7 +257,7 @@ class _Rows:
     tokens: Tensor | None
 
     def first_keys(self, n: int) -> Tensor:
-        """The first n keys that any row of the batch entry may see, [B, 1, 1, K]."""
+        """Return the first n keys that are visible to any row of the batch entry, [B, 1, 1, K]."""
         real = self.visible.any(1).any(1)  # [B, K]
         return (real & (real.cumsum(-1) <= n))[:, None, None]
 
@@ -283,8 +284,8 @@ def _prepare(
     if bool(astray.any()):
         b, h, i, j = astray.nonzero()[0].tolist()
         raise ValueError(
-            f"p: [{b}, {h}, {i}, {j}] is {p[b, h, i, j]:.3g} where visible is False (True = attend); p "
-            f"{list(p.shape)}, visible {list(sight.shape) if visible is None else list(visible.shape)}"
+            f"p: [{b}, {h}, {i}, {j}] is {p[b, h, i, j]:.3g} where seen is False (True = attend); p "
+            f"{list(p.shape)}, seen {list(sight.shape) if visible is None else list(visible.shape)}"
         )
     if kind == "cross":
         return _Rows(torch.where(counted[..., None], p, 0.0), sight, counted, None, None, None)
@@ -310,7 +311,7 @@ def _boolean(name: str, tensor: Tensor | None, p: Tensor, shape: torch.Size) -> 
 
 
 def _gap(q_pos: Tensor | None, k_pos: Tensor | None, p: Tensor) -> Tensor:
-    """The way from each query to each key, [Q, K, axes]; NaN where one of them has no position."""
+    """Return key position minus query position, [Q, K, axes]; NaN if one of them has no position."""
     queries, keys = p.shape[2:]
     if k_pos is None:
         k_pos = torch.arange(keys, device="cpu")
@@ -352,14 +353,14 @@ def _ids(tokens: Tensor | None, batch: int, keys: int, p: Tensor) -> Tensor | No
 
 
 def _beyond_first(x: Tensor) -> Tensor:
-    """Every key but key 0, [K]."""
+    """Return every key but key 0, [K]."""
     return torch.arange(x.shape[-1], device=x.device) > 0
 
 
 def _targets(at: _Rows) -> dict[str, Tensor]:
-    """For each pattern of single keys the keys it means, broadcastable to [B, H, Q, K].
+    """Return for each pattern of single keys its keys, broadcastable to [B, H, Q, K].
 
-    Those of induction come after *another* place of the query's token: else every next-token head would be one.
+    Those of induction come after *another* occurrence of the query's token: else every next-token head would match.
     """
     if at.gap is None or at.own is None:
         return {}

@@ -1,4 +1,4 @@
-"""``HeadStats``, what ``headscope.observe`` returns: read, merged, shown and saved.
+"""``HeadStats``, the result of ``headscope.observe``: access, merging, display and files.
 
 docs/concepts/statistics.md defines every number, with its traps, and the measures of dense weights
 (``row_statistics``, ``pattern_scores``).
@@ -29,16 +29,16 @@ __all__ = ["HeadStats", "merge"]
 
 @dataclass(frozen=True, eq=False)
 class HeadStats:
-    """Statistics of attention heads, by layer, head and name; what ``observe`` and ``attend(observe=...)`` return.
+    """Statistics of attention heads by layer, head and name: the result of ``observe`` and ``attend(observe=...)``.
 
     ``stats[layer, head, name]`` is a ``Summary``, ``stats[layer, name]`` and ``stats[name]`` are ``Column``s,
-    ``stats[layer, head]`` is a dictionary of summaries and ``stats[layer]`` the statistics of that layer alone. A layer
-    is named by its place (0, 1, …, -1 = the last) or by its name. What belongs to one layer (``received``, ``map``, …)
-    is an attribute where there is one layer: ``stats[3].received``.
+    ``stats[layer, head]`` is a dictionary of summaries and ``stats[layer]`` the statistics of that layer only. A layer
+    is selected by its number (0, 1, …, -1 = the last) or by its name. The values of one layer (``received``, ``map``,
+    …) are attributes if there is one layer: ``stats[3].received``.
 
     Args:
         parts: layer name -> its statistics, in the order of the model.
-        origin: the model, its configuration and the part of its heads; None where no recording states them.
+        origin: the model, its configuration and the part of its heads; None if no recording states them.
     """
 
     parts: Mapping[str, LayerStats]
@@ -58,7 +58,7 @@ class HeadStats:
 
     @property
     def heads(self) -> int:
-        """How many heads the widest layer has."""
+        """The number of heads of the layer with the most."""
         return max((part.heads for part in self.parts.values()), default=0)
 
     @overload
@@ -131,32 +131,32 @@ class HeadStats:
 
     @property
     def rows(self) -> Tensor:
-        """On how many rows each head's figures stand at most, int64 [H]; a name may stand on fewer."""
+        """The number of counted rows of each head, int64 [H]; a quantity may have fewer."""
         return self._only("rows").rows
 
     @property
     def broken(self) -> Tensor:
-        """How many rows of each head hold NaN or infinity and take part in nothing, int64 [H]."""
+        """The number of rows of each head that hold NaN or infinity and are excluded, int64 [H]."""
         return self._only("broken").broken
 
     @property
     def sampled(self) -> bool:
-        """Whether not all query rows were looked at."""
+        """Whether only a sample of the query rows was observed."""
         return any(part.looked_at < part.of for part in self.parts.values())
 
     @property
     def received(self) -> Tensor:
-        """How much weight each key received from the counted rows, float64 [H, K], by key position."""
+        """The weight that each key received from the counted rows, float64 [H, K], by key position."""
         return self._observed("received", "received=True")
 
     @property
     def eligible(self) -> Tensor:
-        """How many counted rows could see each key, int64 [H, K]."""
+        """The number of counted rows to which each key was visible, int64 [H, K]."""
         return self._observed("eligible", "received=True")
 
     @property
     def received_share(self) -> Tensor:
-        """received / eligible, [H, K]; NaN for a key that no counted row could see."""
+        """received / eligible, [H, K]; NaN for a key that was masked for every counted row."""
         return self.received / self.eligible
 
     @property
@@ -171,26 +171,26 @@ class HeadStats:
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """The rows as they are, one entry for each observed call."""
+        """The retained rows, one entry for each observed call."""
         part = self._only("kept")
         if not part.kept:
             raise ValueError("kept: was not observed; observe with Observe(keep_rows=True) or Observe(top=8)")
         return part.kept
 
     def tile(self, i0: int, i1: int, j0: int, j1: int, *, run: int | None = None) -> Tensor:
-        """Exact weights p[i0:i1, j0:j1] of an observed call, [B, H, i1 - i0, j1 - j0].
+        """Return exact weights p[i0:i1, j0:j1] of an observed call, [B, H, i1 - i0, j1 - j0].
 
         Args:
             i0, i1: queries, half-open, 0 <= i0 <= i1 <= Q.
             j0, j1: keys, half-open, 0 <= j0 <= j1 <= K.
-            run: which of the observed calls, from 0, or from -1 backwards; None = the last whose q and k were kept.
+            run: which of the observed calls, from 0, or from -1 backwards; None = the last whose q and k were retained.
 
-        What may not be seen, and every row that may see nothing, is 0; what a row may see whose logits have a NaN or
-        infinity is NaN. Time and memory are those of the rows.
+        Masked keys, and rows without visible keys, have weight 0. The visible keys of a row with NaN or infinity in its
+        logits have weight NaN. Time and memory are those of the rows.
 
         Raises:
-            ValueError: q and k were not kept, or not saved, several layers, or out of range; or a bias, sinks or a
-                mask have been written to since they were observed.
+            ValueError: q and k were not retained, or not saved; there are several layers; a number is out of range; or
+                a bias, sinks or a mask were overwritten after they were observed.
         """
         part = self._only("tile")
         tiles = part.tiles
@@ -209,13 +209,15 @@ class HeadStats:
     # ------------------------------------------------------------ merging
 
     def merge(self, *others: HeadStats) -> HeadStats:
-        """The statistic of the runs of all: layers by name, new ones at the end. Also ``HeadStats.merge(a, b)``.
+        """Return the statistics of the runs of all: layers by name, new ones at the end.
+
+        Also ``HeadStats.merge(a, b)``.
 
         Raises:
-            TypeError: one of them is no HeadStats.
-            ValueError: a layer with other heads, bins, edges or first keys, on another device, or with a part that only
-                one of them has (q and k may be missing: ``tile`` then has some of the runs); recordings of different
-                models, or of different parts of a layer's heads.
+            TypeError: one of them is not a HeadStats.
+            ValueError: a layer with different heads, bins, edges or first keys, on another device, or with a part that
+                only one of them has (q and k may be missing: ``tile`` then has some of the runs); recordings of
+                different models, or of different parts of a layer's heads.
 
         Warns:
             UserWarning: a recording of an earlier version, which does not state its model and heads.
@@ -235,7 +237,7 @@ class HeadStats:
         return HeadStats(parts, origin)
 
     def named(self, *names: str) -> HeadStats:
-        """The same under other layer names, without ``origin``: merging no longer checks the model and its heads.
+        """Return the same with other layer names, without ``origin``: merging no longer checks the model and its heads.
 
         Raises:
             ValueError: not as many names as layers, or a name twice.
@@ -245,19 +247,19 @@ class HeadStats:
         return HeadStats(dict(zip(names, self.parts.values(), strict=True)))
 
     def to(self, device: torch.device | str) -> HeadStats:
-        """With every tensor on a device, but for what ``tile`` computes from, which stays where it is."""
+        """Return the same with every tensor on a device, except the inputs of ``tile``, which stay where they are."""
         return HeadStats({name: part.to(device) for name, part in self.parts.items()}, self.origin)
 
-    # ------------------------------------------------------------ handing on
+    # ------------------------------------------------------------ export
 
     def summaries(self) -> Iterator[tuple[str, int, str, Summary]]:
-        """Layer, head, name and summary of everything there is, in order."""
+        """Yield layer, head, name and summary of all statistics, in order."""
         return summaries_of(self.parts)
 
     def flat(self) -> dict[str, float]:
-        """Means under flat names, as trackers want them: ``attn/L03/H05/entropy``; L counts the layers of this object.
+        """Return means under flat names for trackers: ``attn/L03/H05/entropy``; L counts the layers of this object.
 
-        What no row of a head has is left out.
+        A quantity that no row of a head has is omitted.
         """
         number = {layer: n for n, layer in enumerate(self.parts)}
         return {
@@ -267,11 +269,11 @@ class HeadStats:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but kept rows and tensors of keys and bins, ready for JSON: what is not defined is None."""
+        """Return all but retained rows and tensors of keys and bins, ready for JSON: undefined values are None."""
         return _tables.to_dict(self.parts)
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame`` with one line for each layer, head and name: count, mean, std, min, max.
+        """Return a ``pandas.DataFrame`` with one line for each layer, head and name: count, mean, std, min, max.
 
         Raises:
             ImportError: pandas is not installed.
@@ -286,30 +288,30 @@ class HeadStats:
         descending: bool = True,
         limit: int | None = None,
     ) -> Table:
-        """One line for each head with its means, for ``rich.print``.
+        """Return a table with one line for each head and its means, for ``rich.print``.
 
         Args:
             sort: a column: ``layer``, ``head``, ``rows`` or a quantity; by default layers and heads in order.
             names: which quantities to show (``stats.names`` = all); by default a few, and the one to sort by.
             descending: the largest first; heads without the quantity come last either way.
-            limit: how many lines at most.
+            limit: the largest number of lines.
 
         Raises:
-            ValueError: there is no such column, or a limit below 0.
+            ValueError: the column does not exist, or the limit is below 0.
         """
         if limit is not None:
             limit = whole("limit", limit, 0, " or None")
         return _tables.render_table(self.parts, sort, names, descending, limit)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
-        """Write everything but ``tile``'s q and k into one safetensors file with a JSON header.
+        """Write all except the q and k of ``tile`` to one safetensors file with a JSON header.
 
-        The file is written beside its place and then moved there. Another file of statistics is replaced; any other is
-        left alone unless ``force``; what is no regular file, always. A link stays, and what it leads to is replaced.
+        The file is written atomically. It replaces another file of statistics, and any other file only with ``force``;
+        anything that is not a regular file is never replaced. A link stays, and its target is replaced.
 
         Raises:
-            FileExistsError: there is a file that is no statistics of headscope, or no regular file.
-            ValueError: there is too much for one file, as the kept rows of very many calls.
+            FileExistsError: the path exists and is not a file of headscope statistics, or not a regular file.
+            ValueError: the statistics are too large for one file, such as retained rows of very many calls.
         """
         return _statistics_file.save(self.parts, self.origin, Path(path), force)
 
@@ -318,9 +320,9 @@ class HeadStats:
         """Read what ``save`` wrote.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
             OSError: it cannot be opened.
-            ValueError: it is no file of statistics, or one of a newer format.
+            ValueError: it is not a file of statistics, or has a newer format.
         """
         return HeadStats(*_statistics_file.load(Path(path)))
 
@@ -338,7 +340,7 @@ class HeadStats:
 
 
 def merge(first: HeadStats, *others: HeadStats) -> HeadStats:
-    """The statistic of the runs of all; see ``HeadStats.merge``."""
+    """Return the statistics of the runs of all; see ``HeadStats.merge``."""
     return HeadStats.merge(first, *others)
 
 

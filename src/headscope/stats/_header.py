@@ -53,7 +53,7 @@ def parse_entry(file: TensorFile, key: str) -> dict[str, Any] | None:
 
 
 def is_cut_short(path: Path) -> bool:
-    """Return whether a file has the header of statistics, or its beginning, and ends before its tensors do."""
+    """Return whether a file has the header of statistics, or its start, and ends before its tensors do."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -66,19 +66,19 @@ def is_cut_short(path: Path) -> bool:
         tensors = (entry for name, entry in json.loads(head).items() if name != "__metadata__")
         return size < 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return False  # it is damaged in another way
+        return False  # damaged in another way
 
 
 def is_statistics(path: Path) -> bool:
     """Return whether a file holds readable statistics of headscope, and so may be replaced."""
     try:
-        return path.is_file() and read_header(path) is not None  # to open a pipe is to wait
+        return path.is_file() and read_header(path) is not None  # opening a pipe would wait
     except ValueError:
         return False
 
 
 def check_utf8(path: Path) -> None:
-    """Check that a file of this name can be read again.
+    """Check that a file of this name can be read back.
 
     Raises:
         ValueError: the name is not UTF-8.
@@ -114,7 +114,7 @@ def read_value(header: Mapping[str, Any], name: str, *kinds: type[Any]) -> Any:
 
     Raises:
         KeyError: it is missing.
-        TypeError: the value is of another kind; True and False are no whole numbers.
+        TypeError: the value is of another kind; True and False are not whole numbers.
     """
     value = header[name]
     if type(value) not in kinds:

@@ -13,23 +13,23 @@ from torch import Tensor
 from headscope._support.fingerprint import Fingerprint
 from headscope._support.logits import cap_logits, scaled_products
 
-_ROUNDING = 1e-3  # by how much a weight, or the sum of a row, may exceed 1
+_ROUNDING = 1e-3  # the largest excess of a weight, or of the sum of a row, over 1
 _MOST_ROUNDING = 0.01  # of a weight, from the rounding of lse
 _ROWS_CHECKED = 8  # of each head
 MOST_REST = 2**28
-"""How many pairs a mask that is no spans may have to be saved."""
+"""The largest number of pairs of a saved mask that spans cannot express."""
 
 
 class NoWeightsError(ValueError):
-    """The weights of a run whose q and k were kept are not available; the message states why."""
+    """The weights of a run with retained q and k are not available; the message states why."""
 
 
 class DamagedFileError(NoWeightsError):
-    """A file does not hold what was saved; the message names the file and the tensor."""
+    """A file differs from what was saved; the message names the file and the tensor."""
 
 
 class Tiles(Protocol):
-    """Exact weights p[i0:i1, j0:j1] of a run, [*lead, H, i, j], that tensors alone can be made of."""
+    """Exact weights p[i0:i1, j0:j1] of a run, [*lead, H, i, j], computed from tensors only."""
 
     def __call__(self, i0: int, i1: int, j0: int, j1: int, /) -> Tensor: ...
 
@@ -37,10 +37,10 @@ class Tiles(Protocol):
 
 
 def weights_of(tiles: Tiles | None) -> KeptWeights:
-    """Return what a layer's ``tiles`` are computed from.
+    """Return the inputs of a layer's ``tiles``.
 
     Raises:
-        NoWeightsError: q and k were not kept; the bias, sinks or mask were written to; or the mask is too large.
+        NoWeightsError: q and k were not retained; the bias, sinks or mask were overwritten; or the mask is too large.
     """
     if tiles is None:
         raise NoWeightsError("tile: q and k were not retained; observe with Observe(keep_qk=True)")
@@ -48,7 +48,7 @@ def weights_of(tiles: Tiles | None) -> KeptWeights:
 
 
 def weights_if_any(tiles: Tiles | None) -> KeptWeights | None:
-    """Return the same, or None in place of the error: a page of many layers goes on without this one."""
+    """Return the same, or None instead of the error: a page of many layers continues without this one."""
     try:
         return weights_of(tiles)
     except NoWeightsError:
@@ -56,7 +56,7 @@ def weights_if_any(tiles: Tiles | None) -> KeptWeights | None:
 
 
 def written_to(name: str, shape: Sequence[int]) -> NoWeightsError:
-    """Return the error for a tensor that has been written to since the weights that read it were observed."""
+    """Return the error for a tensor that was overwritten after the weights that read it were observed."""
     return NoWeightsError(
         f"tile: {name} [{', '.join(map(str, shape))}] was overwritten after it was observed, so these weights are "
         "gone; read tiles earlier, pass a copy, or save without qk"
@@ -64,7 +64,7 @@ def written_to(name: str, shape: Sequence[int]) -> NoWeightsError:
 
 
 def check_within(i: tuple[int, int], j: tuple[int, int], queries: int, keys: int) -> None:
-    """Whether p[i0:i1, j0:j1] is a piece of the weights.
+    """Raise unless p[i0:i1, j0:j1] is a piece of the weights.
 
     Raises:
         ValueError: it is not.
@@ -79,17 +79,17 @@ class KeptWeights:
     """p[i0:i1, j0:j1] on demand.
 
     Attributes:
-        parts: tensors, or slices of a file that give one where they are indexed: q [B, H, Q, D], k [B, Hkv, K, D], lse
-            [B, H, Q] (inf in rows that see nothing, NaN in those that see a NaN or infinity; float64 if any is large),
-            and, where there are, spans [B or 1, Q or 1, n, 2], rest and bias [B or 1, H or 1, Q or 1, K or 1]; see
+        parts: tensors, or slices of a file that return one when indexed: q [B, H, Q, D], k [B, Hkv, K, D], lse [B, H,
+            Q] (inf in rows without visible keys, NaN in rows where a NaN or infinity is visible; float64 if any is
+            large), and, if present, spans [B or 1, Q or 1, n, 2], rest and bias [B or 1, H or 1, Q or 1, K or 1]; see
             ``masks.Plan``.
         sizes: of the parts.
         lead: the leading axes, whose product is B.
         scale, softcap: of the logits.
         wide: whether to compute in float64.
-        offset: where query 0 stands among the keys; None: the queries are the last ones, at K - Q.
-        shared: parts that share memory with tensors of the caller's, and what they held.
-        unverified: the file and the run, where the parts are those of a file without checksums, or were once.
+        offset: the position of query 0 among the keys; None: the queries are the last ones, at K - Q.
+        shared: parts that share memory with the caller's tensors, and their fingerprints.
+        unverified: the file and the run, if the parts are, or once were, those of a file without checksums.
     """
 
     parts: Mapping[str, Any]
@@ -110,7 +110,7 @@ class KeptWeights:
         softcap: float | None,
         offset: int | None = None,
     ) -> KeptWeights:
-        """From tensors."""
+        """Build from tensors."""
         sizes = {name: tuple(x.shape) for name, x in tensors.items()}
         return KeptWeights(tensors, sizes, lead, scale, softcap, tensors["q"].dtype == torch.float64, offset)
 
@@ -129,25 +129,25 @@ class KeptWeights:
         return self.sizes["k"][2]
 
     def metadata(self) -> dict[str, Any]:
-        """All but the tensors, ready for JSON."""
+        """Return all but the tensors, ready for JSON."""
         numbers = {"scale": self.scale, "softcap": self.softcap, "offset": self.offset}
         unverified = {} if self.unverified is None else {"unverified": True}
         return {"parts": [*self.parts], "lead": [*self.lead], **numbers, **unverified}
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the parts whole: slices of a file cannot be copied."""
+        """Return the state with whole parts: slices of a file cannot be copied."""
         return {**self.__dict__, "parts": self.tensors()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parts, whole."""
+        """Return the whole parts."""
         return {name: x if isinstance(x, Tensor) else x[:] for name, x in self.parts.items()}
 
     def __call__(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-        """Of every batch entry and head, [*lead, H, i, j].
+        """Return the weights of every batch entry and head, [*lead, H, i, j].
 
         Raises:
-            NoWeightsError: a part that the caller owns has been written to, or the file that holds the parts is
-                damaged or has changed.
+            NoWeightsError: a part that the caller owns was overwritten, or the file that holds the parts is damaged or
+                has changed.
         """
         check_within((i0, i1), (j0, j1), self.queries, self.keys)
         batch, heads = self.sizes["q"][:2]
@@ -157,12 +157,12 @@ class KeptWeights:
         return p.reshape(*self.lead, heads, i1 - i0, j1 - j0)  # [*lead, H, i, j]
 
     def piece(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> Tensor:
-        """Of one batch entry and head, [i, j]; NaN where nothing may be seen, too."""
+        """Return the weights of one batch entry and head, [i, j]; NaN for masked keys, too."""
         p, hidden = self._weights_and_hidden(b, head, i, j)
         return p.masked_fill(hidden, torch.nan)
 
     def checked(self) -> KeptWeights:
-        """Return the same with the parts whole, to be saved; of unverified ones some rows of every head are checked.
+        """Return the same with whole parts, for saving; some rows of every head of unverified ones are checked.
 
         Raises:
             DamagedFileError: a row sums to more than 1.
@@ -178,7 +178,7 @@ class KeptWeights:
         return whole
 
     def _weights_and_hidden(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Of one batch entry and head, and what may not be seen, whose weight means nothing; both [i, j]."""
+        """Return weights of one batch entry and head, and the masked keys, whose weights are undefined; both [i, j]."""
         lse = self._part("lse", b, head, slice(*i))[:, None]
         dtype = torch.float64 if self.wide or lse.dtype == torch.float64 else torch.float32
         heads, groups = self.sizes["q"][1], self.sizes["k"][1]
@@ -207,7 +207,7 @@ class KeptWeights:
         return self.parts[name][b, h, at]
 
     def _block(self, name: str, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> Tensor:
-        """A block of what broadcasts to [B, H, Q, K]."""
+        """Return a block of a tensor that broadcasts to [B, H, Q, K]."""
         size = self.sizes[name]
         rows, columns = (slice(*at) if n > 1 else slice(0, 1) for at, n in zip((i, j), size[2:], strict=True))
         at = (min(b, size[0] - 1), min(head, size[1] - 1), rows)
@@ -217,12 +217,12 @@ class KeptWeights:
 
 
 def _is_too_large(lse: Tensor) -> Tensor:
-    """Whether weights would err by more than ``_MOST_ROUNDING`` by the rounding of lse; half precision stays."""
+    """Return whether the rounding of lse would change weights by more than ``_MOST_ROUNDING``; half precision stays."""
     return lse.isfinite() & (4 * torch.finfo(lse.dtype).eps * lse.abs() > _MOST_ROUNDING) & (lse.dtype.itemsize >= 4)
 
 
 def _check_largest(origin: str, log_p: Tensor, lse: Tensor) -> None:
-    """Raises: DamagedFileError: a weight is above 1 by more than the rounding of its logit explains."""
+    """Raise DamagedFileError if a weight exceeds 1 by more than the rounding of its logit."""
     rounding = (16 * torch.finfo(lse.dtype).eps * lse.abs()).nan_to_num(0.0, posinf=0.0)
     if bool((wrong := log_p > _ROUNDING + rounding).any()):
         raise DamagedFileError(

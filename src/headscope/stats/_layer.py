@@ -1,7 +1,7 @@
-"""What the statistics of one layer are made of, each part with its own exact ``merge``; tensors only, no models.
+"""The parts of the statistics of one layer, each with its own exact ``merge``; tensors only, no models.
 
-Everything that is summed is float64 or int64 (float32 where a device has no float64). A *run* is one observed call;
-merging keeps the order of the runs, and ties are decided by it.
+All sums are float64 or int64 (float32 on a device without float64). A *run* is one observed call; merging retains the
+order of the runs, which decides ties.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from headscope.stats._quantities import histogram_edges
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """The dtype of sums: float64, or float32 on a device that has none."""
+    """Return the dtype of sums: float64, or float32 on a device without float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 class _Part:
-    """What is copied and pickled with no more than its own numbers: a tensor drags along all that it is a view of."""
+    """A part that is copied and pickled with its own numbers only: a tensor view would include its whole storage."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: _alone(value) for name, value in self.__dict__.items()}
@@ -45,7 +45,7 @@ class Moments(_Part):
     """One row quantity of every head.
 
     Attributes:
-        count: on how many rows the rest stands, int64 [H].
+        count: the number of rows, int64 [H].
         mean, M2: mean and sum of squared deviations from it, [H]; std = sqrt(M2 / count).
         min, max: [H].
         histogram: int64 [H, bins], see ``histogram_edges``.
@@ -60,7 +60,7 @@ class Moments(_Part):
 
     @staticmethod
     def of(name: str, rows: Tensor) -> Moments:
-        """Of a row quantity [B, H, R] in which NaN marks rows that do not have it."""
+        """Return the moments of a row quantity [B, H, R] in which NaN marks rows that do not have it."""
         flat = rows.to(wide(rows.device)).movedim(1, 0).flatten(1)  # [H, B * R]
         defined = ~flat.isnan()
         count = defined.sum(-1)
@@ -80,13 +80,13 @@ class Moments(_Part):
         return Moments(count, mean, M2, least, most, histogram)
 
     def merge(self, other: Moments) -> Moments:
-        """Of the rows of both (Chan, Golub and LeVeque 1983, equation 2.1)."""
+        """Return the moments of the rows of both (Chan, Golub and LeVeque 1983, equation 2.1)."""
         count = self.count + other.count
-        share = other.count.to(self.mean.dtype) / count  # NaN where neither has a row
+        share = other.count.to(self.mean.dtype) / count  # NaN if neither has a row
         apart = other.mean - self.mean
         mean = _either(self, other, "mean", self.mean + apart * share)
         M2 = _either(self, other, "M2", self.M2 + other.M2 + apart.square() * self.count * share)
-        least = torch.fmin(self.min, other.min)  # NaN only where both are
+        least = torch.fmin(self.min, other.min)  # NaN only if both are
         return Moments(count, mean, M2, least, torch.fmax(self.max, other.max), self.histogram + other.histogram)
 
 
@@ -103,12 +103,12 @@ class Packed(NamedTuple):
 
     @staticmethod
     def empty(names: int, heads: int, bins: int) -> Packed:
-        """Not filled yet."""
+        """Return empty moments."""
         whole = torch.empty(names * heads * (1 + bins), dtype=torch.int64, device="cpu")
         return Packed(whole, torch.empty(4, names, heads, dtype=torch.float64, device="cpu"))
 
     def moments(self) -> Moments:
-        """Views of them."""
+        """Return views of them."""
         _, names, heads = self.numbers.shape
         mean, M2, least, largest = self.numbers.unbind()
         count, histogram = self.whole[: names * heads], self.whole[names * heads :]
@@ -116,12 +116,12 @@ class Packed(NamedTuple):
 
 
 class MomentsTable(_Part, Mapping[str, Moments]):
-    """Row quantities by name, whose numbers lie together: to keep and to merge all costs what one does.
+    """Row quantities by name, with numbers in one tensor: storing and merging all costs as much as one.
 
     Args:
         names: of the quantities.
-        together: what ``Moments`` holds, with an axis of names before each: [N, H], and [N, H, bins] filled up with 0;
-            or the same as ``Packed``, which is taken apart when it is first asked for.
+        together: the fields of ``Moments``, with an axis of names before each: [N, H], and [N, H, bins] padded with 0;
+            or the same as ``Packed``, which is unpacked on first access.
     """
 
     def __init__(self, names: tuple[str, ...], together: Moments | Packed) -> None:
@@ -130,7 +130,7 @@ class MomentsTable(_Part, Mapping[str, Moments]):
 
     @property
     def together(self) -> Moments:
-        """What ``Moments`` holds, of all names."""
+        """The fields of ``Moments``, of all names."""
         if isinstance(self._together, Packed):
             self._together = self._together.moments()
         return self._together
@@ -153,7 +153,7 @@ class MomentsTable(_Part, Mapping[str, Moments]):
 
 
 def merged(ours: Mapping[str, Moments], theirs: Mapping[str, Moments]) -> Mapping[str, Moments]:
-    """Moments by name of the rows of both."""
+    """Return the moments by name of the rows of both."""
     if isinstance(ours, MomentsTable) and isinstance(theirs, MomentsTable) and ours.names == theirs.names:
         return MomentsTable(ours.names, ours.together.merge(theirs.together))
     both = dict(ours)
@@ -163,7 +163,7 @@ def merged(ours: Mapping[str, Moments], theirs: Mapping[str, Moments]) -> Mappin
 
 
 def _either(a: Moments, b: Moments, what: str, both: Tensor) -> Tensor:
-    """What both have together, or what one has where the other has no row."""
+    """Return the value of both together, or of one if the other does not have a row."""
     of_a, of_b = getattr(a, what), getattr(b, what)
     return torch.where(b.count == 0, of_a, torch.where(a.count == 0, of_b, both))
 
@@ -174,10 +174,9 @@ class HeadMap(_Part):
 
     Attributes:
         sum: of the weights of each bin, [H, n, n].
-        count: of the pairs that counted rows may see, int64 [H, n, n].
+        count: of the visible pairs of counted rows, int64 [H, n, n].
         max: the largest weight of each bin, [H, n, n]; NaN where count is 0.
-        places: where it stands, whole numbers [H, n, n, 4] as ``argmax`` has them; or, of one run, [H, n, n, 3] without
-            the run.
+        places: its place, whole numbers [H, n, n, 4] as in ``argmax``; or, of one run, [H, n, n, 3] without the run.
     """
 
     sum: Tensor
@@ -187,9 +186,9 @@ class HeadMap(_Part):
 
     @property
     def argmax(self) -> Tensor:
-        """Where ``max`` stands, int64 [H, n, n, 4]: run, batch entry, query, key; -1 where count is 0.
+        """The place of ``max``, int64 [H, n, n, 4]: run, batch entry, query, key; -1 where count is 0.
 
-        Of equal weights the first in that order.
+        Ties go to the first in that order.
         """
         if self.places.shape[-1] == 4:
             return self.places.long()
@@ -203,12 +202,12 @@ class HeadMap(_Part):
 
     @property
     def mean(self) -> Tensor:
-        """The mean weight of each bin over its eligible pairs, [H, n, n]; NaN where there is none."""
+        """The mean weight of each bin over its eligible pairs, [H, n, n]; NaN without such pairs."""
         return self.sum / self.count
 
     @staticmethod
     def merged(maps: Sequence[HeadMap], before: Sequence[int]) -> HeadMap:
-        """Of all; ``before`` each there are so many runs."""
+        """Return the merged map of all; ``before``: the number of runs before each."""
         first = maps[0]
         if other := next((each for each in maps if each.bins != first.bins), None):
             raise ValueError(f"map: cannot merge {first.bins} bins with {other.bins}; maps merge for equal n only")
@@ -227,12 +226,12 @@ class HeadMap(_Part):
         cells = best.numel()
         place = torch.cat([each.places[..., -3:].reshape(cells, 3).int() for each in maps])  # [maps * H * n * n, 3]
         place = place[(best.flatten() * cells).add_(torch.arange(cells, device=best.device))].view(*best.shape, 3)
-        run.masked_fill_(place[..., -1] < 0, -1)  # nothing is seen there
+        run.masked_fill_(place[..., -1] < 0, -1)  # no pair is visible there
         return HeadMap(sum_, count, largest, torch.cat([run[..., None], place], -1))
 
 
 class Edge(NamedTuple):
-    """One weight: query i of batch entry b in a run looks at key j with weight p."""
+    """One weight: query i of batch entry b in a run attends to key j with weight p."""
 
     i: int
     j: int
@@ -254,7 +253,7 @@ class Edges(_Part):
     at: Tensor
 
     def of(self, head: int) -> list[Edge]:
-        """Those of one head, as numbers."""
+        """Return the edges of one head, as numbers."""
         return [
             Edge(i, j, p, b, run)
             for p, (run, b, i, j) in zip(self.p[head].tolist(), self.at[head].tolist(), strict=True)
@@ -263,7 +262,7 @@ class Edges(_Part):
 
     @staticmethod
     def merged(several: Sequence[Edges], before: Sequence[int]) -> Edges:
-        """The k largest of all; ``before`` each there are so many runs."""
+        """Return the k largest of all; ``before``: the number of runs before each."""
         k = several[0].p.shape[1]
         if other := next((each for each in several if each.p.shape[1] != k), None):
             raise ValueError(f"edges: cannot merge {k} for each head with {other.p.shape[1]}")
@@ -277,19 +276,19 @@ class Edges(_Part):
 
 
 def largest_first(p: Tensor) -> Tensor:
-    """The order of the last axis from the largest to the smallest, NaN last; equal ones keep theirs."""
+    """Return the order of the last axis from the largest to the smallest, NaN last; ties stay in order."""
     return torch.sort(p.nan_to_num(nan=-math.inf), dim=-1, descending=True, stable=True).indices
 
 
 @dataclass(frozen=True, eq=False)
 class Kept(_Part):
-    """The rows of one run as they are, batch entry by batch entry.
+    """The retained rows of one run, batch entry by batch entry.
 
     Attributes:
         queries: which queries these are, int64 [R].
         counted: which of them count, boolean [B, H, R].
-        values: name -> [B, H, R], NaN where a row does not have the quantity; ``argmax`` is int64, -1 where there is
-            none; ``top_keys`` and ``top_weights`` are [B, H, R, k], largest first, -1 and NaN where there are fewer.
+        values: name -> [B, H, R], NaN where a row does not have the quantity; ``argmax`` is int64, -1 if there is none;
+            ``top_keys`` and ``top_weights`` are [B, H, R, k], largest first, -1 and NaN if there are fewer.
     """
 
     queries: Tensor
@@ -302,18 +301,18 @@ class LayerStats(_Part):
     """The statistics of one layer.
 
     Attributes:
-        heads: how many query heads.
-        runs: how many calls were observed.
-        looked_at, of: how many query rows a head was looked at in, and how many there were (B * Q, over the runs).
-        rows: how many of them count, int64 [H].
-        broken: how many hold NaN or infinity and take part in nothing, int64 [H].
-        moments: of each row quantity that was asked for.
+        heads: the number of query heads.
+        runs: the number of observed calls.
+        looked_at, of: the number of observed query rows of a head, and of all (B * Q, over the runs).
+        rows: the number of them that count, int64 [H].
+        broken: the number that hold NaN or infinity and are excluded, int64 [H].
+        moments: of each requested row quantity.
         received, eligible: by key position, [H, K] and int64 [H, K].
         map, edges: see there.
-        kept: rows as they are, one entry a run.
-        tiles: run -> a way to its weights, of those whose q and k are kept, in order; saved only if asked for.
-        lengths: how many queries and keys each run had; None where they differ.
-        first: over how many of the first real keys ``first`` and ``streaming_{w}`` sum; None where it is not known.
+        kept: the retained rows, one entry for each run.
+        tiles: run -> access to its weights, for runs with retained q and k, in order; saved only on request.
+        lengths: the numbers of queries and keys of each run; None if they differ.
+        first: the number of first real keys in ``first`` and ``streaming_{w}``; None if unknown.
     """
 
     heads: int
@@ -334,14 +333,14 @@ class LayerStats(_Part):
 
     @property
     def last_tiles(self) -> Tiles | None:
-        """The way to the weights of the last run whose q and k are kept."""
+        """Return access to the weights of the last run with retained q and k."""
         return self.tiles[max(self.tiles)] if self.tiles else None
 
     def merge(self, *others: LayerStats) -> LayerStats:
-        """Of the runs of all, in this order.
+        """Return the statistics of the runs of all, in this order.
 
         Raises:
-            ValueError: other heads, device, bins, edges or first keys, or a part that only some of them have.
+            ValueError: different heads, devices, bins, edges or first keys, or a part that only some of them have.
         """
         for other in others:
             if self.heads != other.heads:
@@ -383,7 +382,7 @@ class LayerStats(_Part):
         )
 
     def to(self, device: torch.device | str) -> LayerStats:
-        """With every tensor on a device, but for what ``tiles`` are computed from."""
+        """Return the same with every tensor on a device, except the inputs of ``tiles``."""
         return moved(self, torch.device(device))
 
 
@@ -393,7 +392,7 @@ def _has(stats: LayerStats, part: str) -> bool:
 
 
 def _longer(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of both by position, the shorter extended by zeros."""
+    """Return the sum of both by position, the shorter extended by zeros."""
     if a is None or b is None:
         return None
     keys = max(a.shape[-1], b.shape[-1])
@@ -402,7 +401,7 @@ def _longer(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A part, or a mapping or tuple of parts, with every tensor on a device."""
+    """Return a part, or a mapping or tuple of parts, with every tensor on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, MomentsTable):

@@ -1,4 +1,4 @@
-"""What is to be measured of attention: the options of ``headscope.observe``."""
+"""The options of ``headscope.observe``."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True, eq=False)
 class Observe:
-    """What is to be measured; nothing else is computed.
+    """The statistics to measure; nothing else is computed.
 
     Args:
-        rows: which query rows are looked at: None = all; a number N from 1 = an even sample, the middle query of each
-            of N equal parts; a boolean tensor that broadcasts to [B, H, Q], True = counts.
+        rows: the query rows to observe: None = all; a number N from 1 = an even sample, the middle query of each of N
+            equal parts; a boolean tensor that broadcasts to [B, H, Q], True = counts.
         row_stats: the row quantities: lse, max_logit, entropy, normalized_entropy, max_weight, effective_keys, mass,
             first, chance, and in self-attention distance, self, previous, next; value_norm if v is given.
-        received: how much weight each key receives, and from how many rows it may be seen.
+        received: the weight that each key receives, and the number of rows to which it is visible.
         map: n from 1: mean, max and argmax of the weights in n x n bins.
-        edges: how many of the largest weights of each head to keep, from 0.
-        top: how many of the largest weights of each row to keep, from 0.
+        edges: the number of largest weights of each head to retain, from 0.
+        top: the number of largest weights of each row to retain, from 0.
         windows: finite distances w from 0, in positions: each adds ``window_{w}``, the mass within w of the query, and
             ``streaming_{w}``, the mass within w or on the first keys.
-        first: over how many of the first real keys ``first`` and ``streaming_{w}`` sum, from 1.
+        first: the number of first real keys in ``first`` and ``streaming_{w}``, from 1.
         tokens: ids of the keys, whole numbers [K] or [B, K]: adds duplicate and induction.
-        keep_rows: keep the row quantities of every row, and the argmax, [B, H, R].
-        keep_qk: keep copies of q and k, so that ``HeadStats.tile`` can give any exact piece of the weights.
-        extra: names of row quantities that are measured on request only: ``second_weight``.
+        keep_rows: retain the row quantities of every row, and the argmax, [B, H, R].
+        keep_qk: retain copies of q and k, so ``HeadStats.tile`` can compute any exact piece of the weights.
+        extra: names of optional row quantities: ``second_weight``.
 
     Raises:
         TypeError: an argument is not of the right kind.
@@ -105,7 +105,7 @@ class Observe:
 
 
 def _is_collection(value: object) -> bool:
-    """Whether a value holds others: a str counts as one value."""
+    """Return whether a value is a collection: a str counts as one value."""
     return isinstance(value, Collection) and not isinstance(value, str)
 
 

@@ -1,4 +1,4 @@
-"""What statistics are of: the model, its configuration and the heads of each layer; and what belongs together."""
+"""The origin of statistics: the model, its configuration and the heads of each layer; and which may be combined."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NO_ORIGIN = "to merge without this check, remove the origin of each: stats.name
 
 @dataclass(frozen=True)
 class Part:
-    """The heads of a layer that a recording holds, where they are not all.
+    """The heads of a layer that a recording holds, if not all.
 
     Attributes:
-        of: how many heads the layer has in the whole model.
+        of: the number of heads of the layer in the whole model.
         heads: the first of the recorded heads, and the one after the last; None = unknown.
-        holder: what held the heads, where ``heads`` is unknown: a process of a group, or one module object.
+        holder: the holder of the heads, if ``heads`` is unknown: a process of a group, or one module object.
     """
 
     of: int
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LayerOrigin:
-    """What the statistics of one layer are of.
+    """The origin of the statistics of one layer.
 
     Attributes:
         widths: of each head of q and k, and of v (0 = there was no v).
@@ -48,11 +48,11 @@ class LayerOrigin:
 
 @dataclass(frozen=True)
 class Origin:
-    """What statistics are of.
+    """The origin of statistics.
 
     Attributes:
         model: qualified name of the model's class; empty = unknown, as in a recording of an earlier version.
-        config: digest of what the model's configuration says of its structure; empty = it has no configuration.
+        config: digest of the structure in the model's configuration; empty = it does not have a configuration.
         layers: layer -> its head widths, and the part of its heads.
     """
 
@@ -62,11 +62,11 @@ class Origin:
 
     @property
     def part(self) -> dict[str, Part]:
-        """Layer -> the part of its heads that was recorded; layers with all of their heads are not listed."""
+        """Layer -> the recorded part of its heads; layers with all heads are not listed."""
         return {name: layer.part for name, layer in self.layers.items() if layer.part is not None}
 
     def of_layer(self, name: str) -> Origin:
-        """The same of one layer."""
+        """Return the origin of one layer."""
         return Origin(self.model, self.config, {name: self.layers[name]} if name in self.layers else {})
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ UNKNOWN = Origin("")
 
 
 def joined(origins: Sequence[Origin | None]) -> Origin | None:
-    """The origin of merged statistics, from the origins of each; None = not of a recording.
+    """Return the origin of merged statistics, from the origins of each; None = not of a recording.
 
     Raises:
         ValueError: they are of different models, or of different heads of a layer.
@@ -109,7 +109,7 @@ def joined(origins: Sequence[Origin | None]) -> Origin | None:
 
 
 def _check_layer(name: str, one: LayerOrigin, other: LayerOrigin) -> None:
-    """Raises: ValueError: what two recordings hold of a layer cannot be merged."""
+    """Raise ValueError if the parts of a layer in two recordings cannot be merged."""
     if one.widths != other.widths:
         expected, got = map(_widths, (one, other))
         raise ValueError(f"layer {name}: heads of different width; expected {expected}, got {got}; {_REMEDY}")
@@ -122,11 +122,11 @@ def _check_layer(name: str, one: LayerOrigin, other: LayerOrigin) -> None:
 
 
 def check_comparable(old: Origin | None, new: Origin | None, heads: Mapping[str, tuple[int, int]]) -> None:
-    """Refuse to compare heads that do not correspond.
+    """Raise unless the heads of two recordings correspond.
 
     Args:
-        old, new: the two origins; nothing is checked where one of them is unknown.
-        heads: layer of both -> how many heads either side has.
+        old, new: the two origins; nothing is checked if one of them is unknown.
+        heads: layer of both -> the number of heads of either side.
 
     Raises:
         ValueError: other architecture, other layers, other heads.
@@ -156,7 +156,7 @@ def check_comparable(old: Origin | None, new: Origin | None, heads: Mapping[str,
 
 
 def notes(old: Origin | None, new: Origin | None) -> Iterator[str]:
-    """What a comparison could not check."""
+    """Return what a comparison could not check."""
     sides = [("Before", old), ("After", new)]
     silent = [side for side, origin in sides if origin is None or not origin.model]
     if len(silent) == 2 and old is None and new is None:
@@ -170,7 +170,7 @@ def notes(old: Origin | None, new: Origin | None) -> Iterator[str]:
 
 
 def _clash(one: Part | None, other: Part | None) -> bool:
-    """Whether two parts are certainly, or by all that is known, of different heads."""
+    """Return whether two parts are certainly, or as far as known, of different heads."""
     if one is None or other is None:
         return one != other
     if one.of != other.of or (one.heads is None) != (other.heads is None):

@@ -1,8 +1,8 @@
 """The row quantities, each defined once: name, formula, rows without it, histogram, and a reference in float64.
 
-To add one: define it here, compute it in ``_observe/portable.py`` (or ``place_quantities.py``) and in the native
-kernels, and give it a row in docs/concepts/statistics.md. While the native kernels lack it, the portable
-form observes it. tests/stats/test_quantities.py fails while one of these is missing, and names it.
+To add a quantity: define it here, compute it in ``_observe/portable.py`` (or ``place_quantities.py``) and in the native
+kernels, and give it a row in docs/concepts/statistics.md. While the native kernels lack it, the portable form observes
+it. tests/stats/test_quantities.py fails while any of these is missing, and names it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Requirement = Literal["weights", "positions", "line", "tokens", "values"]
-"""What rows need to have a quantity: nothing more, self-attention, positions in one dimension, tokens, or values."""
+"""The requirements of a quantity: none, self-attention, positions in one dimension, tokens, or values."""
 
 Unit = Literal["share", "nats", "logits", "ratio", "input"]
 
@@ -29,14 +29,15 @@ KEYS = tuple(2.0**k for k in range(21))
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One row over its n visible keys, in float64: what references compute from.
+    """One row over its n visible keys, in float64: the input of references.
 
     Attributes:
         p, s: weights and final logits, [n].
         lse: log-sum-exp of the row, the sink's logit included.
-        gap: position of each key less that of the query, [n].
+        gap: position of each key minus that of the query, [n].
         first: which keys are among the first real ones, boolean [n].
-        duplicate, induction: which keys have the query's own token, or come right after a place of it, boolean [n].
+        duplicate, induction: which keys have the query's own token, or come right after an occurrence of it, boolean
+            [n].
         norms: lengths of the value vectors, [n].
         distance: w of ``window_w`` and ``streaming_w``.
     """
@@ -52,7 +53,7 @@ class Row:
     distance: float = 0.0
 
     def mass(self, keys: Tensor) -> float:
-        """Return the weight on these keys; NaN where there are none."""
+        """Return the weight on these keys; NaN if there are none."""
         return float(self.p[keys].sum()) if bool(keys.any()) else math.nan
 
 
@@ -64,16 +65,16 @@ class Quantity:
         name: its name; a quantity with a distance appends ``_{w}``.
         formula: its formula, over the visible keys j of a row.
         reference: its value for one row, in float64; NaN for a row that does not have it.
-        meaning: one sentence for readers of a page; ``{}`` stands for the distance.
-        absent: which rows do not have it; empty = every row that counts has it.
+        meaning: one sentence for readers of a page; ``{}`` is replaced by the distance.
+        absent: which rows do not have it; empty = every counted row has it.
         edges: of its histogram.
-        bounds: the least and the largest value that a row can have.
-        requires: what rows need to have it.
-        unit: what a change of it is measured in; "input" = it depends on the mask alone.
-        has_distance: whether there is one for each of ``Observe.windows``.
+        bounds: the smallest and the largest possible value of a row.
+        requires: the requirements for rows to have it.
+        unit: of its changes; "input" = it depends on the mask only.
+        has_distance: whether it exists for each of ``Observe.windows``.
         on_request: whether it is measured only if ``Observe.extra`` names it.
         heading: of a column; empty = the name in words.
-        decimals: how many are shown.
+        decimals: the number of decimals shown.
     """
 
     name: str
@@ -108,7 +109,7 @@ _NO_POSITION = "the query has no position, or no key has"
 
 _ANY = (-math.inf, math.inf)
 _FROM_0 = (0.0, math.inf)
-_MOST_NORMALIZED = 2 / (math.e * math.log(2))  # of two keys beside a sink: p = 1 / e each
+_MOST_NORMALIZED = 2 / (math.e * math.log(2))  # of two keys next to a sink: p = 1 / e each
 
 ROW_QUANTITIES = (
     Quantity(
@@ -190,13 +191,13 @@ ROW_QUANTITIES = (
         edges=DOUBLING, bounds=_FROM_0, requires="values", unit="ratio",
     ),
 )  # fmt: skip
-"""All of them, in the order of statistics."""
+"""All quantities, in the order of statistics."""
 
 _BY_NAME = {each.name: each for each in ROW_QUANTITIES}
 
 
 def quantity_of(name: str) -> Quantity | None:
-    """Return the definition of a row quantity by its name, also of one for a distance; None = there is none."""
+    """Return the definition of a row quantity by its name, also of one for a distance; None = it does not exist."""
     if name in _BY_NAME:
         return None if _BY_NAME[name].has_distance else _BY_NAME[name]
     kind, _, distance = name.rpartition("_")
@@ -217,9 +218,9 @@ def quantity_names(having: Collection[str], windows: Sequence[float], extra: Col
     """Return the row quantities that rows have, in order.
 
     Args:
-        having: what the rows have, of what ``Quantity.requires`` names.
-        windows: the distances of quantities that have one.
-        extra: the quantities on request.
+        having: the requirements, as in ``Quantity.requires``, that the rows meet.
+        windows: the distances of quantities with a distance.
+        extra: the optional quantities.
     """
     names: list[str] = []
     for each in ROW_QUANTITIES:

@@ -59,7 +59,7 @@ _QK: dict[str, Axes] = {
     "q": ("B", "H", "Q", "D"), "k": ("B", "Hkv", "K", "D"), "lse": ("B", "H", "Q"),
     "spans": ("B", "Q", "n", 2), "rest": ("B", "H", "Q", "K"), "bias": ("B", "H", "Q", "K"),
 }  # fmt: skip
-_KINDS = {"rest": ("BOOL",), "spans": ("I64",)}  # as safetensors calls them
+_KINDS = {"rest": ("BOOL",), "spans": ("I64",)}  # by their safetensors names
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _WHOLE = ("rows", "broken", "count", "histogram", "eligible", "argmax", "at", "queries", "top_keys")
 _FIGURES = (torch.float32, torch.float64)
@@ -111,7 +111,7 @@ def save(
 
 
 def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
-    """Return layer -> its statistics, and what they are of; see ``HeadStats.load``."""
+    """Return layer -> its statistics, and their origin; see ``HeadStats.load``."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     if (why := describe_obstacle(path)) is not None:
@@ -145,14 +145,14 @@ def _load(file: TensorFile, header: dict[str, Any]) -> dict[str, LayerStats]:
     layer_names = [read_value(layer, "name", str) for layer in layers]
     if len({*layer_names}) < len(layers):
         raise ValueError(f"layers: got {Counter(layer_names).most_common(1)[0][0]} twice, expected different names")
-    tensors = file.read(name for name in file.entries if "/qk/" not in name)  # of q and k pieces are read on request
+    tensors = file.read(name for name in file.entries if "/qk/" not in name)  # pieces of q and k are read on request
     parts = [_read_layer(layer, f"{n}", tensors, file) for n, layer in enumerate(layers)]
     check_moments(parts)
     return dict(zip(layer_names, parts, strict=True))
 
 
 def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """File the tensors of a layer, and return all else that has to be known of it."""
+    """Store the tensors of a layer, and return its other values."""
     tensors |= {f"{under}/rows": part.rows, f"{under}/broken": part.broken}
     for quantity, moments in part.moments.items():
         tensors |= {f"{under}/moments/{quantity}/{what}": getattr(moments, what) for what in MOMENTS}
@@ -177,7 +177,7 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
 
 
 def _store_origin(origin: Origin | None) -> dict[str, str]:
-    """The entry of the header that states what the statistics are of, or that it is unknown."""
+    """Return the entry of the header with the origin of the statistics, or that it is unknown."""
     if origin is None:
         return {}
     return {ORIGIN: json.dumps({"version": _ORIGIN_VERSION, **asdict(origin)})}
@@ -211,14 +211,14 @@ def _read_layer_origin(header: dict[str, Any]) -> LayerOrigin:
 
 
 def _store_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """File the q, k and lse of a run."""
+    """Store the q, k and lse of a run."""
     weights = weights_of(tiles).checked()
     tensors |= {f"{under}/{name}": x for name, x in weights.tensors().items()}
     return weights.metadata()
 
 
 def _read_qk(entry: dict[str, Any], under: str, file: TensorFile, sizes: dict[str, int]) -> KeptWeights:
-    entry = {"offset": None, "unverified": False} | entry  # older files do not say these
+    entry = {"offset": None, "unverified": False} | entry  # older files lack these
     names = {"q", "k", "lse", *read_list(entry, "parts", str)}
     parts = {name: file.part(f"{under}/{name}") for name in _QK if name in names}
     shapes = {name: x.shape for name, x in parts.items()}
@@ -241,7 +241,7 @@ def _read_qk(entry: dict[str, Any], under: str, file: TensorFile, sizes: dict[st
 
 
 def _check_axes(name: str, shape: tuple[int, ...], axes: Axes, sizes: dict[str, int], *, ones: bool = False) -> None:
-    """Raises: TypeError: a letter is not everywhere the same size (or 1, if ``ones``)."""
+    """Raise TypeError unless a letter has the same size everywhere (or 1, if ``ones``)."""
     fit = len(shape) == len(axes)
     for n, axis in zip(shape, axes, strict=False):
         size = sizes.setdefault(axis, n) if isinstance(axis, str) else axis
@@ -251,13 +251,13 @@ def _check_axes(name: str, shape: tuple[int, ...], axes: Axes, sizes: dict[str, 
 
 
 def _check_within(name: str, values: Tensor, least: int, end: int | Tensor | None) -> None:
-    """Raises: ValueError: not all numbers are from ``least`` up to, not including, ``end``; NaN is left alone."""
+    """Raise ValueError unless all numbers are from ``least`` up to, not including, ``end``; NaN is ignored."""
     if bool((values < least).any()) or (end is not None and bool((values >= end).any())):
         raise ValueError(f"{name}: holds {values.min()} to {values.max()}, outside the possible range")
 
 
 def _tensor_reader(tensors: Mapping[str, Tensor], under: str, sizes: dict[str, int]) -> Callable[..., Tensor]:
-    """What gives a tensor of a layer by its name, if its axes, dtype and range are those that go with the name."""
+    """Return a reader of a layer's tensors by name, which checks axes, dtype and range."""
 
     def read(name: str, *axes: str | int, within: tuple[int, int | Tensor | None] | None = None) -> Tensor:
         name = f"{under}/{name}"
@@ -289,8 +289,8 @@ def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tenso
 
 
 def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], file: TensorFile) -> LayerStats:
-    """Read what ``_store_layer`` filed."""
-    entry = {"lengths": None, "first": None, "qk": [], "qk_runs": None} | entry  # older files do not say these
+    """Read the result of ``_store_layer``."""
+    entry = {"lengths": None, "first": None, "qk": [], "qk_runs": None} | entry  # older files lack these
     numbers = {what: read_whole(entry, what, 0) for what in _NUMBERS}
     looked_at = read_whole(entry, "looked_at", 0, numbers["of"])
     lengths = _read_lengths(entry, numbers["of"])
@@ -337,7 +337,7 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
 
 
 def _read_lengths(entry: dict[str, Any], of: int) -> tuple[int, int] | None:
-    """How many queries and keys each run had; ``of``: how many rows all had."""
+    """Return the numbers of queries and keys of each run; ``of``: the number of rows of all."""
     if read_value(entry, "lengths", list, NoneType) is None:
         return None
     lengths = read_wholes(entry, "lengths", FAR)

@@ -19,10 +19,10 @@ class Summary:
     """One quantity of one head.
 
     Attributes:
-        count: on how many rows it stands.
+        count: its number of rows.
         mean, M2, min, max: over these rows, each with equal weight; M2 = Σ (x - mean)²; NaN where count is 0.
-        histogram: how many rows lie in each bin.
-        edges: of the bins: bin k holds [edge k, edge k + 1), the outer two also what lies beyond.
+        histogram: the number of rows in each bin.
+        edges: of the bins: bin k holds [edge k, edge k + 1), the outer two also all values beyond.
     """
 
     count: int
@@ -44,7 +44,7 @@ class Column:
     """One quantity of all heads: of one layer [H], of all layers [L, H] (a layer with fewer heads has count 0 there).
 
     Attributes:
-        count: on how many rows each stands.
+        count: the number of rows of each.
         mean, M2, min, max: float64; NaN where count is 0.
     """
 
@@ -82,7 +82,7 @@ def summarise(name: str, moments: Moments, head: int) -> Summary:
 
 
 def stack_columns(parts: Collection[LayerStats], name: str) -> Column:
-    """Return one quantity of several layers, [L, H]; count is 0 where a layer has no such head or quantity."""
+    """Return one quantity of several layers, [L, H]; count is 0 if a layer lacks the head or quantity."""
     wide = max(part.heads for part in parts)
     columns: list[Tensor] = []
     for what in (each.name for each in fields(Column)):
@@ -100,7 +100,7 @@ def stack_columns(parts: Collection[LayerStats], name: str) -> Column:
 
 
 def _on_host(moments: Moments) -> Moments:
-    """The same on the CPU, so that reading its numbers waits for a device once and not once a number."""
+    """Return the same on the CPU, so reading its numbers waits for a device only once."""
     return replace(moments, **{what: getattr(moments, what).cpu() for what in vars(moments)})
 
 

@@ -1,4 +1,4 @@
-"""The statistics of layers for people and for programs: a dictionary, a data frame, a table, an HTML table."""
+"""The statistics of layers as a dictionary, a data frame, a table or an HTML table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PLACE = ("layer", "head", "rows")
-_SHOWN = ("entropy", "max_weight", "first", "previous", "distance")  # what fits into 80 columns
+_SHOWN = ("entropy", "max_weight", "first", "previous", "distance")  # as many as fit into 80 columns
 
 
 def to_dict(parts: Mapping[str, LayerStats]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ Line = dict[str, str | float]
 
 
 def _lines(parts: Mapping[str, LayerStats]) -> list[Line]:
-    """One line a head: its place, its rows, and every mean it has."""
+    """Return one line for each head: its layer and number, its rows, and all its means."""
     lines: dict[tuple[str, int], Line] = {}
     for number, (layer, part) in enumerate(parts.items()):
         for head, rows in enumerate(part.rows.tolist()):
@@ -115,7 +115,7 @@ def render_table(
 
 
 def render_html(parts: Mapping[str, LayerStats]) -> str:
-    """The same as an HTML table; every text is escaped."""
+    """Return the same as an HTML table; every text is escaped."""
     columns = (*_PLACE, *names_of(parts))
     head = "".join(f"<th>{html.escape(visible(name))}</th>" for name in columns)
     body = "".join(

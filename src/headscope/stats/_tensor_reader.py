@@ -1,7 +1,7 @@
-"""A safetensors file that is read in plain reads, never mapped into memory, and refused once it has changed.
+"""A safetensors file, read in plain reads without memory mapping; reading raises once it has changed.
 
-A mapped file shows whatever is written into it, and ends the process with SIGBUS where it becomes shorter. Here every
-read opens the file again, and compares it with the file that was opened first.
+A mapped file shows later writes, and kills the process with SIGBUS if it is truncated. Here every read opens the file
+again, and compares it with the file that was opened first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
-"""What headscope writes and reads, by the names of safetensors."""
+"""The dtypes that headscope writes and reads, by their safetensors names."""
 _STEP = 2**20  # bytes that are checked at a time
 
 Bounds = tuple[int, int]
@@ -45,10 +45,10 @@ class NoTensorsError(ValueError):
 
 @dataclass(frozen=True)
 class _Identity:
-    """What differs between a file and another one in its place, or the same one after it was written to.
+    """The identity of a file: it differs for another file in its place, and after a write.
 
     Attributes:
-        ctime_ns: differs also after a change of its name or mode, and cannot be put back as the time of writing can.
+        ctime_ns: differs also after a change of its name or mode, and cannot be reset as the modification time can.
     """
 
     device: int
@@ -83,10 +83,10 @@ class TensorFile:
     """A safetensors file.
 
     Attributes:
-        path: where it is, as given.
-        metadata: the entries of its header that are no tensors.
+        path: as passed by the caller.
+        metadata: the entries of its header that are not tensors.
         entries: its tensors by name.
-        checksums: of the bytes of each tensor, which what is read has to have; empty: nothing is checked.
+        checksums: of the bytes of each tensor, checked on reading; empty: nothing is checked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,7 +109,7 @@ class TensorFile:
         self.metadata, self.entries = _parse_header(content, length)
         _check_places(self.entries.values(), self._identity.size - self._begin)
         self.checksums: Mapping[str, int] = {}
-        self._parts: set[str] = set()  # those of which pieces are read
+        self._parts: set[str] = set()  # tensors of which pieces are read
         self._unchecked: set[str] = set()
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -123,9 +123,9 @@ class TensorFile:
             return {name: self._tensor(file, name, tuple((0, n) for n in self.entries[name].shape)) for name in names}
 
     def part(self, name: str) -> TensorPart:
-        """Return a tensor of which later no more is read than an index takes.
+        """Return a tensor that reads only the indexed pieces later.
 
-        The first piece of any such tensor is read after the checksums of all of them have been checked.
+        The checksums of all such tensors are checked before the first piece of any is read.
         """
         self._parts.add(name)
         self._unchecked.add(name)
@@ -140,7 +140,7 @@ class TensorFile:
 
     @contextmanager
     def _open(self) -> Generator[FileIO]:
-        """The file, if it is the same before and after what is read from it."""
+        """Open the file; raise if it changed before or during reading."""
         try:
             with self._absolute.open("rb", buffering=0) as file:
                 self._check_identity(file)
@@ -156,7 +156,7 @@ class TensorFile:
             return
         if not self.checksums or replace(identity, ctime_ns=self._identity.ctime_ns) != self._identity:
             raise self._changed_since_loading()
-        self._unchecked |= self._parts  # it has another mode or name, or was written to and its time put back
+        self._unchecked |= self._parts  # it has another mode or name, or was overwritten and its time reset
         self._identity = identity
 
     def _changed_since_loading(self) -> ChangedFileError:
@@ -166,7 +166,7 @@ class TensorFile:
         )
 
     def _check_parts(self, file: FileIO) -> None:
-        """Check the checksums of all tensors of which pieces are read, in one pass and in little memory."""
+        """Check the checksums of all tensors of which pieces are read, in one pass with little memory."""
         buffer = memoryview(bytearray(_STEP))
         names = sorted(self._unchecked, key=lambda name: self.entries[name].start)
         for name in names:
@@ -207,13 +207,13 @@ class TensorFile:
             self._check_unchanged_since_saving(name, zlib.crc32(content))
         if not content:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        if dtype == torch.bool:  # any byte but 0 is True, also in what reads the memory of the tensor
+        if dtype == torch.bool:  # any byte but 0 is True, also for readers of the tensor's memory
             return (torch.frombuffer(content, dtype=torch.uint8) != 0).view(shape)
         return torch.frombuffer(content, dtype=dtype).view(shape)
 
 
 class TensorPart:
-    """A tensor in a file, read where it is indexed: with whole numbers, then slices of step 1; other axes are whole."""
+    """A tensor in a file, read when indexed: with whole numbers, then slices of step 1; other axes are whole."""
 
     def __init__(self, file: TensorFile, name: str) -> None:
         self._file, self._name = file, name
@@ -239,7 +239,7 @@ class TensorPart:
 
 
 def _parse_header(content: bytes, length: int) -> tuple[Mapping[str, str], dict[str, Entry]]:
-    """Raises: NoTensorsError: it is not the header of a safetensors file."""
+    """Return the entries and metadata; raise NoTensorsError if it is not the header of a safetensors file."""
     try:
         header: dict[str, Any] = json.loads(content.decode())
         metadata: dict[str, Any] = header.pop("__metadata__", None) or {}
@@ -264,7 +264,7 @@ def _parse_entry(entry: Mapping[str, Any]) -> Entry:
 
 
 def _check_places(entries: Iterable[Entry], size: int) -> None:
-    """Check that tensors stand one after the other, and fill the file.
+    """Check that tensors are contiguous, and fill the file.
 
     Raises:
         NoTensorsError: they do not.
@@ -279,7 +279,7 @@ def _check_places(entries: Iterable[Entry], size: int) -> None:
 
 
 def _byte_ranges(shape: tuple[int, ...], bounds: tuple[Bounds, ...], itemsize: int) -> Iterator[Bounds]:
-    """Yield the ranges of bytes that hold a piece, in order: one for each index of the axes before the last cut one."""
+    """Yield the byte ranges of a piece, in order: one for each index of the axes before the last sliced one."""
     cut = [axis for axis, (n, each) in enumerate(zip(shape, bounds, strict=True)) if each != (0, n)]
     last = cut[-1] if cut else 0
     inner = math.prod(shape[last + 1 :]) * itemsize

@@ -1,4 +1,4 @@
-"""watch: exact statistics of every attention head of a model, while it runs, its outputs unchanged."""
+"""watch: exact statistics of every attention head of a running model, with unchanged outputs."""
 
 from headscope._intercept import WatchError, WatchWarning
 from headscope.stats._origin import Origin, Part

@@ -1,4 +1,4 @@
-"""What a recording is of."""
+"""The origin and options of a recording."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from headscope.watching._options import Options
 
 @dataclass(frozen=True)
 class About:
-    """What a recording is of.
+    """The origin and options of a recording.
 
     Attributes:
-        model: its class, and the name it was loaded under if it says one.
-        options: what was asked for, as text or numbers.
-        versions: of headscope, torch and, where it is loaded, transformers.
+        model: its class, and the name under which it was loaded, if known.
+        options: the arguments of ``watch``, as text or numbers.
+        versions: of headscope, torch and, if loaded, transformers.
         kinds: layer -> "self" or "cross".
         texts: the text of each token, or None.
-        forwards: how many forward passes were looked at.
-        ran: how many there were.
+        forwards: the number of observed forward passes.
+        ran: the number of all forward passes.
         origin: class and configuration of the model, widths and part of the heads of each layer; None = not stated.
     """
 
@@ -42,7 +42,7 @@ class About:
 
     @property
     def part(self) -> Mapping[str, Part]:
-        """Layer -> the part of its heads that was recorded; layers with all of their heads are not listed."""
+        """Layer -> the recorded part of its heads; layers with all heads are not listed."""
         return {} if self.origin is None else self.origin.part
 
 
@@ -50,7 +50,7 @@ About.__module__ = "headscope.watching"  # its public path
 
 
 def about_of(model: nn.Module, options: Options, layers: Choice | None, texts: tuple[str, ...] | None) -> About:
-    """What a recording of ``model`` is of, before the first forward pass."""
+    """Return the origin and options of a recording of ``model``, before the first forward pass."""
     loaded = getattr(getattr(model, "config", None), "_name_or_path", "")
     name = type(model).__name__ + (f" ({loaded})" if loaded else "")
     what = options.what
@@ -64,7 +64,7 @@ def about_of(model: nn.Module, options: Options, layers: Choice | None, texts: t
 
 
 def _plain(value: Any) -> Any:
-    """An option as JSON has it; a tensor or a function by its kind."""
+    """Return an option in JSON form; a tensor or a function by its kind."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -1,4 +1,4 @@
-"""Which module was called with the ids of the tokens that an attention layer attends to."""
+"""The module that was called with the token ids of an attention layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from headscope._intercept import Frame, InterceptedCall
 
 _NOT_IDS = ("mask", "position", "type", "label", "target", "segment")
-# what else a sequence is made from: pixel_values, input_features, image_embeds, audio, patches
+# other inputs of a sequence: pixel_values, input_features, image_embeds, audio, patches
 _OTHER = re.compile(
     r"(^|_)(pixels?|images?|imgs?|patch(es)?|videos?|visual|vision|audios?|speech|mels?|spectrograms?|wave(form)?s?"
     r"|input_features|input_values)(_|$)"
@@ -29,10 +29,11 @@ class Source(NamedTuple):
 
 
 def find_source(call: InterceptedCall, frames: Iterable[Frame]) -> Source | None:
-    """Find the innermost module that was called with ids, if the call's sequence is made from them.
+    """Find the innermost module that was called with ids, if the call's sequence is computed from them.
 
-    It is not where a module in between takes a sequence of another kind, such as pixels, or of another length. Where
-    the module itself takes one beside the ids, the sequence is that of the ids only if it goes on as ``inputs_embeds``.
+    It is not if a module in between takes a sequence of another kind, such as pixels, or of another length. If the
+    module itself takes one together with the ids, the sequence is that of the ids only if it is passed on as
+    ``inputs_embeds``.
 
     Args:
         call: the attention call.
@@ -56,7 +57,7 @@ def find_source(call: InterceptedCall, frames: Iterable[Frame]) -> Source | None
 
 
 def find_cache(frames: Iterable[Frame]) -> object:
-    """Find the cache that the innermost module was called with; None = with none."""
+    """Find the cache that the innermost module was called with, or None."""
     for frame in frames:
         for name in _CACHES:
             if (cache := frame.arguments.get(name)) is not None:
@@ -65,9 +66,9 @@ def find_cache(frames: Iterable[Frame]) -> object:
 
 
 def _id_arguments(arguments: Mapping[str, Any], queries: int) -> list[Tensor] | None:
-    """The arguments that may be a layer's ids: ``input_ids``, or whole numbers, one a query; None = there are none.
+    """Return the arguments that may be a layer's ids: ``input_ids``, or whole numbers, one for each query; or None.
 
-    Whole numbers of another name beside a sequence of vectors are not what it was made from.
+    Whole numbers of another name together with a sequence of vectors are not the source of the sequence.
     """
     named = arguments.get("input_ids")
     if isinstance(named, Tensor):
@@ -90,18 +91,18 @@ def _may_be_ids(value: object, queries: int) -> bool:
 
 
 def _has_other(arguments: Mapping[str, Any]) -> bool:
-    """Whether a module takes a sequence of another kind than ids."""
+    """Return whether a module takes a sequence of another kind than ids."""
     return any(_OTHER.search(name) for name in _sequences(arguments))
 
 
 def _goes_through(arguments: Mapping[str, Any], queries: int) -> bool:
-    """Whether one of a module's tensors may be the sequence of the queries; true where it has none."""
+    """Return whether one of a module's tensors may be the sequence of the queries; true if it has none."""
     shapes = [value.shape for value in _sequences(arguments).values() if value.ndim >= 2]
     return not shapes or any(queries in (shape[:-1] if len(shape) < 4 else shape[1:-1]) for shape in shapes)
 
 
 def _sequences(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Name -> tensor of numbers that may be a sequence."""
+    """Return name -> tensor of numbers that may be a sequence."""
     return {
         name: value
         for name, value in arguments.items()

@@ -1,7 +1,7 @@
-"""Monitoring a training: values of each step to trackers, and alarms, without a step that waits for its device.
+"""Monitoring of training: values of each step for trackers, and alarms, without waiting for the device.
 
-The values of a step are copied to the host beside the work that is going on, and handed on when they have arrived: on a
-GPU that is in a later step, or when the watch ends; on the CPU at once.
+The values of a step are copied to the host in parallel with other work, and passed on when they have arrived: on a GPU
+    in a later step, or when the watch ends; on the CPU at once.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class AttentionWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Limits:
-    """When an alarm is raised; None = never. The defaults, and what they rest on, are in docs/guides/watch.md.
+    """The limits of alarms; None = never. docs/guides/watch.md lists the defaults and their sources.
 
     Attributes:
         entropy: entropy collapse: a head's mean ``normalized_entropy`` is below this, in (0, 1), and less than half of
-            the most it has been.
-        max_logit: growing logits: the largest ``max_logit`` of a head's rows is above this, and more than twice what it
-            was at first.
-        sink: a rising sink: a head's mean ``first`` is above this, in (0, 1), and more than 0.1 above the least it has
-            been.
+            its maximum so far.
+        max_logit: growing logits: the largest ``max_logit`` of a head's rows is above this, and more than twice its
+            first value.
+        sink: a rising sink: a head's mean ``first`` is above this, in (0, 1), and more than 0.1 above its minimum so
+            far.
     """
 
     entropy: float | None = 0.1
@@ -54,13 +54,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Alarm:
-    """What went over a limit.
+    """A value beyond its limit.
 
     Attributes:
         step: the forward pass, counted from 0.
         layer, head: where.
         what: "entropy collapse", "growing logits" or "rising sink".
-        value: of the quantity in this step; limit: what it went over, or fell below; reference: what it was before.
+        value: of the quantity in this step; limit: the limit that it exceeded, or fell below; reference: its earlier
+            value.
     """
 
     step: int
@@ -79,7 +80,7 @@ class Alarm:
 
 
 def writer(target: Any) -> Write:
-    """How to write to a tracker: a TensorBoard ``SummaryWriter``, a Weights & Biases run, or a function.
+    """Return a writer for a tracker: a TensorBoard ``SummaryWriter``, a Weights & Biases run, or a function.
 
     Raises:
         TypeError: it is none of these.
@@ -94,7 +95,8 @@ def writer(target: Any) -> Write:
     if callable(getattr(target, "log", None)):
 
         def to_weights_and_biases(values: dict[str, float], step: int) -> None:
-            # into the row that the training loop logs next: a step of our own would have to rise together with its own
+            # into the row that the training loop logs next: a separate step would have to increase together with its
+            # own
             target.log({**values, "attn/step": step}, commit=False)
 
         return to_weights_and_biases
@@ -106,7 +108,7 @@ def writer(target: Any) -> Write:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """Values on their way to the host: a name for each, and what says that they have arrived."""
+    """Values on their way to the host: their names, and the event of their arrival."""
 
     number: int
     names: list[tuple[str, int, str]]  # layer, number of the layer, quantity; its heads follow one another
@@ -116,7 +118,7 @@ class _Step:
 
 
 class Monitor:
-    """Hands the values of each step to writers, and looks for alarms.
+    """A monitor that passes the values of each step to writers, and checks the limits of alarms.
 
     Attributes:
         alarms: those that were raised so far.
@@ -127,18 +129,18 @@ class Monitor:
         self.limits = limits
         self.alarms: list[Alarm] = []
         self._waiting: deque[_Step] = deque()
-        self._numbers: dict[str, int] = {}  # of layers; a name that was written once has to stay that layer's
+        self._numbers: dict[str, int] = {}  # of layers; a name once written must stay that layer's
         self._writing = False
         self._references: dict[tuple[str, int, str], float] = {}
         self._raised: set[tuple[str, int, str]] = set()
 
     def step(self, number: int, parts: Mapping[str, LayerStats]) -> None:
-        """Start to fetch the values of a step, and hand on those that have arrived; nothing while a writer runs.
+        """Start to fetch the values of a step, and pass on those that have arrived; do nothing while a writer runs.
 
         Args:
-            parts: layer -> its statistics in this step alone, in the order of the model.
+            parts: layer -> its statistics in this step only, in the order of the model.
         """
-        if self._writing:  # the writer runs the model itself: to hand that on would never end
+        if self._writing:  # the writer runs the model itself: passing that on would never end
             return
         for layer in parts:
             self._numbers.setdefault(layer, len(self._numbers))
@@ -148,7 +150,7 @@ class Monitor:
             self._hand_on(self._waiting.popleft())
 
     def finish(self) -> None:
-        """Wait for what has not arrived, and hand it on."""
+        """Wait for the remaining values, and pass them on."""
         while self._waiting:
             step = self._waiting.popleft()
             if step.arrived is not None:
@@ -162,7 +164,7 @@ class Monitor:
             for head in range(heads):
                 value = next(numbers)
                 if math.isnan(value):
-                    continue  # no row of the head has it
+                    continue  # no row of the head has the quantity
                 flat[f"attn/L{at:02d}/H{head:02d}/{quantity}"] = value
                 if self.limits is not None:
                     self._look(self.limits, step.number, (layer, head, quantity), value)
@@ -174,7 +176,7 @@ class Monitor:
             self._writing = False
 
     def _look(self, limits: Limits, step: int, at: tuple[str, int, str], value: float) -> None:
-        """Raise an alarm where a limit is passed; the next one of that head not before it has gone back."""
+        """Raise an alarm if a limit is passed; the next one of that head only after the value has returned."""
         before = self._references.get(at, value)
         match at[2]:
             case "normalized_entropy":
@@ -199,7 +201,7 @@ class Monitor:
 
 
 def _fetch(number: int, parts: Mapping[str, LayerStats], layers: Mapping[str, int]) -> _Step:
-    """The means of all quantities, and the largest logit, copied to the host without waiting."""
+    """Return the means of all quantities, and the largest logit, copied to the host without waiting."""
     names: list[tuple[str, int, str]] = []
     tensors: list[Tensor] = []
     for layer, part in parts.items():

@@ -1,4 +1,4 @@
-"""What was recorded of a model's attention."""
+"""Recordings of a model's attention."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Recording"]
 
-PENDING = 16  # calls of a layer that are kept before they are merged
+PENDING = 16  # calls of a layer that are stored before they are merged
 
 
 class Recording:
-    """What was seen of a model's attention: the statistics of each layer, and what they are of.
+    """A recording of a model's attention: the statistics of each layer, and their origin.
 
-    It can be read while the model is still being watched. Whatever ``HeadStats`` has, it has, too:
+    It can be read while the model is still being watched. It has all attributes and methods of ``HeadStats``:
     ``recording["h.0.attn", 3, "entropy"]``, ``recording["entropy"]``, ``recording[0].received``.
 
     Attributes:
-        about: model, options, versions, how many forward passes; ``about.part``: the heads of each layer, if not all.
+        about: model, options, versions, number of forward passes; ``about.part``: the heads of each layer, if not all.
     """
 
     def __init__(self, stats: HeadStats, about: About, alarms: tuple[Alarm, ...] = ()) -> None:
@@ -44,7 +44,7 @@ class Recording:
         self._parts: dict[str, LayerStats] = dict(stats.parts)
         self._pending: dict[str, list[LayerStats]] = {}
         self._order: dict[str, tuple[int, int]] = {}
-        self._alarms = alarms  # of a file, or of what this is a copy of
+        self._alarms = alarms  # of a file, or of the original of a copy
         self._monitor: Monitor | None = None
         self._lock = threading.RLock()
 
@@ -55,7 +55,7 @@ class Recording:
         """The statistics of all layers, named by module path, in the order of the model.
 
         Raises:
-            WatchError: nothing has been seen so far.
+            WatchError: nothing has been recorded yet.
         """
         with self._lock:
             if not self._all():
@@ -78,12 +78,12 @@ class Recording:
 
     @property
     def heads(self) -> int:
-        """How many heads the widest layer has."""
+        """The number of heads of the layer with the most."""
         return self.stats.heads
 
     @property
     def forwards(self) -> int:
-        """How many forward passes were looked at."""
+        """The number of observed forward passes."""
         return self.about.forwards
 
     @property
@@ -93,7 +93,7 @@ class Recording:
 
     @property
     def texts(self) -> tuple[str, ...] | None:
-        """The text of each token, if it was given."""
+        """The text of each token, if specified."""
         return self.about.texts
 
     @property
@@ -102,19 +102,19 @@ class Recording:
         return self._alarms if self._monitor is None else tuple(self._monitor.alarms)
 
     def flat(self) -> dict[str, float]:
-        """Means under flat names, as trackers want them: ``attn/L03/H05/entropy``."""
+        """Return means under flat names for trackers: ``attn/L03/H05/entropy``."""
         return self.stats.flat()
 
     def to_dict(self) -> dict[str, Any]:
-        """What it is of and all statistics, ready for JSON; see ``HeadStats.to_dict``."""
+        """Return origin, options and all statistics, ready for JSON; see ``HeadStats.to_dict``."""
         return {"about": _recording_file.description(self.about), **self.stats.to_dict()}
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame``; see ``HeadStats.to_pandas``."""
+        """Return a ``pandas.DataFrame``; see ``HeadStats.to_pandas``."""
         return self.stats.to_pandas()
 
     def table(self, sort: str | None = None, **options: Any) -> Table:
-        """One line for each head, under paths without what is common to all; see ``HeadStats.table``."""
+        """Return a table with one line for each head, under shortened paths; see ``HeadStats.table``."""
         from rich.markup import escape
 
         stats = self.stats
@@ -124,7 +124,7 @@ class Recording:
         return table
 
     def compare(self, other: HeadStats | Recording, thresholds: Thresholds | None = None) -> Comparison:
-        """What moved from this recording to another, head by head; see ``headscope.comparing.compare``."""
+        """Compare this recording with a later one, head by head; see ``headscope.comparing.compare``."""
         return compare(self, other, thresholds)
 
     def save(self, path: str | Path, *, qk: bool = False, force: bool = False) -> Path:
@@ -132,9 +132,10 @@ class Recording:
 
         Args:
             path: where.
-            qk: with q, k and lse, if they were kept (``Observe(keep_qk=True)``), so that every tile of the weights can
-                be computed from the file; it then grows with the length, by B · (H + Hkv) · D numbers a position.
-            force: replace any file.
+            qk: include q, k and lse, if they were retained (``Observe(keep_qk=True)``), so every tile of the weights
+                can be computed from the file; it then grows with the length, by B · (H + Hkv) · D numbers for each
+                position.
+            force: overwrite any file.
 
         Raises:
             FileExistsError, ValueError: see ``HeadStats.save``.
@@ -143,20 +144,20 @@ class Recording:
         return _recording_file.save(self.stats, self.about, self.alarms, Path(path), force, qk)
 
     def save_html(self, path: str | Path, *, force: bool = False, **options: Any) -> Path:
-        """Write one page in which every head can be looked at, without any request; see docs/guides/page.md.
+        """Write one self-contained HTML page with every head; see docs/guides/page.md.
 
         Maps are shown if they were observed: ``Observe(map=64)``.
 
         Args:
             path: where.
-            force: replace any file.
+            force: overwrite any file.
             options: title, image, grid, special and strips, as for ``headscope.report.viewer.render_recording``.
 
         Raises:
-            SaveError: there is a file that is no page of headscope's own, or it cannot be written.
+            SaveError: the file exists and is not a page of headscope, or it cannot be written.
             TypeError: an option of another kind.
             ValueError: the maps do not fit one page, or an image does not fit the keys.
-            WatchError: nothing has been seen so far.
+            WatchError: nothing has been recorded yet.
         """
         return viewer.save_recording(self, path, force=force, **options)
 
@@ -165,9 +166,9 @@ class Recording:
         """Read what ``save`` wrote.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
             OSError: it cannot be opened.
-            ValueError: it is no recording, or one of a newer format.
+            ValueError: it is not a recording, or has a newer format.
         """
         return Recording(*_recording_file.load(Path(path)))
 
@@ -182,7 +183,7 @@ class Recording:
         return viewer.framed(viewer.render_recording(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy starts from: a monitor, with what it writes to, stays with the original, as does the lock."""
+        """Return the state of a copy: a monitor, with its writers, stays with the original, as does the lock."""
         with self._lock:
             parts, alarms = self._all(), self.alarms
             return {
@@ -205,7 +206,7 @@ class Recording:
     def _add(
         self, name: str, order: tuple[int, int], part: LayerStats, kind: Kind, origin: Callable[[], LayerOrigin]
     ) -> None:
-        """Add one call of a layer; ``origin``: what its first call is of."""
+        """Add one call of a layer; ``origin``: that of its first call."""
         with self._lock:
             if name not in self._order:
                 self._order[name] = order
@@ -218,13 +219,13 @@ class Recording:
                 self._fold(name)
 
     def _all(self) -> dict[str, LayerStats]:
-        """Layer -> all of its calls, merged."""
+        """Return layer -> all of its calls, merged."""
         for name in list(self._pending):
             self._fold(name)
         return dict(self._parts)
 
     def _fold(self, name: str) -> None:
-        """Merge what waits of a layer."""
+        """Merge the waiting calls of a layer."""
         parts = [*self._pending[name]]
         if name in self._parts:
             parts.insert(0, self._parts[name])

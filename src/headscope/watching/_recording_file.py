@@ -1,4 +1,4 @@
-"""A Recording on disk: the file of its statistics, with what it is of as one more entry in the header."""
+"""A Recording on disk: the file of its statistics, with its origin and options as one more entry in the header."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _ABOUT: dict[str, tuple[type[Any], ...]] = {
 
 
 def description(about: About) -> dict[str, Any]:
-    """Return what a recording is of, ready for JSON."""
+    """Return the origin and options of a recording, ready for JSON."""
     return asdict(about)
 
 
 def save(stats: HeadStats, about: About, alarms: Iterable[Alarm], path: Path, force: bool, qk: bool) -> Path:
     """See ``Recording.save``."""
     entries = description(about)
-    del entries["origin"]  # an entry of its own, which HeadStats.load reads, too
+    del entries["origin"]  # a separate entry, which HeadStats.load reads, too
     raised = [asdict(alarm) | {name: float(getattr(alarm, name)) for name in _NUMBERS} for alarm in alarms]
     header = {RECORDING: json.dumps({"version": VERSION, "about": entries, "alarms": raised})}
     return _statistics_file.save(stats.parts, stats.origin, path, force, header, qk=qk)
@@ -48,9 +48,9 @@ def load(path: Path) -> tuple[HeadStats, About, tuple[Alarm, ...]]:
     """Return the parts of a recording; see ``Recording.load``.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         OSError: it cannot be opened.
-        ValueError: it is no recording, or one of a newer format, or damaged.
+        ValueError: it is not a recording, has a newer format, or is damaged.
     """
     stats = HeadStats.load(path)
     header = read_header(path, RECORDING)
@@ -89,7 +89,7 @@ def _read_alarms(header: dict[str, Any]) -> tuple[Alarm, ...]:
 
 
 def _check_values(about: dict[str, Any]) -> None:
-    """Check what stands within the entries of ``about``.
+    """Check the values in the entries of ``about``.
 
     Raises:
         TypeError, ValueError: a value of another kind, or a number that is not finite.

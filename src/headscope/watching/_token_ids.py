@@ -1,4 +1,4 @@
-"""The token ids of the keys of an attention call: those that were given, or those that the modules were called with."""
+"""The token ids of the keys of an attention call: those of the caller, or those that the modules were called with."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from headscope._support.tensor_classes import ORDINARY
 from headscope.stats._layer import LayerStats
 from headscope.watching._ids_of_calls import find_cache, find_source
 
-TEXTS = 16  # that a step can go on; each holds two whole numbers a token
+TEXTS = 16  # that a step can continue; each holds two whole numbers for each token
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Texts whose keys were seen.
+    """Texts whose keys were observed.
 
     Attributes:
-        layer: what attended: the module, and the number of its call.
-        cache: what the layer was called with; None = with none, or it is gone.
+        layer: the module that attended, and the number of its call.
+        cache: of the layer's call; None = without one, or it no longer exists.
         ids: from position 0 on, [B, N].
         marks: of the keys from position ``first`` to the last one, see ``marks_of``.
     """
@@ -42,14 +42,14 @@ class Text:
 
 
 class Streams:
-    """The ids that modules were called with, step after step, as a cache keeps their keys.
+    """The ids that modules were called with, step by step, as a cache stores their keys.
 
-    Nothing but the keys tells which text a step goes on: caches are copied, cropped, reordered, and several are used in
-    turns. So the ids before a step are those of the text that had the same keys in the same layer, to the bit. A cache
-    that has dropped the first keys shows only the others, so it has to be the same object, too.
+    Only the keys show which text a step continues: caches are copied, cropped, reordered, and several are used in
+        turns. So the ids before a step are those of the text that had the same keys in the same layer, to the bit. A
+        cache that has dropped the first keys shows only the others, so it must also be the same object.
 
     Attributes:
-        unknown: whether there was a step of which the ids of earlier keys are not known.
+        unknown: whether there was a step with unknown ids of earlier keys.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Streams:
         self._lock = threading.Lock()
 
     def of(self, call: InterceptedCall, frames: Sequence[Frame]) -> Ids | None:
-        """Ids of the keys, from the innermost module that was called with ids; None where they are not known."""
+        """Return ids of the keys, from the innermost module that was called with ids; None if unknown."""
         source = find_source(call, frames)
         if source is None:
             return None
@@ -73,7 +73,7 @@ class Streams:
         return cut(ids, call)
 
     def _join(self, ids: Tensor, call: InterceptedCall, frames: Sequence[Frame]) -> Tensor | None:
-        """All ids up to this step; None where those of earlier steps are not known."""
+        """Return all ids up to this step; None if those of earlier steps are unknown."""
         total, new = _total(call), ids.shape[-1]
         first = max(0, total - call.k.shape[-2])
         marks = marks_of(call.k, ids)
@@ -93,8 +93,8 @@ class Streams:
         return text
 
     def _before(self, step: Text, count: int) -> Tensor | None:
-        """The ids of so many positions before a step; None = they are not known, or texts that differ have its keys."""
-        if count <= step.first:  # no key of theirs is left
+        """Return the ids of ``count`` positions before a step; None = unknown, or different texts have its keys."""
+        if count <= step.first:  # none of their keys is left
             return None
         before: list[Tensor | None] = [None] * len(step.ids)
         shorter: Text | None = None
@@ -113,14 +113,14 @@ class Streams:
                 if row is not None and earlier is not None and not torch.equal(earlier, row):
                     return None
                 before[b] = earlier if row is None else row
-        if shorter is not None:  # from now on a part of the longer text
+        if shorter is not None:  # from now on part of the longer text
             self._texts.remove(shorter)
         whole = [row for row in before if row is not None]
         return torch.stack(whole) if len(whole) == len(before) else None
 
 
 def _may_go_on(text: Text, step: Text, count: int) -> bool:
-    """Whether a step may be one of a text, after so many positions of it."""
+    """Return whether a step may continue a text after ``count`` positions."""
     if text.layer != step.layer or text.marks.device != step.marks.device:
         return False
     if text.first > step.first or text.ids.shape[-1] < count:
@@ -129,14 +129,14 @@ def _may_go_on(text: Text, step: Text, count: int) -> bool:
 
 
 def _row(rows: Tensor) -> Tensor | None:
-    """The row that all of these are; None = they differ, or there is none."""
+    """Return the row that all of these equal; None = they differ, or there is none."""
     return rows[0] if len(rows) and bool((rows == rows[0]).all()) else None
 
 
 def marks_of(keys: Tensor, ids: Tensor) -> Tensor | None:
-    """A number for each key and batch entry, int64 [B, K]: of other bits all but surely another number.
+    """Return a number for each key and batch entry, int64 [B, K]: a hash of the key's bits.
 
-    None where they cannot be read so: keys of another batch than the ids, or of a class with rules of its own.
+    None if they cannot be read: keys of another batch than the ids, or of a class with its own rules.
     """
     whole = _WHOLE.get(keys.element_size())
     if math.prod(keys.shape[:-3]) != len(ids) or 0 in keys.shape or type(keys) not in ORDINARY or whole is None:
@@ -151,7 +151,7 @@ def marks_of(keys: Tensor, ids: Tensor) -> Tensor | None:
 
 
 def reference_to(cache: object) -> Callable[[], object]:
-    """A weak reference; one to nothing where there can be none."""
+    """Return a weak reference, or one to nothing if the cache does not support it."""
     try:
         return weakref.ref(cache)
     except TypeError:
@@ -159,10 +159,10 @@ def reference_to(cache: object) -> Callable[[], object]:
 
 
 def ids_of_keys(ids: Tensor, call: InterceptedCall) -> Ids:
-    """Of ids that stand for all keys, those of the keys that are there.
+    """Return the ids of the keys in a call, from the ids of all keys.
 
     Raises:
-        ValueError: there are more keys than ids, so that those of some are not known.
+        ValueError: there are more keys than ids, so some are unknown.
     """
     count, total = ids.shape[-1] if ids.ndim else 0, _total(call)
     if count < total:
@@ -173,10 +173,10 @@ def ids_of_keys(ids: Tensor, call: InterceptedCall) -> Ids:
 
 
 def check_texts(count: int, parts: Iterable[LayerStats]) -> None:
-    """See to it that texts of so many tokens are those of the queries or the keys of some layer.
+    """Raise unless texts of so many tokens match the queries or the keys of some layer.
 
     Raises:
-        ValueError: they are of none; where calls differ in length, of more than the longest has.
+        ValueError: they match none; if calls differ in length, they are more than the longest has.
     """
     sizes: dict[int, str] = {}
     for part in parts:
@@ -187,7 +187,7 @@ def check_texts(count: int, parts: Iterable[LayerStats]) -> None:
             longest = part.received.shape[-1]
             fits = count <= longest
             sizes[longest] = f"up to {longest:,}"
-        else:  # how long the calls were is not known
+        else:  # the lengths of the calls are unknown
             fits = True
         if fits:
             return
@@ -197,7 +197,7 @@ def check_texts(count: int, parts: Iterable[LayerStats]) -> None:
 
 
 def cut(ids: Tensor, call: InterceptedCall) -> Ids:
-    """Of ids from position 0 on, those of the keys that are there; -1 for room that no key has taken yet."""
+    """Return the ids of the present keys, from ids from position 0 on; -1 for room without a key yet."""
     keys = call.k.shape[-2]
     total = _total(call)
     first = max(0, total - keys)

@@ -1,4 +1,4 @@
-"""watch: exact statistics of every attention head of a model, while it runs, its outputs unchanged."""
+"""watch: exact statistics of every attention head of a running model, with unchanged outputs."""
 
 from __future__ import annotations
 
@@ -75,38 +75,38 @@ def watch(
 ) -> Watch:
     """Watch every attention head of a model: ``with headscope.watch(model) as seen: model(**inputs)``.
 
-    The model computes what it computes without, to the bit; its attention weights are computed a second time, tile by
-    tile, and reduced to statistics, in memory linear in the length. ``seen`` is a ``Recording``. docs/guides/watch.md
-    lists which modules it records and what it refuses.
+    The outputs of the model do not change, to the bit. headscope recomputes the attention weights, tile by tile, and
+    reduces them to statistics, in memory linear in the length. ``seen`` is a ``Recording``. docs/guides/watch.md lists
+    which modules it records and what it does not support.
 
     Args:
-        model: any module; what is inside is seen, too, whichever thread runs it.
+        model: any module; the modules inside are recorded, too, in any thread.
         what: what to measure; by default ``Observe()``.
-        rows: look at an even sample of this many query rows only, from 1; short for ``Observe(rows=...)``.
-        layers: which modules: names or patterns ("decoder.*.self_attn", "h.3"), each with all that is inside; or a
-            function of name and module. By default all.
-        every: look at the first of every so many forward passes, from 1. A forward pass is one call of the model from
+        rows: observe only an even sample of this many query rows, from 1; short for ``Observe(rows=...)``.
+        layers: the modules to record: names or patterns ("decoder.*.self_attn", "h.3"), each with all modules inside;
+            or a function of name and module. By default all.
+        every: observe the first of every ``every`` forward passes, from 1. A forward pass is one call of the model from
             outside, or of one of its modules; those of an evaluation count, too.
         tokens: ids of the keys, [K] or [B, K], the same for all calls, for ``duplicate`` and ``induction``; "inputs":
-            take the ``input_ids`` that the modules are called with, over the steps of a cache.
-        texts: the text of each token, to be kept with the recording: of the queries or keys of some layer.
-        kinds: name or pattern -> "self" or "cross", where the calls do not say (see docs/guides/watch.md).
-        positions: where the keys of self-attention stand, [K], or [K, 2] on a grid of patches; NaN = nowhere (CLS). By
-            default 0, 1, 2, …, a cache included.
-        accelerate: let headscope's kernel attend as well, in the layers that are chosen. Outputs are then equal up to
-            rounding, not to the bit, but for rows in which everything is hidden: headscope gives them 0.
-        unseen: "error": a module called attention that ran and could not be seen into is an error that names it, and
-            one that was seen and may attend once more, by a softmax of its own, a warning. "ignore": neither.
-        log: where the values of each forward pass that is looked at go, under flat names (``attn/L03/H05/entropy``): a
+            use the ``input_ids`` that the modules are called with, across the steps of a cache.
+        texts: the text of each token, saved with the recording: of the queries or keys of some layer.
+        kinds: name or pattern -> "self" or "cross", if the calls do not determine it (see docs/guides/watch.md).
+        positions: of the keys of self-attention, [K], or [K, 2] on a grid of patches; NaN = none (CLS). By default 0,
+            1, 2, …, a cache included.
+        accelerate: let headscope's kernel attend as well, in the selected layers. Outputs are then equal up to
+            rounding, not to the bit, except rows in which every key is masked: headscope gives them 0.
+        unseen: "error": raise an error that names a module called attention that ran and could not be observed, and
+            warn of an observed one that may also attend by a softmax of its own. "ignore": neither.
+        log: the tracker for the values of each observed forward pass, under flat names (``attn/L03/H05/entropy``): a
             TensorBoard ``SummaryWriter``, a Weights & Biases run, a function of the values and the step, or several. A
-            layer keeps its number: those of a step are numbered in the order of the model, layers that are first seen
-            in a later step get the next ones.
-        alarms: warn of entropy collapse, growing logits and a rising sink; ``Limits`` says when.
+            layer's number does not change: the layers of a step are numbered in the order of the model, and layers
+            first observed in a later step get the next numbers.
+        alarms: warn of entropy collapse, growing logits and a rising sink; ``Limits`` defines when.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; texts that are of no layer when the watch ends.
-        WatchError: the model runs compiled; later, a layer that cannot be seen, one that was replaced or added within
-            the block, or nothing that was seen.
+        TypeError, ValueError: an argument that does not fit; texts that do not match any layer when the watch ends.
+        WatchError: the model is compiled; later, a layer that cannot be observed, one that was replaced or added within
+            the block, or no attention call at all.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
     what = Observe() if what is None else what
@@ -132,7 +132,7 @@ class Watch:
     """The context that ``watch`` returns; it can be entered once.
 
     Attributes:
-        recording: what has been seen so far.
+        recording: the recording so far.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Watch:
     ) -> None:
         self.monitor = options.monitor
         self.options = options
-        self.again = options.accelerate  # what is computed again has to be computed alike
+        self.again = options.accelerate  # a recomputation must run the same kernels
         self._last_active = False
         self.modules = list_modules(model)
         self.chosen = select_modules(self.modules, layers)
@@ -150,10 +150,12 @@ class Watch:
         self.places = {name: place for place, name in enumerate(self.modules)}
         self.recording = Recording(HeadStats({}), about_of(model, options, layers, texts))
         self.recording._monitor = options.monitor
-        self._lock = threading.RLock()  # what a monitor writes to may run the model itself
+        self._lock = threading.RLock()  # a writer of the monitor may run the model itself
         self._entered = False
         self._streams = Streams()
-        self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # what ran and was seen, with nothing amiss
+        self._complete: set[tuple[frozenset[str], frozenset[str]]] = (
+            set()
+        )  # complete sets of modules that ran and were observed
         self._errors: dict[str, tuple[Tensor, float]] = {}
         self._warned: set[str] = set()
         self._warned_of_ids = False
@@ -182,7 +184,7 @@ class Watch:
             self._check()
 
     def _leave_running_passes(self) -> None:
-        """Record nothing more of forward passes that other threads are in: modules are no longer told apart."""
+        """Stop recording forward passes in other threads: their modules are no longer registered."""
         with self._lock:
             running, self._running = self._running, set()
         for each in running:
@@ -214,10 +216,10 @@ class Watch:
         hint = summarize_names(self.modules)
         raise WatchError(f"watch: no attention call was observed in {recording.about.model}; its modules: {hint}")
 
-    # ------------------------------------------------------------ as the modules' calls see it
+    # ------------------------------------------------------------ interface for the modules' calls
 
     def begin(self) -> Pass:
-        """A forward pass starts, or a piece of the last one is computed again.
+        """Start a forward pass, or the recomputation of a piece of the last one.
 
         Raises:
             WatchError: attention layers were replaced or added since the watch was opened.
@@ -237,8 +239,10 @@ class Watch:
         return forward
 
     def tokens_of(self, call: InterceptedCall) -> Ids | None:
-        """The ids of a call's keys, if they were asked for and are known."""
-        if self.options.tokens is None or call.beside:  # a key that is no token's would pass for the next one
+        """Return the ids of a call's keys, if requested and known."""
+        if (
+            self.options.tokens is None or call.beside
+        ):  # a key that does not belong to a token would count as the next one
             return None
         if isinstance(self.options.tokens, Tensor):
             return ids_of_keys(self.options.tokens, call)
@@ -246,10 +250,10 @@ class Watch:
         return self._streams.of(call, [*running_frames()])
 
     def compare(self, layer: str, call: InterceptedCall) -> None:
-        """Compare a layer's first output with what its call gives by definition.
+        """Compare a layer's first output with the output of its call by definition.
 
-        Where the call was understood wrongly (a model with a rule of its own), this is an error and no statistic. On a
-        device it is looked at when the watch ends, so that no step waits for it.
+        If the call was misinterpreted (a model with its own rule), the result is an error instead of a wrong statistic.
+        On a device it is read when the watch ends, so no step waits for it.
         """
         if layer in self._errors:
             return
@@ -276,10 +280,10 @@ class Watch:
             )
 
     def end(self, forward: Pass, *, finished: bool) -> None:
-        """It is over; not finished = by an exception.
+        """End a forward pass; not finished = by an exception.
 
         Raises:
-            WatchError: an attention layer ran in it and was not seen.
+            WatchError: an attention layer ran in it and was not observed.
         """
         with self._lock:
             self._running.discard(forward)
@@ -308,7 +312,7 @@ class Watch:
         self._complete.add(both)
 
     def _warn_of_unrecorded(self, forward: Pass, missing: Collection[str]) -> None:
-        """Warn, once for each layer, of attention beside what was recorded."""
+        """Warn, once for each layer, of attention that was not recorded."""
         if not forward.unrecorded:
             return
         texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing)
@@ -342,22 +346,22 @@ class Pass:
         self.watch = watch
         self.number = number
         self.active = active
-        self.parts: dict[str, LayerStats] = {}  # of this pass alone, for a monitor
+        self.parts: dict[str, LayerStats] = {}  # of this pass only, for a monitor
         self.ran: dict[str, None] = {}
         self.observed: set[str] = set()
         self.unrecorded: dict[str, str | None] = {}  # see describe_unrecorded
 
     def note_unrecorded(self, name: str, operator: str | None) -> None:
-        """A module attends by an operator, or perhaps by a softmax of its own (None)."""
+        """Note that a module attends by an operator, or perhaps by a softmax of its own (None)."""
         self.unrecorded[name] = self.unrecorded.get(name) or operator
 
     def enter(self, name: str, module: nn.Module) -> bool:
-        """A module starts to run; headscope's kernel attends in those that were chosen, if at all."""
+        """Note that a module starts to run; headscope's kernel attends only in selected ones."""
         self.ran[name] = None
         return self.watch.options.accelerate and name in self.watch.chosen
 
     def factors(self, name: str, heads: int, widths: tuple[int, int]) -> Tensor | None:
-        """The heads stay as they are."""
+        """Return None: the heads do not change."""
         return None
 
     def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
@@ -395,17 +399,17 @@ class Pass:
 
 
 class Again(Pass):
-    """A piece of a forward pass that a checkpoint computes once more: by the same kernels, and nobody looks."""
+    """A piece of a forward pass that a checkpoint recomputes: by the same kernels, without observation."""
 
     def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
-        """It has been seen."""
+        """Do nothing: the call was recorded before."""
 
 
 def register_transformers(name: str = "headscope") -> None:
     """Register headscope's attention with transformers, for ``attn_implementation=name``.
 
-    The function and the making of its masks are registered under the one name: without the second, transformers gives
-    the function no mask at all, and padding is silently lost.
+    The function and its mask function are registered under the same name: without the second, transformers does not
+        pass a mask to the function, and padding is silently lost.
 
     Raises:
         ImportError: transformers is not installed, or older than 5.
