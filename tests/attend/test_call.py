@@ -59,32 +59,32 @@ WRONG_KINDS = {
     "sinks: dtype is int64, expected a floating one": {"sinks": ids(H)},
     "mask: got str, expected a mask of headscope.masks, a boolean tensor or None": {"mask": "causal"},
     "mask: got function, expected a mask of headscope.masks": {"mask": causal},  # without its parentheses
-    "mask: dtype is float32, expected bool (True = may be seen); numbers to add are a bias: pass bias=": {
+    "mask: dtype is float32, expected bool (True = attend); for numbers to add to the logits, pass bias=": {
         "mask": torch.zeros(Q, K)
     },
-    "mask: dtype is uint8, expected bool (True = may be seen); convert it with .bool()": {
+    "mask: dtype is uint8, expected bool (True = attend); convert it with .bool()": {
         "mask": torch.ones(Q, K, dtype=torch.uint8)
     },
-    "mask: Dense holds float32, expected bool (True = may be seen); numbers to add are a bias: pass bias=": {
+    "mask: Dense holds float32, expected bool (True = attend); for numbers to add to the logits, pass bias=": {
         "mask": Dense(torch.zeros(Q, K)) & causal()
     },
-    "mask: Band(left=...) wants a whole number or None, got float": {"mask": Band(1.5, 0)},
-    "mask: Band(right=...) wants a whole number or None, got str": {"mask": Prefix(1) | Band(None, "0")},  # pyright: ignore[reportArgumentType]
-    "mask: Band(left=...) wants a whole number or None, got bool": {"mask": Band(True, 0)},
-    "mask: Band(right=...) wants a whole number or None, got float": {"mask": Band(None, 1.0)},
-    "mask: Band(offset=...) wants a whole number, or one for each batch entry, got True": {
+    "mask: Band(left=...): expected a whole number or None, got float": {"mask": Band(1.5, 0)},
+    "mask: Band(right=...): expected a whole number or None, got str": {"mask": Prefix(1) | Band(None, "0")},  # pyright: ignore[reportArgumentType]
+    "mask: Band(left=...): expected a whole number or None, got bool": {"mask": Band(True, 0)},
+    "mask: Band(right=...): expected a whole number or None, got float": {"mask": Band(None, 1.0)},
+    "mask: Band(offset=...): expected a whole number, or one for each batch entry, got True": {
         "mask": Band(None, 0, offset=True)
     },
-    "mask: Band(offset=...) wants a whole number, or one for each batch entry, got (1, 1.0)": {
+    "mask: Band(offset=...): expected a whole number, or one for each batch entry, got (1, 1.0)": {
         "mask": Band(None, 0, offset=[1, 1.0])
     },
-    "mask: Every cannot be hashed; masks without tensors compare and hash by value, as of a @dataclass(frozen=True)": {
+    "mask: Every cannot be hashed; masks without tensors compare and hash by value if the class is a @dataclass": {
         "mask": Every(2)
     },
-    "mask: Band(offset=...) wants a whole number, or one for each batch entry, got 1.5": {
+    "mask: Band(offset=...): expected a whole number, or one for each batch entry, got 1.5": {
         "mask": Band(None, 0, offset=1.5)  # pyright: ignore[reportArgumentType]
     },
-    "mask: Band(offset=...) wants a whole number, or one for each batch entry, got (1, 0.5)": {
+    "mask: Band(offset=...): expected a whole number, or one for each batch entry, got (1, 0.5)": {
         "mask": Band(None, 0, offset=[1, 0.5])  # pyright: ignore[reportArgumentType]
     },
     "mask: Band.offset is float32, expected integers": {"mask": Band(None, 0, offset=torch.zeros(B))},
@@ -125,14 +125,14 @@ WRONG_SIZES = {
         "bias": torch.zeros(HKV, Q, K)
     },
     "bias: axis 3 (K) is 5, expected 7 or 1": {"bias": torch.zeros(1, 1, K, Q)},
-    "sinks: expected one logit a head, [H] = [6]; sinks [3], q [2, 6, 5, 11]": {"sinks": torch.zeros(HKV)},
+    "sinks: expected one logit for each head, [H] = [6]; sinks [3], q [2, 6, 5, 11]": {"sinks": torch.zeros(HKV)},
     "mask: axis 1 (K) is 5, expected 7 or 1; mask [7, 5], the weights are [2, 6, 5, 7]": {"mask": yes(K, Q)},
     "mask: has 5 axes, expected at most 4 ([B, H, Q, K]); mask [1, 2, 6, 5, 7]": {"mask": yes(1, B, H, Q, K)},
     "mask: axis 0 (B) is 3, expected 2 or 1": {"mask": causal() & Dense(yes(3, 1, 1, K))},
-    "mask: Prefix(n) wants a whole number from 0, got -1": {"mask": Prefix(-1)},
-    "mask: Prefix(n) wants a whole number from 0, got True": {"mask": Prefix(True)},
-    "mask: Prefix(n) wants a whole number from 0, got 1.0": {"mask": Prefix(1.0)},  # pyright: ignore[reportArgumentType]
-    "mask: Prefix(n) wants a whole number from 0, got 1.5": {"mask": Prefix(1.5)},  # pyright: ignore[reportArgumentType]
+    "mask: Prefix(n): expected a whole number from 0, got -1": {"mask": Prefix(-1)},
+    "mask: Prefix(n): expected a whole number from 0, got True": {"mask": Prefix(True)},
+    "mask: Prefix(n): expected a whole number from 0, got 1.0": {"mask": Prefix(1.0)},  # pyright: ignore[reportArgumentType]
+    "mask: Prefix(n): expected a whole number from 0, got 1.5": {"mask": Prefix(1.5)},  # pyright: ignore[reportArgumentType]
     "mask: KeyLengths.lengths axis 0 (B) is 3, expected 2; it is [3]": {"mask": KeyLengths(ids(3))},
     "mask: KeyLengths.lengths is [2, 7], expected [B] = [2]": {"mask": KeyLengths(ids(B, K))},
     "mask: Documents.q_ids axis 1 (Q) is 7, expected 5; it is [2, 7]": {"mask": Documents(ids(B, K))},
@@ -148,8 +148,8 @@ WRONG_SIZES = {
     "scale: got inf, expected a finite number": {"scale": float("inf")},
     "scale: got 100": {"scale": 10**400},
     "softcap: got 100": {"softcap": 10**400},
-    "mask: Prefix(n) wants a whole number up to": {"mask": Prefix(10**30)},
-    "mask: Band(offset=...) wants numbers from": {"mask": Band(None, 0, offset=2**63)},
+    "mask: Prefix(n): expected a whole number up to": {"mask": Prefix(10**30)},
+    "mask: Band(offset=...): expected numbers from": {"mask": Band(None, 0, offset=2**63)},
     "softcap: got 0, expected a finite number above 0, or None": {"softcap": 0},
     "softcap: got -2.0, expected a finite number above 0, or None": {"softcap": -2.0},
     "softcap: got inf, expected a finite number above 0, or None": {"softcap": float("inf")},
@@ -254,7 +254,9 @@ def test_leading_axes_in_messages() -> None:
 
 def test_mistakes_are_found_where_torch_compiles_and_on_meta() -> None:
     on_meta = {name: x.to("meta") for name, x in made().items()}
-    with pytest.raises(ValueError, match=re.escape("sinks: expected one logit a head, [H] = [6]; sinks [2]")):
+    with pytest.raises(
+        ValueError, match=re.escape("sinks: expected one logit for each head, [H] = [6]; sinks [2], q [2, 6, 5, 11]")
+    ):
         headscope.attention(**on_meta, sinks=torch.zeros(2, device="meta"))
 
 

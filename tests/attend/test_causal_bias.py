@@ -67,7 +67,10 @@ def test_the_module_refuses_a_causal_bias(options: dict[str, Any], name: str) ->
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_the_compatible_module_refuses_a_causal_bias(need_weights: bool) -> None:
     module, x = nn_compat.MultiheadAttention(8, 2), torch.zeros(T, 1, 8)
-    with pytest.raises(TypeError, match=r"^attn_mask: got .*CausalBias.*boolean tensor \(True = hidden\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"^attn_mask: got .*CausalBias.*boolean tensor \(True = masked\)",
+    ):
         module(x, x, x, attn_mask=causal_upper_left(T, T), need_weights=need_weights)
 
 

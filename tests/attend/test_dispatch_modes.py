@@ -246,7 +246,10 @@ def test_what_has_no_values_is_not_observed_and_leaves_nothing_behind(under: str
     q = torch.randn(2, 4, 9, 8)
     wanted = observe(q, q).flat()
     forget()
-    with pytest.raises(ValueError, match="observe: its tensors have no values to look at"):
+    with pytest.raises(
+        ValueError,
+        match="observe: its tensors have no values",
+    ):
         WITHOUT_VALUES[under](q)
     assert observe(q, q).flat() == wanted
 
@@ -316,7 +319,7 @@ def test_observing_leaves_a_compilers_graph() -> None:
     q = torch.randn(2, 4, 9, 8)
     for run in (lambda x: attend(x, x, x, observe=Observe()).stats, lambda x: observe(x, x, x)):
         torch.compiler.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="observe looks at numbers"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="observe reads values"):
             torch.compile(run, backend="eager", fullgraph=True)(q)
 
 
@@ -398,7 +401,10 @@ def test_bf16_of_many_rows_compiles_without_a_break() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])
 def test_batches_of_gradients_are_refused_by_name(backend: str) -> None:
     x = torch.randn(3, 1, 2, 4, 8)
-    with pytest.raises(RuntimeError, match="takes no batch of gradients at once"):
+    with pytest.raises(
+        RuntimeError,
+        match="does not support batched gradients",
+    ):
         torch.autograd.functional.jacobian(
             lambda q: headscope.attention(q, x[1], x[2], backend=backend), x[0], vectorize=True
         )

@@ -159,7 +159,10 @@ def test_second_derivatives_of_the_reference() -> None:
 
 
 SECOND = {
-    **dict.fromkeys((*NATIVE, "blocked"), 'attention: this backend has no second derivative; backend="reference" has'),
+    **dict.fromkeys(
+        (*NATIVE, "blocked"),
+        'attention: this backend does not support second derivatives; backend="reference"',
+    ),
     "sdpa": "derivative for aten::_scaled_dot_product_flash_attention_for_cpu_backward is not implemented",
 }
 

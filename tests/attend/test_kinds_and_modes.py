@@ -186,8 +186,8 @@ def observed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 MEMORY = "a functional tensor"
-NO_VALUES = "observe: its tensors have no values to look at"
-NO_TANGENTS = "attention: this backend has no gradient in forward mode"
+NO_VALUES = "observe: its tensors have no values"
+NO_TANGENTS = "attention: this backend does not support forward-mode gradients"
 REFUSED: dict[str, tuple[str | None, str | None, str | None]] = {
     "`MaskedTensor`": ("q: got a MaskedTensor", "q: got a MaskedTensor", "x: got a MaskedTensor"),
     "`UninitializedParameter`": ("q: is an Uninit", "q: is an Uninit", "x: is an Uninit"),
@@ -289,16 +289,16 @@ def distribute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[T
 
 DTENSORS: dict[str, str | None] = {
     "q, k and v": None,
-    "q alone": "k: got an ordinary tensor, and q is a DTensor",
-    "k alone": "q: got an ordinary tensor, and k is a DTensor",
-    "all, and a window": "mask: got one beside DTensors",
-    "all, and lengths": "mask (KeyLengths): got one beside DTensors",
-    "all, and a table of DTensors": "mask (Dense): got one beside DTensors",
-    "all, and a bias": "bias: got one beside DTensors",
-    "all, and sinks": "sinks: got one beside DTensors",
-    "a bias alone": "bias: got a DTensor beside ordinary q, k and v",
-    "sinks alone": "sinks: got a DTensor beside ordinary q, k and v",
-    "lengths alone": "mask (KeyLengths): got a DTensor beside ordinary q, k and v",
+    "q alone": "k: is an ordinary tensor, q is a DTensor; expected q, k and v all",
+    "k alone": "q: is an ordinary tensor, k is a DTensor; expected q, k and v all",
+    "all, and a window": "mask: expected None, because DTensors attend without",
+    "all, and lengths": "mask (KeyLengths): expected None, because DTensors attend",
+    "all, and a table of DTensors": "mask (Dense): expected None, because DTensors attend",
+    "all, and a bias": "bias: expected None, because DTensors attend without",
+    "all, and sinks": "sinks: expected None, because DTensors attend without",
+    "a bias alone": "bias: is a DTensor, q, k and v are ordinary; expected an ordinary tensor: use .to_local()",
+    "sinks alone": "sinks: is a DTensor, q, k and v are ordinary; expected an ordinary tensor: use .to_local()",
+    "lengths alone": "mask (KeyLengths): is a DTensor, q, k and v are ordinary",
 }
 
 
@@ -338,7 +338,12 @@ def test_of_two_masks_of_a_class_the_dtensor_is_named(distribute: Callable[[Tens
         KeyLengths(distribute(lengths)) & KeyLengths(lengths),
         KeyLengths(lengths) & KeyLengths(distribute(lengths)),
     ):
-        with pytest.raises(TypeError, match=re.escape("mask (KeyLengths): got a DTensor beside ordinary q, k and v")):
+        with pytest.raises(
+            TypeError,
+            match=re.escape(
+                "mask (KeyLengths): is a DTensor, q, k and v are ordinary; expected an ordinary tensor: use .to_local()"
+            ),
+        ):
             headscope.attention(q, q, q, mask=mask)
 
 
@@ -346,5 +351,5 @@ def test_of_two_masks_of_a_class_the_dtensor_is_named(distribute: Callable[[Tens
 def test_observing_refuses_dtensors_by_name(distribute: Callable[[Tensor], Tensor], name: str) -> None:
     inputs = {each: torch.randn(2, 2, 6, 8) for each in "qkv"}
     inputs[name] = distribute(inputs[name])
-    with pytest.raises(TypeError, match=rf"^{name}: got a DTensor; expected ordinary tensors: \.to_local\(\)"):
+    with pytest.raises(TypeError, match=rf"^{name}: got a DTensor; expected an ordinary tensor: use \.to_local\(\)"):
         headscope.observe(**inputs)

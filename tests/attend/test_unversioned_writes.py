@@ -245,9 +245,9 @@ def test_tiles_of_what_has_been_written_to_are_refused(what: str, how: str) -> N
     stats = tiles_of(what, tensor)
     stats.tile(0, 7, 0, 7)
     write(how, tensor, tensor.flip(0))
-    with pytest.raises(ValueError, match=rf"tile: {what} \[.*\] has been written to since it was observed"):
+    with pytest.raises(ValueError, match=rf"tile: {what} \[.*\] was overwritten after it was observed"):
         stats.tile(0, 7, 0, 7)
-    with pytest.raises(ValueError, match=rf"tile: {what} \[.*\] has been written to since it was observed"):
+    with pytest.raises(ValueError, match=rf"tile: {what} \[.*\] was overwritten after it was observed"):
         copy.deepcopy(stats).tile(0, 7, 0, 7)
 
 
@@ -257,7 +257,10 @@ def test_tiles_of_rows_that_were_not_written_to_stay() -> None:
     before = stats.tile(0, 3, 0, 7)
     write("numpy", bias[:, 3:], torch.zeros(3, 4, 7))
     torch.testing.assert_close(stats.tile(0, 3, 0, 7), before, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="has been written to"):
+    with pytest.raises(
+        ValueError,
+        match="was overwritten",
+    ):
         stats.tile(0, 4, 0, 7)
 
 
@@ -273,7 +276,10 @@ def test_tiles_of_an_inference_tensor_that_has_been_written_to_are_refused() -> 
         bias = torch.randn(7, 7)
         stats = tiles_of("bias", bias)
         bias.zero_()
-        with pytest.raises(ValueError, match="has been written to"):
+        with pytest.raises(
+            ValueError,
+            match="was overwritten",
+        ):
             stats.tile(0, 7, 0, 7)
 
 
@@ -292,7 +298,7 @@ def test_weights_prepared_for_a_page_are_refused_once_their_bias_or_mask_has_bee
     kept = weights_of(tiles_of(what, tensor).parts["0"].last_tiles)
     kept.piece(0, 0, (0, 7), (0, 7))
     write("data", tensor, tensor.flip(0))
-    with pytest.raises(ValueError, match=rf"tile: {what} \[1, 1, 7, 7\] has been written to"):
+    with pytest.raises(ValueError, match=rf"tile: {what} \[1, 1, 7, 7\] was overwritten"):
         kept.piece(0, 0, (0, 7), (0, 7))
 
 
@@ -305,7 +311,10 @@ def test_the_server_refuses_a_tile_whose_mask_has_been_written_to() -> None:
     with Server(seen) as server:
         server.tile(asked)
         write("data", mask, ~mask)
-        with pytest.raises(RefusedError, match="has been written to"):
+        with pytest.raises(
+            RefusedError,
+            match="was overwritten",
+        ):
             server.tile(asked)
 
 

@@ -517,7 +517,7 @@ def test_doctor_judges_a_call_of_ones_own(run: Run, monkeypatch: pytest.MonkeyPa
     assert call["dtypes"].keys() == {"float32", "bfloat16"}
     verdict = call["dtypes"]["float32"]
     assert verdict["selected"] == "blocked"
-    assert verdict["refusals"]["sdpa"] == ["softcap: not an option of scaled_dot_product_attention"]
+    assert verdict["refusals"]["sdpa"] == ["softcap: scaled_dot_product_attention does not support it"]
     assert verdict["observer"] == ["build: the native extension is not installed"]
     ran = run("doctor", "--seq", "11", "--causal")
     assert "Q 11, K 11, D 64, Dv 64, causal" in ran.out
@@ -537,7 +537,7 @@ def test_doctor_goes_through_all_options(run: Run) -> None:
     assert found["device"] == "cpu"
     (cell,) = (cell for cell in found["matrix"] if (cell["option"], cell["backend"]) == ("sinks", "sdpa"))
     assert cell == {"option": "sinks", "dtype": "float32", "backend": "sdpa", "target": None, "takes": False,
-                    "reasons": ["sinks: not an option of scaled_dot_product_attention"]}  # fmt: skip
+                    "reasons": ["sinks: scaled_dot_product_attention does not support them"]}  # fmt: skip
     ran = run("doctor", "--matrix")
     assert ran.code == 0
     assert "(device: cpu; float32, bfloat16, float16," in ran.out

@@ -113,7 +113,7 @@ def test_the_matrix_has_every_option_dtype_target_and_backend() -> None:
 
 def test_the_matrix_says_what_the_backends_say() -> None:
     said = {(cell.option, cell.backend): cell.reasons for cell in matrix({"float32": torch.float32}, "cpu")}
-    assert said["softcap", "sdpa"] == ("softcap: not an option of scaled_dot_product_attention",)
+    assert said["softcap", "sdpa"] == ("softcap: scaled_dot_product_attention does not support it",)
     assert said["mask: window", "blocked"] == ()
     assert said["no option", "reference"] == ()
 
@@ -148,7 +148,7 @@ def test_every_refusal_of_the_native_observer_is_explained() -> None:
 def test_the_verdict_is_that_of_the_native_observer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert judge(TYPICAL["plain"], torch.float32, "cpu").observer == []
     assert judge(TYPICAL["plain"], torch.float32, "cuda").observer == [
-        "device: these kernels run on the CPU, not on cuda"
+        "device: the native kernels run on the CPU, not on cuda"
     ]
     traced = judge(replace(TYPICAL["plain"], form="traced"), torch.float32, "cpu").observer
     assert [reason.partition(":")[0] for reason in traced] == ["torch.compile"]

@@ -98,7 +98,7 @@ def test_what_is_read_is_not_replaced(read: str, out: str, saved: Path, run: Run
 MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no file": (("no.safetensors",), "RECORDING: no.safetensors: no such file"),
     "a name of 300": (("a" * 300,), f"RECORDING: {'a' * 300}: cannot be read: File name too long\n"),
-    "no recording": (("other.txt",), "RECORDING: other.txt: no file of headscope's statistics"),
+    "no recording": (("other.txt",), "RECORDING: other.txt: is not a file of headscope statistics"),
     "no name": (("",), "RECORDING: is empty, expected a path\n"),
     "page without a name": (("seen.safetensors", "--out", ""), "--out: is empty, expected the name of a file\n"),
     "over a file": (
@@ -192,7 +192,7 @@ def test_a_recording_that_is_cut_short_is_called_so(kept: float, run: Run, saved
     whole = saved.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     Path("cut.safetensors").write_bytes(whole[: round(header * 0.9) if kept == 0.5 else -1])
-    said = "cut.safetensors: is cut short, its end is missing"
+    said = "cut.safetensors: is truncated; its end is missing"
     with pytest.raises(ValueError, match=said):
         Recording.load("cut.safetensors")
     assert run("report", "cut.safetensors").err == f"headscope report: RECORDING: {said}\n"

@@ -275,7 +275,7 @@ def test_against_an_older_recording(run: Run, folder: Path, other: Path) -> None
     foreign = run("watch", "text", "--text", "a", "--against", "old.safetensors", "--no-page")
     assert (foreign.code, foreign.out, foreign.err.count("\n")) == (2, "", 1)
     assert foreign.err.startswith(
-        "headscope watch: --against: old.safetensors: after: another architecture than before; expected "
+        "headscope watch: --against: old.safetensors: after: has a different architecture from before; expected "
     )
 
 
@@ -300,7 +300,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "ids in words": (["watch", "text", "--ids", "3 x"], "--ids: got x, expected whole numbers from 0"),
     "no ids": (["watch", "text", "--ids", " ,"], "--ids: expected whole numbers such as 5,7,9, got none"),
     "unknown ids": (["watch", "text", "--ids", "2048"], "--ids: got 2048, expected 0 to 2047"),
-    "no such layers": (["watch", "text", "--text", "a", "--layers", "zork"], "layers: 'zork' fits no module"),
+    "no such layers": (
+        ["watch", "text", "--text", "a", "--layers", "zork"],
+        "layers: 'zork' does not match any module",
+    ),
     "rows": (["watch", "text", "--text", "a", "--rows", "0"], "--rows: got 0, expected a whole number from 1"),
     "context": (
         ["watch", "text", "--text", "a", "--context", "257"],
@@ -343,7 +346,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "older one without a name": (["watch", "text", "--against", ""], "--against: expected a path, got an empty one"),
     "no older one": (["watch", "text", "--against", "no.safetensors"], "--against: no.safetensors: no such file"),
     "older one of 300": (["watch", "text", "--against", "a" * 300], "--against: a{300}: cannot be read: File name too"),
-    "older one is none": (["watch", "text", "--against", "given.txt"], "--against: given.txt: no file of headscope"),
+    "older one is none": (["watch", "text", "--against", "given.txt"], "--against: given.txt: is not a file of headscope"),
     "a name of 300": (["watch", "a" * 300, "--ids", "5"], "a{300}: expected a folder or a name on the hub"),
     "a path of 300": (
         ["watch", "./" + "a" * 300, "--ids", "5"],
@@ -362,7 +365,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "no name of a digit": (["image", ""], "image: expected the path of a picture, got an empty path"),
     "threshold alone": (["watch", "text", "--threshold", "map=1"], "--threshold: requires --against"),
-    "no such layer": (["watch", "text", "--text", "a", "--layers", "x"], "model: --layers: 'x' fits no module"),
+    "no such layer": (["watch", "text", "--text", "a", "--layers", "x"], "model: --layers: 'x' does not match any module"),
     "text with digits": (["text", "a", "--model", "digits"], "--model: the shipped vision model reads images"),
     "text drawn": (["text", "a", "--model", "x", "--seed-random"], "--seed-random: expected the shipped model"),
 }
@@ -519,7 +522,7 @@ def test_a_layer_that_cannot_be_seen_is_told_with_the_option_for_it(run: Run, tm
     ran = run("watch", str(at), "--ids", "3 4")
     assert ran.code == 2
     assert re.search(
-        r"headscope watch: .* of the attention layers that ran 1 could not be seen.*\. Leave out with --layers\n$",
+        r"headscope watch: .*1 of the attention layers that ran could not be observed.*\. Exclude them with --layers\n$",
         ran.err,
     ), ran.err
 
@@ -529,7 +532,7 @@ def test_transformers_has_nothing_to_say_of_a_model_that_cannot_be_watched(tmp_p
     save(transformers.MambaForCausalLM(config), tmp_path / "mamba", tokenizer=False)
     done = headscope("watch", "mamba", "--ids", "3 4", cwd=tmp_path)
     assert done.returncode == 2
-    assert re.fullmatch(r"headscope watch: .* no attention call was seen in .*\n", done.stderr), done.stderr
+    assert re.fullmatch(r"headscope watch: .* no attention call was observed in .*\n", done.stderr), done.stderr
 
 
 def test_what_comes_from_outside_is_escaped(run: Run, folder: Path, tmp_path: Path) -> None:

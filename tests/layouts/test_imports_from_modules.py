@@ -459,7 +459,7 @@ STATE = layout_modules.WQ(E, H).state_dict()
          {"layout": "timm"}, r"qkv.weight: holds q.weight, k.weight, v.weight, but its 35 rows are not divisible by 3"),
         ({"qkv.weight": torch.zeros(36, 12), "proj.weight": torch.zeros(12, 12), "proj.bias": torch.zeros(12),
           "q_norm.weight": torch.ones(6), "k_norm.weight": torch.ones(6)},
-         {"layout": "timm", "num_heads": H}, "the weights do not show the kind of q_norm .*; pass \"rms\" or \"layer\""),
+         {"layout": "timm", "num_heads": H}, "the weights do not show .* q_norm .*; pass \"rms\" or \"layer\""),
     ],
 )  # fmt: skip
 def test_states_that_do_not_fit(state: dict[str, Tensor], options: dict[str, Any], message: str) -> None:
@@ -497,7 +497,7 @@ def test_modules_that_are_not_known() -> None:
         MultiHeadAttention.from_module(Unknown())
     with pytest.raises(TypeError, match=r"module: got int, expected a torch.nn.Module"):
         MultiHeadAttention.from_module(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"module: is a headscope.MultiHeadAttention already"):
+    with pytest.raises(TypeError, match=r"module: is already a headscope.MultiHeadAttention"):
         MultiHeadAttention.from_module(MultiHeadAttention(E, H))
 
 
@@ -862,9 +862,9 @@ def test_states_of_another_kind_are_named(tmp_path: Path) -> None:
     refused(state, TypeError, "layout: got list, expected a name", layout=["llama"])
     index = tmp_path / "model.safetensors.index.json"
     for text, message in {
-        "{": "is no JSON", "[]": 'has no "weight_map"', '{"metadata": {}}': 'has no "weight_map"',
+        "{": "is not JSON", "[]": 'has no "weight_map"', '{"metadata": {}}': 'has no "weight_map"',
         '{"weight_map": ["a"]}': 'has no "weight_map"', '{"weight_map": {"a": 1}}': 'has no "weight_map"',
-        "[" * 100_000: "is no JSON", json.dumps({"weight_map": {"a": index.name}}): "is no safetensors file",
+        "[" * 100_000: "is not JSON", json.dumps({"weight_map": {"a": index.name}}): "is not a safetensors file",
     }.items():  # fmt: skip
         index.write_text(text)
         refused(index, ValueError, message)

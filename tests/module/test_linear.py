@@ -301,7 +301,7 @@ def test_tangents_are_never_lost(preferred: list[int]) -> None:
     with torch.no_grad(), forward_ad.dual_level():
         dual = forward_ad.make_dual(x, tangent)
         found = forward_ad.unpack_dual(layer(dual)).tangent
-        with pytest.raises(RuntimeError, match="this backend has no gradient in forward mode"):
+        with pytest.raises(RuntimeError, match="this backend does not support forward-mode gradients"):
             headscope.MultiHeadAttention(WIDTH, 4)(dual)
     assert not preferred
     torch.testing.assert_close(found, F.linear(tangent, layer.weight))

@@ -335,7 +335,7 @@ def test_a_projection_without_a_tensor_for_a_weight_says_so() -> None:
 
     module = MultiHeadAttention(8, 2)
     module.qkv_proj = Quantized()  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(TypeError, match="qkv_proj: Quantized has no weight that is a tensor"):
+    with pytest.raises(TypeError, match=r"qkv_proj: expected an .*, got a Quantized whose weight is not a tensor"):
         module.projection("k")
 
 
@@ -569,7 +569,7 @@ def test_cross_attention_passes_nothing_by() -> None:
         ours = module()
         change(ours)
         ours(x)
-        with pytest.raises(ValueError, match=f"^qkv_proj: {message}, which cross-attention would pass by.*separate"):
+        with pytest.raises(ValueError, match=f"^qkv_proj: {message}, which cross-attention would skip.*separate"):
             ours(x, x + 1)
 
     refused(lambda ours: setattr(ours, "qkv_proj", Wrapped(ours.qkv_proj)), "is a Wrapped")
@@ -629,8 +629,8 @@ def test_a_cache_of_fixed_size() -> None:
 
 
 SIZES_WRONG: dict[str, tuple[type[Exception], tuple[Any, Any], dict[str, Any]]] = {
-    "num_heads: embed_dim 12 is not divisible by num_heads 5, so that d_k = d_model / h is not a whole number; "
-    "choose a divisor of 12, or give head_dim": (ValueError, (12, 5), {}),
+    "num_heads: embed_dim 12 is not divisible by num_heads 5, so d_k = d_model / h is not a whole number; "
+    "choose a divisor of 12, or pass head_dim": (ValueError, (12, 5), {}),
     "num_heads: got 0, expected a whole number from 1": (ValueError, (12, 0), {}),
     "embed_dim: got -4, expected a whole number from 1": (ValueError, (-4, 2), {}),
     "num_heads: got str, expected a whole number": (TypeError, (12, "3"), {}),
@@ -674,11 +674,11 @@ INPUTS_WRONG: dict[str, tuple[type[Exception], tuple[Any, ...]]] = {
         (torch.zeros(2, 5, 12), (torch.zeros(2, 7, 12),) * 3),
     ),
     "context: got str, expected a torch.Tensor": (TypeError, (torch.zeros(2, 5, 12), ("k", "v"))),
-    "context: got Band, expected a torch.Tensor, or a pair (for the keys, for the values); a mask goes by its name": (
+    "context: got Band, expected a torch.Tensor, or a pair (for the keys, for the values); pass a mask by name": (
         TypeError,
         (torch.zeros(2, 5, 12), causal()),
     ),
-    "context: axis 1 (K) is 3 for the values, expected 7, as for the keys; keys [2, 7, 12], values [2, 3, 12]": (
+    "context: axis 1 (K) is 3 for the values, expected 7 as for the keys; keys [2, 7, 12], values [2, 3, 12]": (
         ValueError,
         (torch.zeros(2, 5, 12), (torch.zeros(2, 7, 12), torch.zeros(2, 3, 12))),
     ),
@@ -707,7 +707,7 @@ def test_wrong_inputs(message: str) -> None:
 
 def test_no_context_where_the_widths_differ() -> None:
     with pytest.raises(
-        ValueError, match=r"^context: axis 2 \(E\) is 12, expected 10; without context, keys and values"
+        ValueError, match=r"^context: axis 2 \(E\) is 12, expected 10; without context, the module projects"
     ):
         MultiHeadAttention(E, H, kdim=10)(torch.zeros(B, Q, E))
 

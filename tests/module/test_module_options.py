@@ -192,11 +192,11 @@ def test_it_says_what_it_is_made_of() -> None:
         ({"qk_norm": "l2"}, ValueError, "qk_norm: got 'l2', expected \"rms\""),
         ({"qk_norm": "rms", "qk_norm_eps": 0}, ValueError, "qk_norm_eps: got 0, expected a finite number above 0"),
         ({"qk_norm": "rms", "qk_norm_eps": None}, TypeError, "qk_norm_eps: got NoneType, expected a number"),
-        ({"rotary": Rotary(8), "kdim": 8}, ValueError, "kdim: got 8 beside rotary, .* expected embed_dim 24"),
+        ({"rotary": Rotary(8), "kdim": 8}, ValueError, "kdim: got 8, expected embed_dim 24, because rotary"),
         (
             {"position_bias": ALiBi(3), "vdim": 8},
             ValueError,
-            "vdim: got 8 beside position_bias, .* expected embed_dim 24",
+            "vdim: got 8, expected embed_dim 24, because position_bias requires self-attention",
         ),
     ],
 )
@@ -207,10 +207,12 @@ def test_options_that_do_not_fit_are_named(said: dict[str, Any], error: type[Exc
 
 def test_calls_that_do_not_fit_are_named() -> None:
     x, plain = torch.randn(B, Q, E), MultiHeadAttention(E, H)
-    with pytest.raises(ValueError, match="positions: this module has neither rotary nor position_bias"):
+    with pytest.raises(ValueError, match="positions: expected None, because this module has neither"):
         plain(x, positions=torch.arange(Q))
     turning = MultiHeadAttention(E, H, rotary=Rotary(8))
-    with pytest.raises(ValueError, match="context: this module has rotary, and x and its context share no axis"):
+    with pytest.raises(
+        ValueError, match="context: expected None, because this module has rotary, and x and context do not share"
+    ):
         turning(x, x.clone())
     with pytest.raises(ValueError, match=r"context: this module has position_bias"):
         MultiHeadAttention(E, H, position_bias=ALiBi(H))(x, x.clone())

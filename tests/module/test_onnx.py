@@ -276,7 +276,9 @@ def test_dropout_is_refused() -> None:
             Causal().train(), (torch.randn(2, 7, 24),), dynamo=True, opset_version=23, verbose=False,
             custom_translation_table=headscope.onnx.translations(),
         )  # fmt: skip
-    assert "dropout: got 0.5, and ONNX's Attention has none; export the module in eval mode" in str(error.value)
+    assert "dropout: got 0.5, which ONNX's Attention does not support; export the module in eval mode" in str(
+        error.value
+    )
 
 
 def test_without_onnxscript_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +290,7 @@ def test_without_onnxscript_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("codes", [[7], [0, 1, 0, 9]], ids=str)
 def test_masks_of_another_version_are_refused(codes: list[int]) -> None:
     masks_of_call = headscope.onnx._Masks(MagicMock(), MagicMock(), MagicMock())
-    with pytest.raises(ValueError, match=r"mask: got the code \d, expected one of those of this version"):
+    with pytest.raises(ValueError, match=r"mask: got the code \d, which this version of headscope does not define"):
         masks_of_call.of(codes, [])
 
 

@@ -92,14 +92,14 @@ def test_what_does_not_go_with_nested_tensors_is_named() -> None:
     m, parts = module(), rows()
     x = nested(parts)
 
-    refused("need_weights: got one beside a nested x", lambda: m(x, need_weights=True))
-    refused("bias: got one beside a nested x", lambda: m(x, bias=torch.zeros(1)))
-    refused("cache: got one beside a nested x", lambda: m(x, cache=GrowingCache()))
-    refused("mask: got Prefix beside a nested x, expected causal", lambda: m(x, mask=Prefix(1)))
-    refused("mask: got bool beside a nested x, expected causal", lambda: m(x, mask=torch.ones(1, 1).bool()))
-    refused("mask: got one beside a nested context", lambda: m(x, nested(rows()), mask=causal()))
-    refused("context: got a tensor of 3 axes beside a nested x", lambda: m(x, torch.zeros(3, 2, E)))
-    refused("context: got a nested tensor beside an x of 3 axes", lambda: m(torch.zeros(3, 2, E), x))
+    refused("need_weights: expected None together with a nested x", lambda: m(x, need_weights=True))
+    refused("bias: expected None together with a nested x", lambda: m(x, bias=torch.zeros(1)))
+    refused("cache: expected None together with a nested x", lambda: m(x, cache=GrowingCache()))
+    refused("mask: got Prefix, expected causal", lambda: m(x, mask=Prefix(1)))
+    refused("mask: got bool, expected causal", lambda: m(x, mask=torch.ones(1, 1).bool()))
+    refused("mask: expected None together with a nested context", lambda: m(x, nested(rows()), mask=causal()))
+    refused("context: got a tensor of 3 axes, expected a nested tensor, as x is", lambda: m(x, torch.zeros(3, 2, E)))
+    refused("context: is a nested tensor, x is an ordinary one of 3 axes", lambda: m(torch.zeros(3, 2, E), x))
     refused("context: has 2 rows, x has 3", lambda: m(x, nested(rows((2, 3)))))
     holed = torch.nested.narrow(
         torch.zeros(2, 7, E), 1, torch.tensor([0, 0]), torch.tensor([5, 3]), layout=torch.jagged
@@ -122,12 +122,15 @@ def test_functions_take_nested_tensors_without_options() -> None:
     }  # fmt: skip
     for name, value in options.items():
         refused(
-            f"{name}: got one beside nested q, k and v, expected none; Multi",
+            f"{name}: expected none together with nested q, k and v; Multi",
             lambda n=name, o=value: attention(x, x, x, **{n: o}),
         )
     for name in ("cpu", "blocked", "reference"):
-        refused(f"backend: got '{name}' beside nested q, k and v", lambda name=name: attention(x, x, x, backend=name))
-    refused("q, k, v: are nested, expected ordinary tensors, as attend", lambda: attend(x, x, x))
+        refused(
+            f"backend: got '{name}', expected .* for nested q, k and v",
+            lambda name=name: attention(x, x, x, backend=name),
+        )
+    refused("q, k, v: are nested, expected ordinary tensors, because attend", lambda: attend(x, x, x))
     flat = nested(rows())
     refused(r"q: is a nested tensor, expected \[B, H, ragged, D\]", lambda: attention(flat, flat, flat))
     dense = torch.zeros(3, 2, 5, x.shape[-1])
@@ -148,7 +151,9 @@ def test_nested_tensors_of_the_older_layout_are_refused() -> None:
 
 def test_cumulative_lengths_that_are_none_are_named() -> None:
     for wrong in ([1, 2], [0, 3, 2], []):
-        with pytest.raises(ValueError, match=r"q: got .*, expected cumulative lengths: 0, and then never less"):
+        with pytest.raises(
+            ValueError, match=r"q: got .*, expected cumulative lengths, which start at 0 and never decrease"
+        ):
             Documents.from_cu_seqlens(torch.tensor(wrong, dtype=torch.long))
     with pytest.raises(TypeError, match=r"q: got torch.float32, expected integers \[n \+ 1\]"):
         Documents.from_cu_seqlens(torch.tensor([0.0, 2.0]))

@@ -179,7 +179,7 @@ def test_the_sigmoid() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="reproducible: got True beside bias_kv"):
+    with pytest.raises(ValueError, match="reproducible: expected False or None with bias_kv"):
         MultiHeadAttention(8, 2, bias_kv=True, reproducible=True)
     with pytest.raises(TypeError, match="reproducible: got 1, expected True or False"):
         MultiHeadAttention(8, 2, reproducible=1)  # pyright: ignore[reportArgumentType]
@@ -209,7 +209,7 @@ def test_what_lies_in_no_memory() -> None:
 def test_without_the_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = MultiHeadAttention(8, 2, reproducible=True)
     monkeypatch.setattr(native, "extension", None)
-    with pytest.raises(ValueError, match="reproducible: needs the native kernels"):
+    with pytest.raises(ValueError, match="reproducible: requires the native kernels"):
         module(torch.randn(1, 3, 8))
 
 

@@ -184,7 +184,7 @@ def test_only_what_is_asked_for_is_there() -> None:
             getattr(nothing, what)
     with pytest.raises(ValueError, match=r"kept: was not observed; observe with Observe\(keep_rows=True\) or"):
         _ = nothing.kept
-    with pytest.raises(ValueError, match=r"tile: q and k were not kept; observe with Observe\(keep_qk=True\)"):
+    with pytest.raises(ValueError, match=r"tile: q and k were not retained; observe with Observe\(keep_qk=True\)"):
         nothing.tile(0, 1, 0, 1)
     edges = observe(q, k, what=Observe(row_stats=False, edges=2))
     assert edges.names == ()
@@ -251,7 +251,7 @@ def test_a_given_lse_is_taken_for_the_rows_own_within_rounding_alone(
             assert (abs(off) < width) == is_near, "a number of the dtype on the side that is meant"
             assert abs(off) < 7 * width, "and less than ten times the width away"
             if off < -0.01 and not is_near:
-                with pytest.raises(ValueError, match=r"lse: got .* so that a weight would be \d"):
+                with pytest.raises(ValueError, match=r"lse: got .* which gives a weight of \d"):
                     observe(q, k, lse=lse, **options)
                 continue
             mass = observe(q, k, lse=lse, **options)[0, 0, "mass"].mean
@@ -282,7 +282,7 @@ def test_an_lse_below_the_largest_logit_is_refused(form: str) -> None:
     with pytest.raises(ValueError, match=r"lse: got .* for a row whose largest logit is .* expected the natural log"):
         observe(q, k, lse=lse - 1, **options)
     lse[1, 2, 0] -= 0.02  # the row of one key
-    with pytest.raises(ValueError, match=r"a weight would be 1.02"):
+    with pytest.raises(ValueError, match=r"which gives a weight of 1.02"):
         observe(q, k, lse=lse, **options)
     lse[1, 2, 0] += 0.015  # another kernel's rounding
     rounded = observe(q, k, lse=lse, **options)
@@ -573,7 +573,7 @@ def test_exact_tiles_on_demand() -> None:
         stats.tile(3, 12, 0, 1)
     with pytest.raises(ValueError, match=r"j0, j1: got 5, 4, expected 0 <= start <= stop <= 13 \(K\)"):
         stats.tile(0, 1, 5, 4)
-    with pytest.raises(ValueError, match=r"run: got 1, there are 1"):
+    with pytest.raises(ValueError, match=r"run: got 1, expected -1 to 0"):
         stats.tile(0, 1, 0, 1, run=1)
     both = stats.merge(observe(k, k, what=Observe(keep_qk=True, row_stats=False))) if k.shape[1] == 6 else stats
     torch.testing.assert_close(both.tile(0, 1, 0, 2, run=0), p[:, :, :1, :2])
@@ -636,7 +636,11 @@ def test_leading_axes_are_one_batch() -> None:
         ({"windows": (2, 2.0)}, ValueError, r"windows: got \(2, 2.0\), expected each distance once"),
         ({"tokens": [1, 2]}, TypeError, r"tokens: got list, expected a tensor of whole numbers"),
         ({"tokens": torch.ones(3)}, TypeError, r"tokens: dtype is float32, expected whole numbers"),
-        ({"keep_rows": True, "row_stats": False}, ValueError, r"keep_rows: got True beside row_stats=False"),
+        (
+            {"keep_rows": True, "row_stats": False},
+            ValueError,
+            r"keep_rows: expected False together with row_stats=False",
+        ),
     ],
 )
 def test_what_cannot_be_observed(said: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -664,7 +668,7 @@ def test_what_cannot_be_observed(said: dict[str, Any], error: type[Exception], m
         ({"q_pos": torch.zeros(2, 5)}, ValueError, r"q_pos: expected \[Q\] or \[Q, 2\], .*; q_pos \[2, 5\]"),
         ({"q_pos": [1]}, TypeError, r"q_pos: got list, expected a torch.Tensor or None"),
         ({"q_pos": torch.ones(5) > 0}, TypeError, r"q_pos: dtype is bool, expected numbers"),
-        ({"q_pos": torch.zeros(5, 2)}, ValueError, r"q_pos: has 2 numbers a position, k_pos has 1"),
+        ({"q_pos": torch.zeros(5, 2)}, ValueError, r"q_pos: has 2 numbers for each position, k_pos has 1"),
         (
             {"what": Observe(tokens=torch.arange(5))},
             ValueError,
@@ -673,7 +677,7 @@ def test_what_cannot_be_observed(said: dict[str, Any], error: type[Exception], m
         (
             {"what": Observe(rows=torch.ones(2, 5) > 0)},
             ValueError,
-            r"rows: does not broadcast to \[B, H, Q\] = \[2, 3, 5\]; the same rows for every head are \[B, 1, Q\]; "
+            r"rows: does not broadcast to \[B, H, Q\] = \[2, 3, 5\]; for the same rows in every head, pass .*; "
             r"rows \[2, 5\], q \[2, 3, 5, 11\]",
         ),
         ({"mask": torch.zeros(5, 7)}, TypeError, r"mask: dtype is float32, expected bool"),

@@ -127,7 +127,7 @@ def test_of_a_row_that_sees_nan_a_tile_is_nan(masked: bool, spoilt: float, tmp_p
 
 def test_without_qk_none_is_saved(tmp_path: Path) -> None:
     plain = Recording.load(recorded().save(tmp_path / "r.safetensors")).stats
-    with pytest.raises(ValueError, match=r"tile: q and k were not kept"):
+    with pytest.raises(ValueError, match=r"tile: q and k were not retained"):
         plain.tile(0, 1, 0, 1)
     with pytest.raises(ValueError, match=r"expected a recording with q and k: watch --keep-qk"):
         Server(Recording(plain, About()))
@@ -136,7 +136,7 @@ def test_without_qk_none_is_saved(tmp_path: Path) -> None:
 def test_a_mask_too_large_to_be_saved_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headscope._observe.kept_tiles.MOST_REST", 10)
     recording = recorded(**options()["documents"] | {"mask": options()["documents"]["mask"] & ~odd()})
-    with pytest.raises(ValueError, match=r"mask: .* has more than 10 pairs, too many to be saved with q and k"):
+    with pytest.raises(ValueError, match=r"mask: .* has more than 10 pairs, too many to save with q and k"):
         recording.save(tmp_path / "r.safetensors", qk=True)
     assert list(tmp_path.iterdir()) == []
 

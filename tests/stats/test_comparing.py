@@ -168,7 +168,7 @@ def test_other_rows_and_lengths_are_noted() -> None:
     sample = compare(old, stats_of(q, k, v, what=Observe(map=8, windows=(3,), rows=10)))
     assert sample.notes[-2:] == (
         "Only after is a sample of the rows",
-        "Maps and received are not compared where other shares of the rows were looked at",
+        "Maps and received are not compared where different shares of the rows were observed",
     )
     assert {(head.map, head.received) for head in sample.heads} == {(None, None)}
     again = compare(*(stats_of(q, k, v, what=Observe(map=8, windows=(3,), rows=10)) for _ in range(2)))
@@ -178,7 +178,7 @@ def test_other_rows_and_lengths_are_noted() -> None:
     assert not twice.differs
     unmasked = compare(old, observe(q, k, v, what=WHAT))
     assert unmasked.notes == (
-        "The rows may see other numbers of keys: other masks or lengths",
+        "The rows may have different numbers of visible keys: different masks or lengths",
         "No row before has next",
     )
     ahead = next(each for each in unmasked.heads[0].changes if each.name == "next")

@@ -147,12 +147,12 @@ def alarm(**changes: Any) -> Damage:
 
 
 REFUSED: dict[str, tuple[Damage, str]] = {
-    "no entropy": (without(0, "entropy"), "layer a: row quantities are missing: entropy; expected beside lse, "),
-    "no mass": (without(0, "mass"), "layer a: row quantities are missing: mass; expected beside lse, "),
+    "no entropy": (without(0, "entropy"), "layer a: row quantities are missing: entropy; expected together with lse, "),
+    "no mass": (without(0, "mass"), "layer a: row quantities are missing: mass; expected together with lse, "),
     "no normalized entropy": (without(1, "normalized_entropy"), "layer b: row quantities are missing: normalized_ent"),
     "several": (without(0, "lse", "mass", "max_weight"), "row quantities are missing: lse, max_weight, mass; expected"),
-    "no window": (without(0, "window_2"), "row quantities are missing: window_2; expected beside"),
-    "no chance": (without(0, "chance"), "row quantities are missing: chance; expected beside"),
+    "no window": (without(0, "window_2"), "row quantities are missing: window_2; expected together with"),
+    "no chance": (without(0, "chance"), "row quantities are missing: chance; expected together with"),
     "no number": (renamed("window_1", "window_x"), "layer a: row quantity window_x: expected a distance in its name"),
     "no finite number": (renamed("window_1", "window_inf"), "row quantity window_inf: expected a distance in its name"),
     "another spelling": (renamed("window_1", "window_01"), "row quantity window_01: expected a distance in its name"),
@@ -160,23 +160,32 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         lambda _, entries: entries["headscope.stats"]["layers"][0]["moments"].append("mass"),
         "row quantity mass is listed twice",
     ),
-    "keys without weights": (kept("top_keys"), "kept/0: top_weights is missing; expected beside top_keys"),
+    "keys without weights": (kept("top_keys"), "kept/0: top_weights is missing; expected together with top_keys"),
     "infinite entropy": (filled("0/kept/0/values/entropy", math.inf), "0/kept/0/values/entropy: holds inf"),
-    "NaN in the map": (filled("0/map/max", math.nan), "0/map/max: expected weights that come to at most 1, got nan"),
-    "a weight of 2": (filled("0/edges/p", 2), "0/edges/p: expected weights that come to at most 1, got 2"),
-    "NaN edge": (filled("0/edges/p", math.nan), "0/edges/p: expected weights that come to at most 1, got nan"),
+    "NaN in the map": (
+        filled("0/map/max", math.nan),
+        "0/map/max: expected weights, or sums of them, of at most 1, got nan",
+    ),
+    "a weight of 2": (filled("0/edges/p", 2), "0/edges/p: expected weights, or sums of them, of at most 1, got 2"),
+    "NaN edge": (filled("0/edges/p", math.nan), "0/edges/p: expected weights, or sums of them, of at most 1, got nan"),
     "too much received": (filled("1/received", 1e300), r"1/received: expected weights .* at most 7, got 1e\+300"),
-    "too much in a bin": (filled("0/map/sum", math.inf), "0/map/sum: expected weights that come to at most"),
-    "chance of 0": (filled("0/moments/chance/min", 0), "0/moments/chance/min: is not that of any rows"),
+    "too much in a bin": (filled("0/map/sum", math.inf), "0/map/sum: expected weights, or sums of them, of at most"),
+    "chance of 0": (filled("0/moments/chance/min", 0), "0/moments/chance/min: is not possible for any rows"),
     **{
-        f"{what} of {value}": (filled(f"0/moments/lse/{what}", value), f"0/moments/lse/{what}: is not that of any rows")
+        f"{what} of {value}": (
+            filled(f"0/moments/lse/{what}", value),
+            f"0/moments/lse/{what}: is not possible for any rows",
+        )
         for what in ("mean", "M2", "min", "max")
         for value in (math.nan, math.inf, -math.inf)
     },
-    "M2 beyond the range": (filled("0/moments/mass/M2", 1e3), "0/moments/mass/M2: is not that of any rows"),
-    "mean below the least": (filled("0/moments/mass/mean", 0.5), "0/moments/mass/mean: is not that of any rows"),
+    "M2 beyond the range": (filled("0/moments/mass/M2", 1e3), "0/moments/mass/M2: is not possible for any rows"),
+    "mean below the least": (filled("0/moments/mass/mean", 0.5), "0/moments/mass/mean: is not possible for any rows"),
     **{
-        f"{name} of {value}": (moved(f"0/moments/{name}", value), f"0/moments/{name}/m(in|ax): is not that of any rows")
+        f"{name} of {value}": (
+            moved(f"0/moments/{name}", value),
+            f"0/moments/{name}/m(in|ax): is not possible for any rows",
+        )
         for name, value in {
             "entropy": -0.5,
             "normalized_entropy": 2,
@@ -192,7 +201,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
             "value_norm": -1,
         }.items()
     },
-    "numbers of no row": (emptied("0/moments/duplicate"), "0/moments/duplicate/min: is not that of any rows"),
+    "numbers of no row": (emptied("0/moments/duplicate"), "0/moments/duplicate/min: is not possible for any rows"),
     "an edge of no place": (filled("0/edges/at", -1), "0/edges/at: expected -1 where there is no weight, and only"),
     "a negative edge": (filled("0/edges/p", -0.5), "0/edges/p: holds -0.5"),
     "a kept weight of 2": (
@@ -206,7 +215,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     ),
     "other widths": (
         lambda _, entries: entries["headscope.origin"]["layers"]["a"].update(widths=[5, 4]),
-        "layers: a has heads of width 5, expected 4 as of q and k",
+        "layers: a has heads of width 5, expected 4 as q and k have",
     ),
     "a width too few": (
         lambda _, entries: entries["headscope.origin"]["layers"]["a"].update(widths=[4]),

@@ -98,7 +98,7 @@ def test_each_planted_head_is_best_at_its_own_pattern_and_row_is_query() -> None
     assert (ahead["next"].score, ahead["previous"].score) == (pytest.approx(1, abs=1e-5), 0)
     found = patterns(planted(causal()))
     assert "next" not in found.of("0", 0), "no row may see it"
-    with pytest.raises(KeyError, match="layer 1, head 0: no scores; there are scores of heads of 0"):
+    with pytest.raises(KeyError, match="layer 1, head 0: has no scores; these layers have scores: 0"):
         found.of("1", 0)
 
 
@@ -187,7 +187,7 @@ def test_a_window_that_holds_everything_tells_nothing() -> None:
     found = streaming_heads(stats)
     assert found.heads[0].window is None
     assert found.heads[0].kept == pytest.approx(1)
-    assert "a window of 60, 100, which tells nothing" in found.caveat
+    assert "a window of 60, 100, so these windows are not informative" in found.caveat
     q, k = torch.zeros(2, 1, 1, 5, 4)  # the last row sees five keys: the first, and four within a distance of 3
     short = streaming_heads(observe(q, k, mask=causal(), what=Observe(windows=(3,))))
     assert (short.heads[0].window, short.heads[0].kept) == (None, pytest.approx(1))
@@ -350,7 +350,7 @@ def test_broken_rows_are_said() -> None:
     q, k = looking([PLANTED["self"]])
     q[0, 0, 5] = math.nan
     found = kv_budget(observe(q, k, mask=causal()))
-    assert str(found.basis) == "From received; 60 rows a head in 1 forward; 1 broken rows left out."
+    assert str(found.basis) == "From received; 60 rows for each head in 1 forward; 1 broken rows excluded."
 
 
 def test_they_take_what_holds_statistics_and_are_shown() -> None:
@@ -374,15 +374,15 @@ def test_they_take_what_holds_statistics_and_are_shown() -> None:
         (lambda s: streaming_heads(s), ValueError, r"no window was observed; observe with Observe\(windows="),
         (lambda s: kv_budget(s, (0,)), ValueError, r"keys: got \(0,\), expected whole numbers from 1"),
         (lambda s: kv_budget(s, ()), ValueError, r"keys: got \(\), expected whole numbers from 1"),
-        (lambda s: kv_budget(s, 5), TypeError, r"keys: got 5, expected several budgets, as \(5,\)"),
-        (lambda s: kv_budget(s), ValueError, r"needs what the keys received"),
+        (lambda s: kv_budget(s, 5), TypeError, r"keys: got 5, expected a tuple of budgets, such as \(5,\)"),
+        (lambda s: kv_budget(s), ValueError, r"requires the mass that keys received"),
         (lambda s: near_duplicates(s, 2), ValueError, r"threshold: got 2, expected 0 to 1"),
         (
             lambda s: near_duplicates(s),
             ValueError,
-            r"needs maps and what the keys received; observe with Observe\(map=",
+            r"requires maps and the mass that keys received; observe with Observe\(map=",
         ),
-        (lambda s: patterns(s), ValueError, r"no row quantities with chance"),
+        (lambda s: patterns(s), ValueError, r"requires row quantities, chance included"),
         (lambda s: patterns("x"), TypeError, r"stats: got str, expected HeadStats or a recording"),
     ],
 )

@@ -366,7 +366,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"p: has 3 axes, expected 4 \(\[B, H, Q, K\]\); p \[3, 5, 7\]"):
         row_statistics(p[0])
     with pytest.raises(
-        ValueError, match=r"p: \[0, 0, 0, 6\] is .* where seen is False \(True = may be seen\); p \[2, 3, 5, 7\]"
+        ValueError, match=r"p: \[0, 0, 0, 6\] is .* where seen is False \(True = attend\); p \[2, 3, 5, 7\]"
     ):
         row_statistics(p, seen=torch.arange(7) < 6)
     with pytest.raises(ValueError, match=r"seen: dtype is torch\.float64, expected torch\.bool; seen \[5, 7\]"):
@@ -379,7 +379,9 @@ def test_what_is_refused() -> None:
         ValueError, match=r"k_pos: expected \[K\] or \[K, 2\], here \[7\] or \[7, 2\]; k_pos \[5\], p \[2, 3, 5, 7\]"
     ):
         row_statistics(p, k_pos=torch.arange(5))
-    with pytest.raises(ValueError, match=r"q_pos: has 2 numbers a position, k_pos has 1; q_pos \[5, 2\], k_pos \[7\]"):
+    with pytest.raises(
+        ValueError, match=r"q_pos: has 2 numbers for each position, k_pos has 1; q_pos \[5, 2\], k_pos \[7\]"
+    ):
         row_statistics(p, q_pos=torch.zeros(5, 2))
     with pytest.raises(
         ValueError, match=r"q_pos: is required, because there are more queries \(7\) than keys \(5\); p"

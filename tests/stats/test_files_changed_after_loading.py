@@ -88,7 +88,7 @@ def test_a_file_whose_time_was_put_back_is_checked_again(path: Path) -> None:
 def test_tiles_of_a_removed_file_are_one_clear_error(path: Path) -> None:
     stats = HeadStats.load(path)
     path.unlink()
-    with pytest.raises(ValueError, match=r"r\.safetensors: cannot be read any more \(No such file.*\); load it again"):
+    with pytest.raises(ValueError, match=r"r\.safetensors: can no longer be read \(No such file.*\); load it again"):
         stats.tile(0, 1, 0, 1)
 
 

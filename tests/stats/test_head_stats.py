@@ -197,9 +197,11 @@ def test_tiles_are_those_of_the_run_that_is_asked_for_also_where_others_have_non
         p = stats.tile(edge.i, edge.i + 1, edge.j, edge.j + 1, run=edge.run)[edge.b, 0]
         torch.testing.assert_close(p.item(), edge.p)
         for run in (run for run, which in enumerate(order) if which == 1):
-            with pytest.raises(ValueError, match=rf"run: got {run}, whose q and k were not kept; kept: those of {n}"):
+            with pytest.raises(
+                ValueError, match=rf"run: got {run}, whose q and k were not retained; expected one of {n}"
+            ):
                 stats.tile(0, 1, 0, 1, run=run)
-        with pytest.raises(ValueError, match=rf"run: got {k}, there are {k}"):
+        with pytest.raises(ValueError, match=rf"run: got {k}, expected -{k} to {k - 1}"):
             stats.tile(0, 1, 0, 1, run=k)
 
 
@@ -209,11 +211,11 @@ def test_what_does_not_merge() -> None:
     for other, message in (
         (other_heads, r"layer 0: heads: cannot merge 3 heads with 2"),
         (stats_of(what=replace(ALL, map=5)), r"layer 0: map: cannot merge 4 bins with 5; maps merge for equal n only"),
-        (stats_of(what=replace(ALL, map=None)), r"layer 0: map: cannot merge, for only one of the two has it"),
-        (stats_of(what=replace(ALL, edges=3)), r"layer 0: edges: cannot merge 7 a head with 3"),
-        (stats_of(what=replace(ALL, received=False)), r"layer 0: received: cannot merge, for only one"),
-        (stats_of(what=Observe(map=4, edges=7, row_stats=False)), r"layer 0: row_stats: cannot merge, for only one"),
-        (stats_of(what=replace(ALL, keep_rows=False, top=0)), r"layer 0: kept: cannot merge, for only one"),
+        (stats_of(what=replace(ALL, map=None)), r"layer 0: map: cannot merge, only one of the two has it"),
+        (stats_of(what=replace(ALL, edges=3)), r"layer 0: edges: cannot merge 7 for each head with 3"),
+        (stats_of(what=replace(ALL, received=False)), r"layer 0: received: cannot merge, only one"),
+        (stats_of(what=Observe(map=4, edges=7, row_stats=False)), r"layer 0: row_stats: cannot merge, only one"),
+        (stats_of(what=replace(ALL, keep_rows=False, top=0)), r"layer 0: kept: cannot merge, only one"),
         (
             stats_of(what=replace(ALL, first=4)),
             r"layer 0: first: cannot merge sums over the first 1 keys with .* over 4",
@@ -222,7 +224,7 @@ def test_what_does_not_merge() -> None:
         with pytest.raises(ValueError, match=message):
             base.merge(other)
     with pytest.raises(
-        ValueError, match=r"layer 0: device: cannot merge what is on cpu with what is on meta; bring both"
+        ValueError, match=r"layer 0: device: cannot merge statistics on cpu with statistics on meta; move both"
     ):
         base.merge(base.to("meta"))
     with pytest.raises(TypeError, match="merge: got int, expected HeadStats"):
@@ -240,7 +242,7 @@ def test_layers_are_kept_apart() -> None:
     more = both.merge(a.named("model.1"))
     assert more[1, 0, "entropy"].count == 44
     assert more[0, 0, "entropy"].count == 22
-    with pytest.raises(ValueError, match=r"received: there are 2 layers, take one of them: stats\[layer\]\.received"):
+    with pytest.raises(ValueError, match=r"received: there are 2 layers; select one of them: stats\[layer\]\.received"):
         _ = both.received
     assert torch.equal(both[1].received, b.received)
     with pytest.raises(ValueError, match=r"names: got a, a, expected 2 different ones"):
@@ -264,11 +266,11 @@ def test_indexing() -> None:
     assert stats["entropy"].count.tolist() == [[22] * 3, [11, 11, 0]], "the second layer has two heads"
     assert stats["dec"].layers == ("dec",)
     for at, error, message in (
-        ((2, 0, "entropy"), IndexError, r"layer: got 2, there are 2: enc, dec"),
+        ((2, 0, "entropy"), IndexError, r"layer: got 2, expected one of 2 layers: enc, dec"),
         ((0, 3, "entropy"), IndexError, r"head: got 3, layer enc has 3 \(0 to 2\)"),
         ((0, 0, "entrpy"), KeyError, r"entrpy: layer enc has lse, max_logit"),
         ((1, "window_2"), KeyError, r"window_2: layer dec has lse"),
-        ("decoder", KeyError, r"decoder: neither a quantity nor a layer; there is lse, .*, enc, dec"),
+        ("decoder", KeyError, r"decoder: is neither a quantity nor a layer; expected one of lse, .*, enc, dec"),
         (
             (0, 1.5, "entropy"),
             TypeError,
@@ -409,7 +411,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
             torch.testing.assert_close(one.values[name], values, rtol=0, atol=0, equal_nan=True)
     assert_same(back.merge(stats), stats.merge(stats), exactly=True)
     assert [each.name for each in tmp_path.iterdir()] == ["heads.safetensors"], "nothing temporary is left"
-    with pytest.raises(ValueError, match=r"tile: q and k were not kept"):
+    with pytest.raises(ValueError, match=r"tile: q and k were not retained"):
         back["b"].tile(0, 1, 0, 1)
 
 
@@ -436,12 +438,10 @@ def test_only_files_of_statistics_are_replaced(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_file({"w": torch.ones(3)}, path)
     before = path.read_bytes()
-    with pytest.raises(
-        FileExistsError, match=r"weights.safetensors: is there and is no file of headscope's statistics"
-    ):
+    with pytest.raises(FileExistsError, match=r"weights.safetensors: exists and is not a file of headscope statistics"):
         stats.save(path)
     assert path.read_bytes() == before
-    with pytest.raises(ValueError, match=r"weights.safetensors: no file of headscope's statistics"):
+    with pytest.raises(ValueError, match=r"weights.safetensors: is not a file of headscope statistics"):
         HeadStats.load(path)
     stats.save(path, force=True)
     stats.merge(stats).save(path)
@@ -449,7 +449,7 @@ def test_only_files_of_statistics_are_replaced(tmp_path: Path) -> None:
         stats.save(tmp_path / "missing" / "none.safetensors")
     assert HeadStats.load(path)[0, 0, "entropy"].count == 44
     path.write_text("no tensors")
-    with pytest.raises(ValueError, match=r"no file of headscope's statistics"):
+    with pytest.raises(ValueError, match=r"not a file of headscope statistics"):
         HeadStats.load(path)
     with pytest.raises(FileNotFoundError, match=r"absent: no such file"):
         HeadStats.load(tmp_path / "absent")
@@ -462,7 +462,7 @@ def test_what_cannot_be_read_is_not_called_another_file(tmp_path: Path, monkeypa
         HeadStats.load(tmp_path / "pipe")
     path = stats_of().save(tmp_path / "a.safetensors")
     other = path.rename(tmp_path / "a\udcff.safetensors")
-    with pytest.raises(ValueError, match=r"is no UTF-8, and safetensors opens no file of such a name"):
+    with pytest.raises(ValueError, match=r"is not UTF-8, and safetensors does not open files with such names"):
         HeadStats.load(other)
 
     def refuse(*_: object, **__: object) -> None:
@@ -501,7 +501,7 @@ def test_more_kept_rows_than_a_file_can_name_are_refused(tmp_path: Path) -> None
     (part,) = stats.parts.values()
     kept = replace(part.kept[0], values={"x" * 10**8: part.kept[0].counted})  # in place of some 60,000 calls
     with pytest.raises(
-        ValueError, match=r"too much for one file .* rows of 1 calls are kept; observe without keep_rows and top"
+        ValueError, match=r"too large for one file .* rows of 1 calls are retained; observe without keep_rows and top"
     ):
         HeadStats({"0": replace(part, kept=(kept,))}).save(path)
     assert path.read_bytes() == before
@@ -528,7 +528,7 @@ def damaged(path: Path, entry: str = "", **tensors: Tensor | None) -> Path:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("{bad", r"is damaged: its header is no JSON"),
+        ("{bad", r"is damaged: its header is not JSON"),
         ("[]", r"is damaged: 'list' object"),
         ("[" * 100_000, r"is damaged: maximum recursion depth"),
         ("{}", r"is damaged: it lacks 'version'"),
@@ -543,7 +543,7 @@ def test_a_damaged_header_is_told_as_such(entry: str, message: str, tmp_path: Pa
     with pytest.raises(ValueError, match=rf"heads.safetensors: {message}"):
         HeadStats.load(path)
     if not entry.startswith("{") or entry == "{bad":  # what cannot be read is not replaced unasked
-        with pytest.raises(FileExistsError, match="is no file of headscope's statistics"):
+        with pytest.raises(FileExistsError, match="is not a file of headscope statistics"):
             stats_of().save(path)
 
 
@@ -560,7 +560,7 @@ SAID: list[tuple[str, Any, str]] = [
     ("received", 1, "received: got int, expected bool"),
     *((name, got, f"{name}: got {got}, expected 0 to") for name in NUMBERS for got in (-1, 2**70)),
     ("looked_at", 23, "looked_at: got 23, expected 0 to 22"),
-    ("looked_at", 1, r"0/rows: holds 22 to 22, beyond what there can be"),
+    ("looked_at", 1, r"0/rows: holds 22 to 22, outside the possible range"),
     ("runs", 0, r"0/map/argmax: holds -1 to 10, beyond"),
     ("lengths", [1], "lengths: got 1 numbers, expected 2"),
     ("lengths", [-1, 11], "lengths: got -1, expected 0 to"),
@@ -647,7 +647,7 @@ def test_numbers_that_no_rows_come_to_are_told_as_damage(name: str, to: float, s
         x = file.get_tensor(f"0/{name}")
     x.view(-1)[-1] = to
     with pytest.raises(
-        ValueError, match=rf"heads.safetensors: is damaged: 0/{name}: (holds .* to |is not that of any)"
+        ValueError, match=rf"heads.safetensors: is damaged: 0/{name}: (holds .* to |is not possible for any)"
     ):
         HeadStats.load(damaged(saved, **{f"0/{name}": x}))
 
@@ -669,7 +669,7 @@ def test_a_tensor_of_weights_of_another_dtype_is_told_as_damage(name: str, saved
 
 
 def test_a_name_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no UTF-8, and safetensors opens no file of such a name"):
+    with pytest.raises(ValueError, match=r"is not UTF-8, and safetensors does not open files with such names"):
         stats_of().save(tmp_path / os.fsdecode(b"o\xff.safetensors"))
     assert [*tmp_path.iterdir()] == []
 

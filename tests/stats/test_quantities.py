@@ -227,7 +227,11 @@ def test_the_second_weight_of_one_key_is_0_and_of_two_equal_ones_is_the_largest(
         ({"extra": ["entropy"]}, ValueError, "extra: got 'entropy', expected names of second_weight"),
         ({"extra": "second_weight"}, TypeError, "extra: got str, expected a tuple of names"),
         ({"extra": 3}, TypeError, "extra: got int, expected a tuple of names"),
-        ({"extra": ON_REQUEST, "row_stats": False}, ValueError, "extra: got names beside row_stats=False"),
+        (
+            {"extra": ON_REQUEST, "row_stats": False},
+            ValueError,
+            "extra: expected no names together with row_stats=False",
+        ),
     ],
 )
 def test_what_cannot_be_requested_is_an_error(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -34,13 +34,13 @@ def stats_file(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"a": entry([2.0], 0, 8)}, "has no header of safetensors"),
-        ({"a": entry([True], 0, 4)}, "has no header of safetensors"),
-        ({"a": entry([-2], 0, 8)}, "has no header of safetensors"),
-        ({"a": entry([3], 0, 8)}, "has no header of safetensors"),
-        ({"__metadata__": {"length": 3}, "a": entry([2], 0, 8)}, "has no header of safetensors"),
-        ({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, "has tensors that overlap, or bytes of none"),
-        ({"a": entry([1], 4, 8)}, "has tensors that overlap, or bytes of none"),
+        ({"a": entry([2.0], 0, 8)}, "does not have a safetensors header"),
+        ({"a": entry([True], 0, 4)}, "does not have a safetensors header"),
+        ({"a": entry([-2], 0, 8)}, "does not have a safetensors header"),
+        ({"a": entry([3], 0, 8)}, "does not have a safetensors header"),
+        ({"__metadata__": {"length": 3}, "a": entry([2], 0, 8)}, "does not have a safetensors header"),
+        ({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, "has tensors that overlap, or bytes that belong to none"),
+        ({"a": entry([1], 4, 8)}, "has tensors that overlap, or bytes that belong to none"),
         ({"a": entry([1], 0, 4)}, "has 8 bytes of tensors; expected 4"),
         ({"a": entry([3], 0, 12)}, "has 8 bytes of tensors; expected 12"),
     ],
@@ -54,7 +54,7 @@ def test_a_header_that_does_not_describe_its_tensors_is_refused(
     with pytest.raises(NoTensorsError, match=f"^{message}$"):
         TensorFile(path)
     assert _header.read_header(path) is None
-    with pytest.raises(ValueError, match=r"x.safetensors: no file of headscope's statistics$"):
+    with pytest.raises(ValueError, match=r"x.safetensors: is not a file of headscope statistics$"):
         HeadStats.load(path)
 
 
@@ -72,7 +72,7 @@ def test_a_tensor_of_a_dtype_that_headscope_never_writes_is_named(tmp_path: Path
 def test_a_file_that_ends_within_its_tensors_is_cut_short(missing: int, tmp_path: Path) -> None:
     path = stats_file(tmp_path)
     os.truncate(path, path.stat().st_size - missing)
-    with pytest.raises(ValueError, match=r"heads.safetensors: is cut short, its end is missing"):
+    with pytest.raises(ValueError, match=r"heads.safetensors: is truncated; its end is missing"):
         HeadStats.load(path)
 
 

@@ -206,7 +206,7 @@ def test_weights_that_are_gone_hinder_no_page(lengths: tuple[int, ...]) -> None:
     mask[3] = False
     recording = Recording(stats, calls[0].about)
     assert shown_recording(recording).layers[0].source.strips is None
-    with pytest.raises(ValueError, match=r"mask \[11, 11\] has been written to since it was observed"):
+    with pytest.raises(ValueError, match=r"mask \[11, 11\] was overwritten after it was observed"):
         render_recording(recording, strips=[(0, 0)])
 
 
@@ -218,11 +218,11 @@ def test_weights_that_are_gone_hinder_no_server() -> None:
     with Server(Recording(HeadStats(parts), there.about)) as server:
         assert Page(server.page.decode()).data["served"] == [None, [11, 11]]
         assert [each is None for each in server.strips] == [True, False]
-        with pytest.raises(RefusedError, match=r"layer: its q and k were not kept"):
+        with pytest.raises(RefusedError, match=r"layer: its q and k were not retained"):
             server.strip({"layer": 0, "head": 0, "i0": 0, "i1": 11})
         served = server.strip({"layer": 1, "head": 2, "i0": 0, "i1": 11})
     assert served == strips(there).codes[2].tobytes()
-    with pytest.raises(ValueError, match=r"mask \[11, 11\] has been written to since it was observed"):
+    with pytest.raises(ValueError, match=r"mask \[11, 11\] was overwritten after it was observed"):
         Server(gone)
 
 

@@ -87,7 +87,7 @@ def test_a_fused_call_beside_sdpa_is_warned_of(fused: str) -> None:
     assert len(caught) == 1
     assert torch.equal(outs[0], expected)
     assert seen.layers == ("0",)
-    message = rf"heads: 0 \(Both\) attends once more, by {name}, whose heads are not"
+    message = rf"heads: 0 \(Both\) attends once more, by {name}, whose heads cannot be reached"
     with pytest.warns(WatchWarning, match=message), ablate(model, {"*": "all"}):
         model(x)
     assert torch.equal(model(x), expected)
@@ -114,7 +114,7 @@ def test_an_attention_layer_that_attends_by_fused_calls_alone_is_an_error() -> N
         pass
 
     model = nn.Sequential(Attention(16, 4), FusedAttention(FUSED["aten.scaled_dot_product_attention"], sdpa=False))
-    with pytest.raises(WatchError, match="of the attention layers that ran 1 could not be seen"), watch(model):
+    with pytest.raises(WatchError, match="1 of the attention layers that ran could not be observed"), watch(model):
         model(torch.randn(2, 9, 16))
 
 

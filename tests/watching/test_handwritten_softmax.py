@@ -178,7 +178,7 @@ def check_warning(own: str, fused_inside: bool, memory: int) -> None:
     model = Within(Both(ATTENDS[own], fused_inside=fused_inside, memory=memory), "mixed_attention")
     x = torch.randn(2, 7, 15)
     expected = model(x)
-    message = r"watch: mixed_attention \(Both\) may attend once more, by a softmax of its own"
+    message = r"watch: mixed_attention \(Both\) may also attend by a softmax of its own"
     with pytest.warns(WatchWarning, match=message), watch(model) as seen:
         out = model(x)
     assert torch.equal(out, expected)
@@ -274,7 +274,7 @@ def test_a_layer_is_warned_of_once_and_not_where_it_is_left_out() -> None:
 
 def test_heads_that_are_not_reached_are_warned_of() -> None:
     model = Within(Both(ATTENDS["functional"]))
-    with pytest.warns(WatchWarning, match=r"heads: mixer \(Both\) may attend once more"), ablate(model, {"mixer": 0}):
+    with pytest.warns(WatchWarning, match=r"heads: mixer \(Both\) may also attend"), ablate(model, {"mixer": 0}):
         model(torch.randn(2, 7, 15))
 
 
@@ -296,6 +296,6 @@ def test_the_command_says_so_in_one_line(
         command = arguments[0]
         ran = run(*arguments, *(("--text",) if command == "watch" else ()), "a quick brown fox and a lazy dog again")
         assert ran.code == 0
-        lines = [line for line in ran.err.splitlines() if "may attend once more" in line]
-        said = "may attend once more, by a softmax of its own, which the recording does not include"
+        lines = [line for line in ran.err.splitlines() if "may also attend" in line]
+        said = "may also attend by a softmax of its own, which the recording does not include"
         assert lines == [f"headscope {command}: transformer.h.{n}.attn (GPT2Attention) {said}" for n in (0, 1)]

@@ -253,14 +253,14 @@ def test_what_cannot_be_done_is_named() -> None:
         torch.testing.assert_close(model(x) if before is not None else None, before, rtol=0, atol=0)
 
     refused(WatchError, "ablate: layer plain has no head 3, expected numbers from 0 to 2", model, {"plain": [0, 3]})
-    refused(WatchError, "ablate: 'plain': no attention call of it was seen", model, {"plain": [0]}, run=False)
+    refused(WatchError, "ablate: 'plain': no attention call of it was observed", model, {"plain": [0]}, run=False)
     refused(
         WatchError,
-        r"heads: of the attention layers that ran 1 could not be reached: ProductAttention\.",
+        r"heads: 1 of the attention layers that ran could not be reached: ProductAttention\.",
         ProductAttention(),
         {"*": 0},
     )
-    refused(ValueError, "heads: 'plane' fits no module of the model", model, {"plane": [0]})
+    refused(ValueError, "heads: 'plane' does not match any module of the model", model, {"plane": [0]})
     refused(ValueError, "heads: got none, expected at least one layer", model, {})
     refused(ValueError, "heads: got none for 'plain'", model, {"plain": []})
     refused(ValueError, "heads: got -1 for 'plain', expected numbers from 0", model, {"plain": -1})
@@ -270,12 +270,12 @@ def test_what_cannot_be_done_is_named() -> None:
     refused(TypeError, "scale: got str, expected a number", model, {"plain": 0}, "0")
     refused(ValueError, "scale: got inf, expected a finite number", model, {"plain": 0}, float("inf"))
     refused(TypeError, "model: got function, expected a torch.nn.Module", F.relu, {"plain": 0})
-    with pytest.raises(WatchError, match="heads: the model, or a part of it, runs compiled"):
+    with pytest.raises(WatchError, match="heads: the model, or a part of it, is compiled"):
         ablate(torch.compile(Small(), backend="eager"), {"*": 0}).__enter__()  # pyright: ignore[reportArgumentType]
     used = ablate(model, {"plain": 0})
     with used:
         model(x)
-    with pytest.raises(WatchError, match="ablate: this one has been used"), used:
+    with pytest.raises(WatchError, match="ablate: was already used"), used:
         pass
 
 
@@ -388,7 +388,9 @@ def test_importance_that_cannot_be_had_is_named() -> None:
     refused(TypeError, "loss_fn: returned float, expected a floating tensor", lambda model: loss_of(x)(model).item())
     refused(ValueError, r"loss_fn: returned a tensor \[2, 7, 15\]", lambda model: model(x))
     refused(ValueError, "loss_fn: its loss has no gradient", lambda model: loss_of(x)(model).detach())
-    refused(WatchError, "head_importance: no attention call was seen", lambda model: torch.zeros(()), method="ablation")
+    refused(
+        WatchError, "head_importance: no attention call was observed", lambda model: torch.zeros(()), method="ablation"
+    )
     partly = "loss_fn: no gradient reaches the heads of ours: they ran under torch.no_grad"
 
     def forgetful(model: Any) -> Tensor:
@@ -467,7 +469,7 @@ def test_a_pruned_module_can_be_pruned_ablated_and_trained() -> None:
     [
         ({}, [6], ValueError, "heads: got 6, expected numbers from 0 to 5"),
         ({}, [-1], ValueError, "heads: got -1, expected numbers from 0 to 5"),
-        ({}, range(6), ValueError, "heads: got all 6, expected at least one to stay"),
+        ({}, range(6), ValueError, "heads: got all 6, expected at least one to remain"),
         ({}, [True], TypeError, "heads: got bool, expected whole numbers"),
         ({}, 3, TypeError, "heads: got int, expected numbers of heads"),
         ({"qk_norm": "rms_all"}, [0], ValueError, "heads: this module has qk_norm='rms_all'"),
@@ -475,8 +477,8 @@ def test_a_pruned_module_can_be_pruned_ablated_and_trained() -> None:
             {"kv_heads": 2},
             [0, 1, 4],
             ValueError,
-            "heads: would leave [1, 2] query heads for the 2 key/value heads, expected as many for each, or none: head "
-            "h uses key/value head h // 3",
+            "heads: would leave [1, 2] query heads for the 2 key/value heads, expected equally many for each key/value "
+            "head, or none: head h uses key/value head h // 3",
         ),
     ],
 )
@@ -493,7 +495,7 @@ def test_a_module_whose_weights_are_made_anew_cannot_be_pruned() -> None:
     ):
         m = MultiHeadAttention(24, 6, sinks=True)
         change(m)
-        with pytest.raises(ValueError, match="is made anew for each call, by a pruning mask or a parametrization"):
+        with pytest.raises(ValueError, match="is recomputed in each call by a pruning mask or a parametrization"):
             m.prune_heads([0])
     wrapped = MultiHeadAttention(24, 6)
     for part in (nn.Sequential(wrapped.out_proj), Gained(24, 24)):

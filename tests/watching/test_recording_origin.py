@@ -96,7 +96,9 @@ def test_another_structure_is_in_the_digest(change: dict[str, Any]) -> None:
     one, other = recorded(configured()), recorded(configured(**change))
     with pytest.raises(ValueError, match=r"merge: different models; expected Model \(configuration \w+\), got Model"):
         one.stats.merge(other.stats)
-    with pytest.raises(ValueError, match=r"after: another architecture than before; expected Model .*, got Model "):
+    with pytest.raises(
+        ValueError, match=r"after: has a different architecture from before; expected Model .*, got Model "
+    ):
         compare(one, other)
 
 
@@ -141,7 +143,9 @@ def test_two_models_with_layers_of_one_name_do_not_merge() -> None:
     message = r"merge: different models; expected Model \(without a configuration\), got Other \(without a .*named"
     with pytest.raises(ValueError, match=message):
         one.stats.merge(other.stats)
-    with pytest.raises(ValueError, match=r"after: another architecture than before; expected Model .*, got Other"):
+    with pytest.raises(
+        ValueError, match=r"after: has a different architecture from before; expected Model .*, got Other"
+    ):
         one.compare(other)
     both = one.stats.named("one").merge(other.stats.named("other"))
     assert (both.layers, both.origin) == (("one", "other"), None), "under names of their own they are put side by side"
@@ -152,7 +156,7 @@ def test_heads_of_other_width_are_refused() -> None:
     with pytest.raises(ValueError, match=r"heads of different width; expected 4 \(q, k\) and 4 \(v\), got 8 \(q, k\)"):
         one.stats.merge(other.stats)
     with pytest.raises(
-        ValueError, match=r"has heads of other width than before; expected 4 \(q, k\).*, got 8 \(q, k\)"
+        ValueError, match=r"has heads of a different width from before; expected 4 \(q, k\).*, got 8 \(q, k\)"
     ):
         compare(one, other)
 
@@ -162,7 +166,7 @@ def test_other_numbers_of_heads_are_not_compared_by_number() -> None:
     whole = recorded(module, 12)
     pruned = recorded(module.prune_heads([0]), 12)
     with pytest.raises(
-        ValueError, match=r"after: layer \w+ has other heads than before; expected 3 heads, got 2 heads"
+        ValueError, match=r"after: layer \w+ has different heads from before; expected 3 heads, got 2 heads"
     ):
         compare(whole, pruned)
 
@@ -197,7 +201,9 @@ def test_fewer_heads_than_the_configuration_states_are_a_part() -> None:
     message = r"layer attention: different parts of its heads, or unknown ones; expected an unknown part of 4 heads"
     with pytest.raises(ValueError, match=message):
         one.stats.merge(other.stats)
-    with pytest.raises(ValueError, match=r"after: layer attention has other heads than before; expected an unknown"):
+    with pytest.raises(
+        ValueError, match=r"after: layer attention has different heads from before; expected an unknown"
+    ):
         compare(one, recorded(configured()))
     assert compare(one, other).notes[-1].startswith("Which heads either side holds is unknown in 1 layers, attention")
 
@@ -253,7 +259,7 @@ def test_ranks_that_hold_plain_tensors_are_told_apart(ranks: Callable[..., Recor
     first.stats.merge(ranks("by_hand", 0, 1).stats)
     with pytest.raises(ValueError, match=r"held by process 0 of 2\), got an unknown part .*process 1 of 2"):
         first.stats.merge(second.stats)
-    with pytest.raises(ValueError, match="has other heads than before"):
+    with pytest.raises(ValueError, match="has different heads from before"):
         compare(first, second)
 
 
@@ -271,7 +277,7 @@ def test_a_recording_of_an_earlier_version_loads_and_merges_with_a_warning(tmp_p
     old = Recording.load(OLD)
     new_stats = headscope.observe(*torch.randn(2, 1, 3, 5, 4)).named("MultiHeadAttention")
     assert old.about.part == {}
-    with pytest.warns(UserWarning, match=r"2 of 2 do not state of which model and heads they are.*stats\.named"):
+    with pytest.warns(UserWarning, match=r"2 of 2 do not state their model and heads.*stats\.named"):
         both = old.stats.merge(HeadStats.load(OLD))
     assert both[0, 0, "entropy"].count == 10
     again = Recording(both, old.about).save(tmp_path / "both.safetensors")
@@ -286,7 +292,7 @@ def test_a_recording_of_an_earlier_version_loads_and_merges_with_a_warning(tmp_p
 
 def test_a_comparison_with_a_recording_of_an_earlier_version_says_so() -> None:
     found = compare(Recording.load(OLD), recorded(headscope.MultiHeadAttention(12, 3), 12))
-    assert found.notes[-1].startswith("Before does not state of which model and heads it is")
+    assert found.notes[-1].startswith("Before does not state its model and heads")
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,9 @@ def test_rows_that_fit_both_a_share_and_all_heads_are_refused(ranks: Results) ->
 def test_gradients_of_shared_heads_are_refused(kind: str, ranks: Results) -> None:
     for number, rank in enumerate(ranks):
         assert rank[kind]["gradient"] == (
-            f"WatchError: head_importance: layer attention holds heads {2 * number} to {2 * number + 1} of 4, the "
-            'others are in other processes, which no gradient of this one reaches; use method="ablation", or run the '
+            f"WatchError: head_importance: layer attention holds heads {2 * number} to {2 * number + 1} of 4; the "
+            "other heads are in other processes, which gradients of this one do not reach; "
+            'use method="ablation", or run the '
             "whole model in one process"
         )
 

@@ -26,7 +26,7 @@ class Crossed(nn.Module):
 @pytest.mark.parametrize("count", [0, 1, 2, 6, 8, 9])
 def test_texts_that_fit_no_layer_are_refused(count: int) -> None:
     model = Small()
-    said = f"texts: are of {count} tokens?, expected those of the queries or keys of a layer: 7"
+    said = f"texts: got {count} tokens?, expected one for each query or key of a layer: 7"
     with pytest.raises(ValueError, match=f"^{said}$"), watch(model, texts="x" * count) as seen:
         model(input_of(model))
     assert seen.layers == ("plain", "ours", "theirs"), "what was seen is there all the same"
@@ -39,7 +39,7 @@ def test_texts_may_be_of_some_layers_alone(count: int) -> None:
         model(torch.randn(1, 5, 8), torch.randn(1, 11, 8))
     assert seen.texts == ("x",) * count
     with (
-        pytest.raises(ValueError, match=r"^texts: are of 7 tokens, expected .* a layer: 5 or 11$"),
+        pytest.raises(ValueError, match=r"^texts: got 7 tokens, expected .* a layer: 5 or 11$"),
         watch(model, texts="x" * 7),
     ):
         model(torch.randn(1, 5, 8), torch.randn(1, 11, 8))
@@ -58,7 +58,7 @@ def test_of_calls_of_different_lengths_texts_are_at_most_those_of_the_longest(co
 def test_texts_of_more_than_the_longest_call_are_refused() -> None:
     attention = headscope.MultiHeadAttention(8, 2)
     model = nn.Sequential(attention, nn.ConstantPad1d((0, 0, 0, 6), 0.0), attention)
-    said = "^texts: are of 12 tokens, expected those of the queries or keys of a layer: up to 11$"
+    said = "^texts: got 12 tokens, expected one for each query or key of a layer: up to 11$"
     with pytest.raises(ValueError, match=said), watch(model, texts="x" * 12):
         model(torch.randn(1, 5, 8))
 

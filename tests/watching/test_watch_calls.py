@@ -40,9 +40,9 @@ def test_layers_are_chosen_by_name_pattern_or_rule() -> None:
     assert layers("a") == ("a.plain", "a.ours", "a.theirs")
     assert layers(["*.ours", "b.pl*"]) == ("a.ours", "b.plain", "b.ours")
     assert layers(lambda name, module: isinstance(module, nn.MultiheadAttention)) == ("a.theirs", "b.theirs")
-    with pytest.raises(ValueError, match=r"layers: 'c' fits no module of the model; it has "):
+    with pytest.raises(ValueError, match=r"layers: 'c' does not match any module of the model, which has "):
         layers("c")
-    with pytest.raises(ValueError, match="layers: the predicate fits no module"):
+    with pytest.raises(ValueError, match="layers: the predicate does not match any module"):
         layers(lambda name, module: False)
 
 
@@ -256,7 +256,7 @@ def test_positions_on_a_grid() -> None:
     wanted = wanted.merge(headscope.observe(q[:, :, -1:], q, q, q_pos=grid[-1:], k_pos=grid))
     assert seen.stats.named("0").to_dict() == wanted.to_dict()
     assert seen["distance"].count.tolist() == [[7, 7]], "CLS stands nowhere"
-    error = r"layer Raw: positions: are of 7 keys, this layer has 5, and 5 queries; choose layers="
+    error = r"layer Raw: positions: got 7, this layer has 5 keys and 5 queries; select matching layers with layers="
     with pytest.raises(WatchError, match=error), watch(model, positions=grid):
         model(q[:, :, :5], q[:, :, :5])
 
@@ -325,7 +325,7 @@ def test_nested_tensors_are_refused(layout: torch.layout) -> None:
     x = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=layout).transpose(1, 2)
     x = x.contiguous() if layout == torch.strided else x
     model = Raw()
-    with pytest.raises(WatchError, match=r"layer Raw: its tensors are nested; pass padded ones"), watch(model):
+    with pytest.raises(WatchError, match=r"layer Raw: its tensors are nested; pass padded tensors"), watch(model):
         model(x, x)
 
 
@@ -351,7 +351,7 @@ def test_tiles_of_what_has_been_written_to_are_refused(what: str) -> None:
     stats = headscope.observe(q, q, what=Observe(keep_qk=True), **given)
     assert stats.tile(0, 3, 0, 3).shape == (1, 2, 3, 3)
     tensor.zero_()
-    with pytest.raises(ValueError, match=rf"tile: {what} \[.*3, 3\] has been written to since it was observed"):
+    with pytest.raises(ValueError, match=rf"tile: {what} \[.*3, 3\] was overwritten after it was observed"):
         stats.tile(0, 3, 0, 3)
 
 
@@ -385,7 +385,7 @@ def test_a_copys_tiles_are_those_of_the_original_whatever_had_been_written_to_be
     bias.normal_()
     torch.testing.assert_close(COPIED[how](again).tile(0, 3, 0, 3), wanted, rtol=0, atol=0)
     late = COPIED[how](COPIED[how](stats))
-    with pytest.raises(ValueError, match=r"tile: bias \[.*3, 3\] has been written to since it was observed"):
+    with pytest.raises(ValueError, match=r"tile: bias \[.*3, 3\] was overwritten after it was observed"):
         late.tile(0, 3, 0, 3)
     torch.testing.assert_close(late.flat(), stats.flat(), rtol=0, atol=0)
 
@@ -423,7 +423,7 @@ def test_tokens_that_are_given() -> None:
         model(x[:, :4])
     assert seen["duplicate"].count.tolist() == [[2 * 4 + 2] * 3]
     assert seen["induction"].count.tolist() == [[2 * 4 + 2] * 3]
-    with pytest.raises(ValueError, match="tokens: given twice"):
+    with pytest.raises(ValueError, match="tokens: was passed twice"):
         watch(model, tokens=tokens, what=Observe(tokens=tokens))
 
 
@@ -431,12 +431,12 @@ def test_fewer_tokens_than_keys_are_an_error() -> None:
     """Keys without an id must not pass for repeats of each other."""
     model, q = Raw(), torch.randn(1, 2, 7, 4)
     for tokens in (torch.arange(6), torch.arange(6)[None]):
-        wanted = r"layer Raw: tokens: are of 6 keys, this layer has 7; give all of them, or"
+        wanted = r"layer Raw: tokens: got 6, this layer has 7 keys; pass a token for each key, or"
         with pytest.raises(WatchError, match=wanted), watch(model, tokens=tokens):
             model(q, q)
     with watch(model, tokens=torch.arange(7)) as seen:
         model(q, q)
-        with pytest.raises(WatchError, match="tokens: are of 7 keys, this layer has 8"):
+        with pytest.raises(WatchError, match="tokens: got 7, this layer has 8 keys"):
             model(q[:, :, :1], torch.cat([q, q[:, :, :1]], 2))  # the next step of a cache
     assert seen["duplicate"].count.tolist() == [[0, 0]]
 
@@ -528,7 +528,8 @@ def test_a_layer_that_is_not_seen_is_named() -> None:
     x = input_of(whole)
     with (
         pytest.raises(
-            WatchError, match=r"of the attention layers that ran 1 could not be seen: parts.home_attention \(\w+\)\. "
+            WatchError,
+            match=r"1 of the attention layers that ran could not be observed: parts.home_attention \(\w+\)\. ",
         ),
         watch(whole),
     ):
@@ -613,7 +614,10 @@ def test_a_norm_is_not_taken_for_an_attention_layer(name: str, norm: nn.Module) 
 def test_attention_that_is_named_after_a_norm_is_still_missed(name: str, module: nn.Module) -> None:
     model = Attends(name, module)
     x = input_of(model)
-    with pytest.raises(WatchError, match=rf"ran 1 could not be seen: {name} "), watch(model):
+    with (
+        pytest.raises(WatchError, match=rf"1 of the attention layers that ran could not be observed: {name} "),
+        watch(model),
+    ):
         model(x)
 
 
@@ -641,7 +645,7 @@ def test_a_projection_is_named_by_the_layer_and_layers_of_one_matrix_by_themselv
     with (
         pytest.raises(
             WatchError,
-            match=r": of the attention layers that ran 2 could not be seen: 0\.linear_attn \(\w+\), 1 \(\w+\)\. ",
+            match=r": 2 of the attention layers that ran could not be observed: 0\.linear_attn \(\w+\), 1 \(\w+\)\. ",
         ),
         watch(model),
     ):
@@ -656,7 +660,7 @@ def test_a_compiled_model_is_refused() -> None:
     with pytest.raises(WatchError, match=r"runs compiled.*; compiled: OptimizedModule"), watch(compiled):
         pass
     compiled(x)
-    with pytest.raises(WatchError, match="watch: the model, or a part of it, runs compiled"), watch(model):
+    with pytest.raises(WatchError, match="watch: the model, or a part of it, is compiled"), watch(model):
         model(compiled(x))
     within = nn.Sequential(Attention())
     within[0].compile(backend="eager")
@@ -781,7 +785,7 @@ def test_stand_ins_for_tensors_are_refused() -> None:
         ({"every": 0}, "every: got 0, expected a whole number from 1"),
         ({"every": 1.5}, "every: got float"),
         ({"rows": 0}, "rows: got 0"),
-        ({"rows": 3, "what": Observe(rows=4)}, "rows: given twice"),
+        ({"rows": 3, "what": Observe(rows=4)}, "rows: was passed twice"),
         ({"tokens": "ids"}, "tokens: got 'ids', expected a tensor of ids or"),
         ({"tokens": torch.tensor(3)}, r"tokens: got a single number, expected \[K\] or \[B, K\]"),
         ({"tokens": torch.rand(4)}, "tokens: dtype is float32, expected whole numbers"),
@@ -796,10 +800,13 @@ def test_stand_ins_for_tensors_are_refused() -> None:
         ({"unseen": "warn"}, "unseen: got 'warn'"),
         ({"kinds": {"a": "both"}}, "kinds: got 'both'"),
         ({"kinds": ["self"]}, "kinds: got list, expected a mapping"),
-        ({"kinds": {"Att*": "self", "x*": "cross"}}, r"kinds: 'x\*' fits no module of the model; it has Attention"),
+        (
+            {"kinds": {"Att*": "self", "x*": "cross"}},
+            r"kinds: 'x\*' does not match any module of the model, which has Attention",
+        ),
         ({"layers": 3}, "layers: got 3, expected names or patterns, or a function of name and module"),
         ({"layers": [3]}, r"layers: got \[3\], expected names or patterns"),
-        ({"layers": []}, "layers: got none, expected at least one; leave it out for all"),
+        ({"layers": []}, "layers: got none, expected at least one; omit layers= for all"),
         ({"what": 3}, "what: got int"),
     ],
 )

@@ -142,13 +142,17 @@ def test_a_step_whose_text_was_not_watched_has_no_ids(unseen: str) -> None:
     assert seen["duplicate"].count.tolist() == [[2, 2]], "of the text that was watched"
     messages = [str(each.message) for each in caught if each.category is WatchWarning]
     assert len(messages) == (unseen == "error")
-    assert all('tokens="inputs": ids of keys that a cache holds are not known' in text for text in messages)
+    assert all('tokens="inputs": the ids of cached keys are unknown' in text for text in messages)
 
 
 def test_texts_whose_keys_are_the_same_have_no_ids() -> None:
     model = Decoder()
     nn.init.zeros_(model.embed.weight)  # only positions are left
-    with torch.no_grad(), pytest.warns(WatchWarning, match="ids of keys"), watched(model) as seen:
+    with (
+        torch.no_grad(),
+        pytest.warns(WatchWarning, match="the ids of cached keys are unknown"),
+        watched(model) as seen,
+    ):
         turns(model)
     assert not last_rows(seen)
 

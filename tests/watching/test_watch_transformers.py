@@ -698,7 +698,7 @@ def test_a_rule_that_is_not_known_is_an_error(accelerate: bool, attention: Any) 
 
     attention(mine)
     model = model_of("llama", "mine")
-    error = r"layer model.layers.0.self_attn: its output differs by .* of the largest value from what its q, k, v"
+    error = r"layer model.layers.0.self_attn: its output differs by .* of the largest value from the output that its q"
     watching = watch(model, accelerate=accelerate)
     with torch.no_grad(), pytest.raises(WatchError, match=error), watching:
         model(IDS)
@@ -732,7 +732,9 @@ def test_masks_that_cannot_be_read_are_refused(monkeypatch: pytest.MonkeyPatch) 
     masks = transformers.AttentionMaskInterface
     monkeypatch.setitem(masks._global_mapping, "flash_attention_2", masks._global_mapping["sdpa"])
     model.config._attn_implementation = "flash_attention_2"
-    error = r"layer model.layers.0.self_attn: it attends by 'flash_attention_2', whose masks cannot be read; load the"
+    error = (
+        r"layer model.layers.0.self_attn: it attends with 'flash_attention_2', whose masks headscope cannot read; load"
+    )
     with torch.no_grad(), pytest.raises(WatchError, match=error), watch(model):
         model(IDS, attention_mask=torch.ones_like(IDS))
 
@@ -740,7 +742,7 @@ def test_masks_that_cannot_be_read_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_model_that_writes_its_attention_itself_is_named() -> None:
     config = transformers.BloomConfig(hidden_size=24, n_layer=2, n_head=3, vocab_size=61)
     model = transformers.BloomModel(config)
-    error = r"ran 2 could not be seen: h.0.self_attention \(\w+\), h.1.self_attention \(\w+\)\. "
+    error = r"2 of the attention layers that ran could .* observed: h.0.self_attention \(\w+\), h.1.self_attention \(\w+\)\. "
     with torch.no_grad(), pytest.raises(WatchError, match=error), watch(model):
         model(IDS)
 
@@ -748,7 +750,7 @@ def test_a_model_that_writes_its_attention_itself_is_named() -> None:
 def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama", "eager")
     monkeypatch.setattr(transformers.modeling_utils, "AttentionInterface", dict)
-    error = r"no AttentionInterface.get_interface, .* cannot be seen; use transformers 5\.15 or newer, or load"
+    error = r"no AttentionInterface.get_interface, .* cannot be observed; use transformers 5\.15 or newer, or load"
     with pytest.raises(WatchError, match=error), watch(model):
         pass
     plain = model_of("bert", "sdpa")

@@ -106,7 +106,7 @@ class HeadStats:
             raise TypeError(f"layer: got {kind(at)}, expected a number or a name")
         if not -len(self.parts) <= number < len(self.parts):
             raise IndexError(
-                f"layer: got {number}, expected one of {len(self.parts)}: {', '.join(self.layers) or 'none'}"
+                f"layer: got {number}, expected one of {len(self.parts)} layers: {', '.join(self.layers) or 'none'}"
             )
         return self.layers[number]
 
@@ -199,7 +199,7 @@ class HeadStats:
         if run is None:
             run = max(tiles)
         if not -part.runs <= run < part.runs:
-            raise ValueError(f"run: got {run}, expected a number below {part.runs}")
+            raise ValueError(f"run: got {run}, expected {-part.runs} to {part.runs - 1}")
         if run % part.runs not in tiles:
             raise ValueError(
                 f"run: got {run}, whose q and k were not retained; expected one of {', '.join(map(str, tiles))}"

@@ -307,7 +307,7 @@ class Watch:
             raise WatchError(
                 f"watch: {len(missing)} of the attention layers that ran could not be observed: "
                 f"{describe_modules(self.modules, missing)}. They do not call scaled_dot_product_attention or "
-                'another function that headscope recognises. Exclude them with layers=, or pass unseen="ignore"'
+                'another function that headscope recognises. Exclude them with layers=, or give unseen="ignore"'
             )
         self._complete.add(both)
 
@@ -321,7 +321,7 @@ class Watch:
                 continue
             self._warned.add(name)
             warnings.warn(
-                f'watch: {text}, which the recording does not include; to silence this warning, pass unseen="ignore"',
+                f'watch: {text}, which the recording does not include; unseen="ignore" silences this warning',
                 WatchWarning,
                 stacklevel=2,
             )
@@ -333,7 +333,7 @@ class Watch:
         self._warned_of_ids = True
         warnings.warn(
             'watch: tokens="inputs": the ids of cached keys are unknown, because no watched step computed these '
-            'keys; duplicate and induction exclude such steps; to silence this warning, pass unseen="ignore"',
+            'keys; duplicate and induction exclude such steps; unseen="ignore" silences this warning',
             WatchWarning,
             stacklevel=2,
         )
