@@ -93,7 +93,7 @@ class Cache(ABC):
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that the buffers have room for at present."""
+        """The number of tokens that fit into the present buffers."""
         return 0 if self._k is None else self._k.shape[-2]
 
     @property
@@ -182,7 +182,7 @@ class Cache(ABC):
 
     @abstractmethod
     def _place(self, k: Tensor, v: Tensor) -> Placed:
-        """Write k and v where this class of cache has room; return the visible ones, and what ``_commit`` sets.
+        """Write k and v to free slots of this class of cache; return the visible ones, and what ``_commit`` sets.
 
         Cached tokens are not overwritten: k and v go after them, or into other buffers.
         """
@@ -317,8 +317,8 @@ class StaticCache(Cache):
 class RollingCache(Cache):
     """A cache for a sliding window: each query attends to the last ``window`` tokens, its own included.
 
-    Tokens outside the window of all later tokens are dropped. The buffer has room for twice the window; when it is
-    full, the last tokens move to the front of another buffer, so each token is copied about once.
+    Tokens outside the window of all later tokens are dropped. The buffer holds twice the window; when it is full, the
+    last tokens move to the front of another buffer, so each token is copied about once.
 
     Args:
         window: number of visible tokens, from 1. The layer attends within it, whatever its mask is.

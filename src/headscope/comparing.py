@@ -326,7 +326,7 @@ def _same_places(old: LayerStats, new: LayerStats) -> bool:
     """Return whether the same share of the rows was observed.
 
     Maps and received of a sample hold the sampled rows only: if a head attends to a different key in each row, they
-        differ much from those of all its rows.
+    differ much from those of all its rows.
     """
     return old.looked_at * new.of == new.looked_at * old.of
 

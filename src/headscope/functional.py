@@ -144,7 +144,7 @@ def observe(
     """Measure the attention weights without building their matrix: statistics of each head, in linear memory.
 
     Shapes: as ``attention``. docs/concepts/statistics.md defines every number. q, k and v may require gradients; none
-        flow.
+    flow.
 
     Args:
         q, k, mask, bias, scale, softcap, sinks: as for ``attention``.

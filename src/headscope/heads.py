@@ -47,9 +47,9 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
     """Multiply the outputs of single heads: ``with headscope.ablate(model, {"h.3.attn": [0, 7]}): model(**inputs)``.
 
     ``scale`` multiplies the output of a head before the output projection: 0 has the same effect as setting that head's
-        slice of the projection to zero. No parameter changes, and after the block the model is as before.
-    It reaches the modules that ``watch`` records (docs/guides/ablate.md). Blocks nest; their scales multiply.
-    Where gradients are expected, call ``backward`` within the block.
+    slice of the projection to zero. No parameter changes, and after the block the model is as before. It reaches the
+    modules that ``watch`` records (docs/guides/ablate.md). Blocks nest; their scales multiply. Where gradients are
+    expected, call ``backward`` within the block.
 
     Args:
         model: any module, not compiled.

@@ -77,7 +77,7 @@ def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") 
     """Return copies of a module's weights under the keys of a layout.
 
     A bias that the layout requires is zero if the module lacks it. A state dict holds weights only: the other side must
-        set the number of heads, the scale, base and scaling of rotary, and dropout.
+    set the number of heads, the scale, base and scaling of rotary, and dropout.
 
     Args:
         layout: one of ``known()``.

@@ -36,8 +36,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             ``torch.nn.MultiheadAttention``, with the same defaults.
 
     Differences from torch: a row without visible keys has weights 0 (its output is the output bias), never NaN; masks
-        of different kinds combine without a warning; ``need_weights=False`` never builds an [L, S] matrix, with any
-        mask.
+    of different kinds combine without a warning; ``need_weights=False`` never builds an [L, S] matrix, with any mask.
 
     ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` have a fused forward for inference that reads the
     weights of ``self_attn`` and does not call the attention module. They skip it for this class, because
@@ -116,8 +115,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             is_causal: a promise that ``attn_mask``, which is then required, is the causal mask (query i attends to keys
                 up to i). Without ``need_weights`` the module applies the promise instead of reading the mask.
 
-        Returns: (output, weights or None); weights have one more column for each of ``add_bias_kv`` and
-            ``add_zero_attn``.
+        Returns:
+            (output, weights or None); weights have one more column for each of ``add_bias_kv`` and ``add_zero_attn``.
 
         Raises:
             TypeError, ValueError: an input or mask that does not fit; the message names argument, axis, got and

@@ -522,7 +522,7 @@ def test_a_layer_that_cannot_be_seen_is_told_with_the_option_for_it(run: Run, tm
     ran = run("watch", str(at), "--ids", "3 4")
     assert ran.code == 2
     assert re.search(
-        r"headscope watch: .*1 of the attention layers that ran could not be observed.*\. Exclude them with --layers\n$",
+        r"watch: .*1 of the attention layers that ran could not be observed.*\. Exclude them with --layers\n$",
         ran.err,
     ), ran.err
 

@@ -335,7 +335,7 @@ def test_a_projection_without_a_tensor_for_a_weight_says_so() -> None:
 
     module = MultiHeadAttention(8, 2)
     module.qkv_proj = Quantized()  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(TypeError, match=r"qkv_proj: expected an .*, got a Quantized whose weight is not a tensor"):
+    with pytest.raises(TypeError, match=r"qkv_proj: expected .*, got Quantized, whose weight is not a tensor"):
         module.projection("k")
 
 

@@ -99,7 +99,7 @@ def test_what_does_not_go_with_nested_tensors_is_named() -> None:
     refused("mask: got bool, expected causal", lambda: m(x, mask=torch.ones(1, 1).bool()))
     refused("mask: expected None together with a nested context", lambda: m(x, nested(rows()), mask=causal()))
     refused("context: got a tensor of 3 axes, expected a nested tensor, as x is", lambda: m(x, torch.zeros(3, 2, E)))
-    refused("context: is a nested tensor, x is an ordinary one of 3 axes", lambda: m(torch.zeros(3, 2, E), x))
+    refused("context: is nested, x is an ordinary tensor of 3 axes", lambda: m(torch.zeros(3, 2, E), x))
     refused("context: has 2 rows, x has 3", lambda: m(x, nested(rows((2, 3)))))
     holed = torch.nested.narrow(
         torch.zeros(2, 7, E), 1, torch.tensor([0, 0]), torch.tensor([5, 3]), layout=torch.jagged

@@ -722,7 +722,7 @@ def test_a_layer_that_is_built_when_it_is_read_is_a_mapping_of_one() -> None:
     assert repr(again) == repr(described)
     assert again.layers == ("0",)
     assert "1" not in again.parts
-    with pytest.raises(KeyError, match="1: neither a quantity nor a layer"):
+    with pytest.raises(KeyError, match="1: is neither a quantity nor a layer"):
         again["1"]
 
 

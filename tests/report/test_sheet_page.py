@@ -259,7 +259,7 @@ def test_save_says_why_it_cannot(tmp_path: Path) -> None:
         tmp_path: "is a directory, expected the name of a file",
         tmp_path / "no" / "page.html": "cannot be written: No such file or directory",
         tmp_path / "file" / "page.html": "cannot be (written|read): Not a directory",
-        Path(os.devnull): "is no regular file",
+        Path(os.devnull): "is not a regular file",
         tmp_path / "a\x00b": "cannot be (written|read): .*null (byte|character)",
         tmp_path / ("x" * 300): "cannot be (written|read): File name too long",
     }.items():

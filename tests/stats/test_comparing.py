@@ -139,7 +139,7 @@ def test_sums_over_other_numbers_of_first_keys_are_not_compared() -> None:
     q, k, v = tensors()
     one, four = (stats_of(q, k, v, what=Observe(map=8, windows=(3,), first=n)) for n in (1, 4))
     found = compare(one, four)
-    assert found.notes == ("Other first keys: 1 before, 4 after",)
+    assert found.notes == ("Different first keys: 1 before, 4 after",)
     assert not {"first", "streaming_3"} & {change.name for head in found.heads for change in head.changes}
     assert not found.differs
     assert {"first", "streaming_3"} <= {change.name for change in compare(four, four).heads[0].changes}
@@ -159,7 +159,7 @@ def test_other_rows_and_lengths_are_noted() -> None:
     old = stats_of(q, k, v)
     short = compare(old, stats_of(*tensors(t=17), what=Observe(map=5, windows=(3,))))
     assert short.notes == (
-        "Other rows looked at: 31 before, 17 after",
+        "Different rows looked at: 31 before, 17 after",
         "Other keys: 31 before, 17 after",
         "Other bins of the map: 8 before, 5 after",
     )
@@ -174,7 +174,7 @@ def test_other_rows_and_lengths_are_noted() -> None:
     again = compare(*(stats_of(q, k, v, what=Observe(map=8, windows=(3,), rows=10)) for _ in range(2)))
     assert (again.notes, again.heads[0].map, again.heads[0].received) == ((), 0.0, 0.0)
     twice = compare(old, old.merge(old))
-    assert twice.notes == ("Other forwards: 1 before, 2 after", "Other rows looked at: 31 before, 62 after")
+    assert twice.notes == ("Other forwards: 1 before, 2 after", "Different rows looked at: 31 before, 62 after")
     assert not twice.differs
     unmasked = compare(old, observe(q, k, v, what=WHAT))
     assert unmasked.notes == (

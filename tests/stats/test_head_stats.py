@@ -445,7 +445,7 @@ def test_only_files_of_statistics_are_replaced(tmp_path: Path) -> None:
         HeadStats.load(path)
     stats.save(path, force=True)
     stats.merge(stats).save(path)
-    with pytest.raises(FileNotFoundError, match=r"none.safetensors: there is no folder .*missing"):
+    with pytest.raises(FileNotFoundError, match=r"none.safetensors: the folder .*missing does not exist"):
         stats.save(tmp_path / "missing" / "none.safetensors")
     assert HeadStats.load(path)[0, 0, "entropy"].count == 44
     path.write_text("no tensors")
@@ -458,7 +458,7 @@ def test_only_files_of_statistics_are_replaced(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names of files are no bytes, and pipes no files")
 def test_what_cannot_be_read_is_not_called_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match=r"pipe: is no regular file"):
+    with pytest.raises(ValueError, match=r"pipe: is not a regular file"):
         HeadStats.load(tmp_path / "pipe")
     path = stats_of().save(tmp_path / "a.safetensors")
     other = path.rename(tmp_path / "a\udcff.safetensors")
@@ -479,7 +479,7 @@ def test_what_cannot_be_read_is_not_called_another_file(tmp_path: Path, monkeypa
 def test_a_pipe_is_left_alone_and_a_link_stays(force: bool, tmp_path: Path) -> None:
     stats = stats_of()
     os.mkfifo(tmp_path / "pipe")
-    for name, message in (("pipe", "pipe: is no regular file"), (".", "is a directory")):
+    for name, message in (("pipe", "pipe: is not a regular file"), (".", "is a directory")):
         with pytest.raises(FileExistsError, match=message):
             stats.save(tmp_path / name, force=force)
     assert not _statistics_file.is_statistics(tmp_path / "pipe")
@@ -561,12 +561,12 @@ SAID: list[tuple[str, Any, str]] = [
     *((name, got, f"{name}: got {got}, expected 0 to") for name in NUMBERS for got in (-1, 2**70)),
     ("looked_at", 23, "looked_at: got 23, expected 0 to 22"),
     ("looked_at", 1, r"0/rows: holds 22 to 22, outside the possible range"),
-    ("runs", 0, r"0/map/argmax: holds -1 to 10, beyond"),
+    ("runs", 0, r"0/map/argmax: holds -1 to 10, outside the possible range"),
     ("lengths", [1], "lengths: got 1 numbers, expected 2"),
     ("lengths", [-1, 11], "lengths: got -1, expected 0 to"),
     ("lengths", [11, 2**70], f"lengths: got {2**70}, expected 0 to"),
     ("lengths", [5, 11], "lengths: got 5 queries for 22 rows in all"),
-    ("lengths", [11, 5], r"0/map/argmax: holds -1 to 10, beyond"),
+    ("lengths", [11, 5], r"0/map/argmax: holds -1 to 10, outside the possible range"),
     ("lengths", [11, 12], r"0/qk/0/k: got \[2, 3, 11, 5\], expected \[B, Hkv, K, D\]"),
     ("moments", ["x" * 100_000], f"it lacks '0/moments/{'x' * 200}x*…$"),
     ("first", "1", "first: got str, expected int or NoneType"),

@@ -1,8 +1,8 @@
 """Scores of patterns from the means of row quantities, without the weights themselves.
 
 ``_dense_stats.pattern_scores`` defines the scores on dense weights. Here the same sums come from the moments: with o_i
-    the overlap of row i with the pattern and c_i that of chance, score = max(0, Σ (o_i - c_i) / Σ (1 - c_i)).
-Σ o_i is count times mean. Σ c_i comes from ``chance`` = 1 / n_i; docs/guides/decide.md lists which scores are exact.
+the overlap of row i with the pattern and c_i that of chance, score = max(0, Σ (o_i - c_i) / Σ (1 - c_i)). Σ o_i is
+count times mean. Σ c_i comes from ``chance`` = 1 / n_i; docs/guides/decide.md lists which scores are exact.
 """
 
 from __future__ import annotations
@@ -123,9 +123,7 @@ def pattern_means(part: LayerStats) -> dict[str, Scores]:
             rows = moments[name].count
             even = torch.where(rows > 0, rows * chance.mean_of_many(), 0.0)
             total = _total(moments[name])
-            if (
-                name == "induction" and "next" in moments
-            ):  # its mass includes the next key's, which is not after an earlier copy
+            if name == "induction" and "next" in moments:  # its mass includes the next key's, which follows no copy
                 total = (total - _total(moments["next"])).clamp_min(0)
             scores[name] = _score(name, total, even, rows, rows, never)
     if (window := smallest_window(part)) is not None:

@@ -52,7 +52,5 @@ def _to_class(inputs: Inputs, mask: Mask | None) -> Tensor:
     if type(q) in ORDINARY:
         for x in (*inputs[1:], *(() if mask is None else mask.tensors())):
             if x is not None and type(x) not in ORDINARY:
-                q = q * x.new_ones(
-                    (), dtype=q.dtype
-                )  # exact, and an operator: the subclass determines the class of the result
+                q = q * x.new_ones((), dtype=q.dtype)  # exact, and an operator: the subclass sets the result's class
     return q

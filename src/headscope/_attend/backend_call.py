@@ -12,10 +12,7 @@ from headscope._attend.interface import Attend, Backend, Inputs, OperatorBackend
 from headscope._support.precision import exact_products
 from headscope.masks import Plan
 
-SUMMED_BY_TORCH = (
-    blocked.name,
-    reference.name,
-)  # backends that use torch's products; torch's fused kernels round as its settings specify
+SUMMED_BY_TORCH = (blocked.name, reference.name)  # they use torch's products; its fused kernels follow its settings
 
 
 def attend_on_backend(backend: Backend, call: Call, plan: Plan | None, inputs: Inputs) -> Result:

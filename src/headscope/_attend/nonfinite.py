@@ -1,11 +1,11 @@
 """NaN and infinity in q, k, v reach exactly the rows where they are visible, whatever else is in the batch.
 
 Masked logits are replaced, so a NaN in them has no effect. But weights multiply whole blocks of values, and 0 x NaN is
-    NaN: a NaN in a masked value would leak into rows where it is not visible. So if some values are not finite and some
-    keys are masked, the backend runs with zeros instead of the non-finite values in v, and they are then added to the
-    rows where they are visible. The sums of gradients have the same problem for q and k, and torch's fused kernels add
-    a mask to the logits instead of replacing them. Therefore gradients, and those kernels, get zeros in q and k too.
-    Finite inputs come here only if a sum overflows, and the result is then the same.
+NaN: a NaN in a masked value would leak into rows where it is not visible. So if some values are not finite and some
+    keys are masked, the backend runs with zeros instead of them. The non-finite values are then added to the rows where
+    they are visible. The sums of gradients have the same problem for q and k, and torch's fused kernels add a mask to
+the logits instead of replacing them. Therefore gradients, and those kernels, get zeros in q and k too. Finite inputs
+come here only if a sum overflows, and the result is then the same.
 """
 
 from __future__ import annotations

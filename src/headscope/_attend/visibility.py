@@ -28,8 +28,8 @@ def visible_blocks(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield which of some keys are visible to each row, a block of rows at a time.
 
-    Yields: rows; the span of keys that are visible to any of them; and visibility, boolean [B or 1, H or 1, rows,
-        span].
+    Yields:
+        rows; the span of keys that are visible to any of them; and visibility, boolean [B or 1, H or 1, rows, span].
     """
     for rows in slices(call.queries, ROWS // max(1, call.batch * call.heads * (keys.stop - keys.start))):
         any_row = visible_keys(call, plan, rows)

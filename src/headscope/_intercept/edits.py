@@ -1,7 +1,7 @@
 """Attention layers that are replaced or added while a watch is open.
 
 A watch registers the modules of the model by identity when it is created. A call of a module inserted later has no
-    entry: it is attributed to the enclosing module, or not recorded. ``Layout`` detects such modules.
+entry: it is attributed to the enclosing module, or not recorded. ``Layout`` detects such modules.
 """
 
 from __future__ import annotations

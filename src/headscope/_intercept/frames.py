@@ -155,9 +155,7 @@ class Frame:
         factors = self.factors(out.shape[axis] if out.ndim >= -axis else 1, (q.shape[-1], out.shape[-1]))
         if factors is None:
             return out
-        wide = torch.promote_types(
-            out.dtype, torch.float32
-        )  # half precision would round the terms of a gradient's sum first
+        wide = torch.promote_types(out.dtype, torch.float32)  # half precision would round each term of a gradient
         factors = factors.to(out.device, wide)
         return (out.to(wide) * (factors.view(-1, *(1,) * (-axis - 1)) if out.ndim >= -axis else factors)).to(out.dtype)
 

@@ -130,9 +130,9 @@ def _with_tokens(what: Observe, ids: Ids) -> Observe:
 def standing(call: InterceptedCall) -> InterceptedCall:
     """Return a call of self-attention with its queries at the positions that its mask implies, if it does.
 
-    A buffer for a cache has room after the queries, for future keys, which are masked. So if the last visible key of
-    row i is n + i, with one n for a batch entry, its rows are at positions n, n + 1, …, and not at the end of the keys.
-    Rows without visible keys do not count; a mask with a ``Band`` states the positions itself.
+    A buffer for a cache has free slots after the queries, for future keys, which are masked. So if the last visible key
+    of row i is n + i, with one n for a batch entry, its rows are at positions n, n + 1, … Rows without visible keys do
+    not count; a mask with a ``Band`` states the positions itself.
 
     Raises:
         WatchError: the mask has no values.

@@ -84,7 +84,7 @@ def match_modules(modules: Mapping[str, nn.Module], pattern: str, argument: str)
     """Return the names that a name or pattern matches, with all modules inside.
 
     Raises:
-        ValueError: there are no such modules.
+        ValueError: it does not match any module.
     """
     fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in enclosing_paths(name))]
     if not fits:

@@ -41,9 +41,7 @@ _original_interceptor: hook.Interceptor | None = None
 def open_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
     """Start to report the calls of these modules to a watcher."""
     global _original_call, _original_interceptor
-    call = (
-        _uncompiled_call() if "torch._dynamo" in sys.modules else _call
-    )  # may wait for its import: not while holding the lock
+    call = _uncompiled_call() if "torch._dynamo" in sys.modules else _call  # may wait for its import: without the lock
     try:
         with _lock:
             if _original_call is None:

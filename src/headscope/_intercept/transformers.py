@@ -2,8 +2,7 @@
 
 A layer of transformers 5 asks ``AttentionInterface.get_interface`` for the function that attends, by the name of the
 attention implementation, and calls it with itself, q, k, v, a mask and options. While a watch is open, that look-up
-returns the same function with a wrapper that reports its arguments. Nothing here imports transformers: a model of it
-has already.
+returns the function in a wrapper that reports its arguments. This module does not import transformers.
 """
 
 from __future__ import annotations
@@ -188,8 +187,8 @@ def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str,
     """Return an attention function's call as arguments of headscope.
 
     The function determines which options count: one that does not name ``softcap`` or ``position_bias``, or does not
-        read ``module.sinks``, does not use it. A function without readable code is assumed not to use them; the
-        comparison of outputs then reveals it if it does.
+    read ``module.sinks``, does not use it. A function without readable code is assumed not to use them; the comparison
+    of outputs then reveals it if it does.
 
     Args:
         arguments: of the call, by name, and those that partials bind.
@@ -300,16 +299,12 @@ def _length(frame: Frame, queries: int) -> int | Tensor | None:
     cache = getattr(cache, "self_attention_cache", cache)
     if cache is None or not hasattr(cache, "get_seq_length"):
         return None
-    if getattr(
-        module, "is_kv_shared_layer", False
-    ):  # its keys are of an earlier layer, and all layers have equally many
+    if getattr(module, "is_kv_shared_layer", False):  # its keys are of an earlier layer; all have equally many
         return int(cache.get_seq_length())
     layer = _layer(frame)
     if layer is None:
         return None
-    own = (
-        queries if hasattr(module, "append_to_cache") else 0
-    )  # DiffusionGemma's decoder, which does not cache keys there
+    own = queries if hasattr(module, "append_to_cache") else 0  # DiffusionGemma's decoder does not cache keys there
     return cache.get_seq_length(layer) + own
 
 
@@ -330,8 +325,7 @@ def _real(frame: Frame, mask: Tensor | None) -> Tensor | None:
     """Return which keys are not padding, [B or 1, K]; None: those that are visible to some query.
 
     A layer that selects its keys (DeepSeek's indexer, Doge) masks the others, in a few rows even their own key. The
-    mask argument of the layer is more reliable, unless it masks keys that the layer attends to: a layer may interpret
-    it differently.
+    mask argument of the layer is more reliable, unless it masks keys that the layer attends to.
     """
     layer_mask = frame.arguments.get("attention_mask")
     if mask is None or not isinstance(layer_mask, Tensor) or layer_mask is mask or layer_mask.ndim != 4:

@@ -1,8 +1,9 @@
 """Statistics of attention weights, computed tile by tile.
 
-``steps.py`` takes three steps from a request to statistics. The second one has two forms: 1. **The plan.**
-    ``inputs.to_reductions`` lists the reductions as numbers (``Reductions``); ``scene.build_scene`` checks the request
-    and returns their inputs as tensors (``Scene``).
+``steps.py`` takes three steps from a request to statistics. The second one has two forms:
+
+1. **The plan.** ``inputs.to_reductions`` lists the reductions as numbers (``Reductions``); ``scene.build_scene``
+   checks the request and returns their inputs as tensors (``Scene``).
 2. **The pass over the weights**, which gives an ``Observed``. ``portable.observe_blocks`` takes ``Reductions`` and
    ``Scene``: blocked torch, any device, every option, memory linear in the length, blocks that depend on shapes only.
    ``native_observer.observe_natively`` takes both as one ``Ready``, which serves further similar calls, and can attend

@@ -84,7 +84,7 @@ def _filed(columns: Tensor, first_key: int) -> Tensor:
 
 
 def tiles_of(request: Request, known: Scene | Ready) -> ObservedTiles | None:
-    """Return access to the weights, if q and k are to be retained."""
+    """Return access to the weights, if the options retain q and k."""
     return keep_tiles(request, known) if isinstance(known, Scene) and request.what.keep_qk else None
 
 

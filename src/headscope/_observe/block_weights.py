@@ -144,9 +144,7 @@ def weights(scene: Scene, rows: Rows, j: slice) -> Tile:
     depth = s.sub_(top[..., None]).clamp_(min=FLOOR)
     e = depth.exp()
     ones = depth.clone().eq_(0)  # where e is 1, in its dtype
-    beside = (e - ones).sum(-1) + (
-        ones.sum(-1) - 1
-    )  # Σ e - 1: in a peaked row, adding the rest to 1 would round it away
+    beside = (e - ones).sum(-1) + (ones.sum(-1) - 1)  # Σ e - 1: in a peaked row, 1 + the rest would round to 1
     if sink is not None:
         beside = beside + (sink - top).exp()
     norm, scale = _normal(rows, top, beside, choices > 0)

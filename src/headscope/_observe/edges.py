@@ -1,8 +1,8 @@
 """The largest weights of a row, and of a head: exact; ties go to the first.
 
 The k largest weights of a head lie in the k rows with the largest maxima: if one of them were in another row, the
-    maxima of these k rows would all precede it. So with the maxima of all rows, it is enough to recompute k rows of
-    each head and batch entry.
+maxima of these k rows would all precede it. So with the maxima of all rows, it is enough to recompute k rows of each
+head and batch entry.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def attend_and_observe(
     """Attend and observe in one pass; return out, lse and the statistics.
 
     Returns None if that is not possible: dropout, a gradient, ``rows``, a backend other than the native one, an option
-        that ``native_observer`` does not support, or a row that is not finite.
+    that ``native_observer`` does not support, or a row that is not finite.
     """
     prepared = prepare(q, k, v, mask, bias, sinks, scale, softcap, dropout, True, backend)
     repeat = steps.repeater_of(prepared, what)

@@ -1,9 +1,9 @@
 """Observing by the native kernels: the second step of ``_observe``, on a CPU.
 
 One pass over the weights. If the call attends natively too, measuring shares that pass: row quantities are sums next to
-    those of the softmax. ``received`` and the map require normalised weights; for these a block of rows stores its
-    weights until its rows are complete, and is then read again. Edges require only the largest weight of each row: the
-    rows that can contain them are recomputed.
+those of the softmax. ``received`` and the map require normalised weights; for these a block of rows stores its weights
+until its rows are complete, and is then read again. Edges require only the largest weight of each row: the rows that
+can contain them are recomputed.
 """
 
 from __future__ import annotations
@@ -163,11 +163,11 @@ class Ready:
         """Return the extension's ``Observation``, and the objects that must stay alive for it.
 
         Its arguments, after the call: rows and the address of their indices; the place of each of ``QUANTITIES`` among
-            the outputs, -1 for none; windows with the places of their share and of streaming; address and batch stride
-            of the key positions, and of each query's own key; token ids; address, batch stride and number of the first
-            keys; address and strides of ``may_count``; lse, and its tolerance; number of largest weights; bins of the
-            map; edges of its bins; number, address and length of the histograms' borders; the offset of each of
-            ``PLACES``, -1 for none; the size of the result, and of the scratch memory after it.
+        the outputs, -1 for none; windows with the places of their share and of streaming; address and batch stride of
+        the key positions, and of each query's own key; token ids; address, batch stride and number of the first keys;
+        address and strides of ``may_count``; lse, and its tolerance; number of largest weights; bins of the map; edges
+        of its bins; number, address and length of the histograms' borders; the offset of each of ``PLACES``, -1 for
+        none; the size of the result, and of the scratch memory after it.
         """
         address, reductions = native.address, self.reductions
         kernel_call = native.to_kernel_call(self.call, scene.plan, scene.inputs)
@@ -294,7 +294,7 @@ def borders_of(names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
     """Return the lower border of each bin of a histogram, [names, bins]; padded with NaN.
 
     An edge may not be a number of the dtype: its border is the smallest number that is not below it, so values compare
-        with both alike. The first bin includes values below it, too.
+    with both alike. The first bin includes values below it, too.
     """
     edges = [(-math.inf, *histogram_edges(name)[1:-1]) for name in names]
     most = max(len(x) for x in edges)

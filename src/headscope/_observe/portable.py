@@ -1,8 +1,8 @@
 """The portable form of the pass over the weights: each tile is recomputed from q and k, reduced, and discarded.
 
 A row is normalised by its own sum, as in softmax, so its errors are not larger: exp(s - lse) would add the rounding of
-    lse, 2e-6 for logits of 50, to every weight. A specified lse that equals the row's own within rounding changes
-    nothing; any other is used as passed, and p = exp(s - lse).
+lse, 2e-6 for logits of 50, to every weight. A specified lse that equals the row's own within rounding changes nothing;
+any other is used as passed, and p = exp(s - lse).
 
 The entropy is Σ p (lse - s) = Σ p (top - s) + mass · (lse - top), where top is the row's largest logit: both terms are
 sums of non-negative numbers, so nothing cancels in peaked rows, as it would in lse - Σ p s.

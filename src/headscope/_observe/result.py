@@ -16,8 +16,8 @@ class Observed(NamedTuple):
 
     Attributes:
         rows: name -> [B, H, R], NaN where a row does not count or does not have the quantity; argmax is int64, there
-            -1. If moments are known, only if rows are to be retained.
-        counted: which rows count, boolean [B, H, R]; None if their number is known and they are not to be retained.
+            -1. If moments are known, only if the options retain rows.
+        counted: which rows count, boolean [B, H, R]; None if their number is known and the options do not retain them.
         broken: the number of rows of each head excluded because they are not finite, int64 [H].
         received, eligible: over the batch, float64 and int64 [H, K], or None.
         map, edges: see there; or None.

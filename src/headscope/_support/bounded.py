@@ -12,7 +12,7 @@ class BoundedTable(dict[K, V]):
     """A table that is cleared when it would hold more than ``most`` entries.
 
     Only sizes that grow with every call lead to so many entries, and old entries are then never used again. It does not
-        require a lock: an entry is complete before it is added, and one that another thread drops is recomputed.
+    require a lock: an entry is complete before it is added, and one that another thread drops is recomputed.
     """
 
     def __init__(self, most: int) -> None:
@@ -20,7 +20,7 @@ class BoundedTable(dict[K, V]):
         self.most = most
 
     def add(self, key: K, value: V) -> V:
-        """Add an entry, to an empty table if there is no room; return the value."""
+        """Add an entry, to a cleared table if it is full; return the value."""
         if len(self) >= self.most:
             self.clear()
         self[key] = value

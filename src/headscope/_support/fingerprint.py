@@ -64,9 +64,7 @@ def _words(block: Tensor) -> Tensor:
     size = block.element_size()
     wide = torch.int32 if block.shape[1] * size % 4 == 0 else _WORDS[size]
     block = block.contiguous()
-    if (
-        block.storage_offset() * size % 4 or block._is_zerotensor()
-    ):  # a view with other words must start at a whole word
+    if block.storage_offset() * size % 4 or block._is_zerotensor():  # a view with other words starts at a whole word
         block = block.clone()
     return block.view(wide)
 

@@ -101,9 +101,9 @@ def near_duplicates(stats: HeadStats | HasStats, threshold: float = 0.1) -> Near
     """Return pairs of heads, of the same layer or of others, with nearly the same attention.
 
     The distance of two heads is the largest of three: total variation (half the sum of absolute differences) between
-        their maps and between the received weight of their keys, each normalised to sum to one, and the largest
-        difference between the means of their row quantities. Distances in bins never exceed those of single weights:
-        the distance is a lower bound.
+    their maps and between the received weight of their keys, each normalised to sum to one, and the largest difference
+    between the means of their row quantities. Distances in bins never exceed those of single weights: the distance is a
+    lower bound.
 
     Args:
         stats: with a map and ``received``.

@@ -100,7 +100,7 @@ def patterns(stats: HeadStats | HasStats) -> Patterns:
             of which the smallest from 1 on is used.
 
     Raises:
-        ValueError: there are no row quantities.
+        ValueError: row quantities are missing.
     """
     observed = stats_of(stats)
     parts = {layer: part for layer, part in observed.parts.items() if "chance" in part.moments}

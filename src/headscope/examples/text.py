@@ -124,7 +124,7 @@ class TextTokenizer:
         return [self.piece(token) for token in self.encode(text)]
 
     def piece(self, token: int) -> str:
-        """Return the text of one token, with `\\xe2` for a byte that is no whole character.
+        """Return the text of one token, with `\\xe2` for a byte that is not a whole character.
 
         Raises:
             ValueError: Such a token does not exist.

@@ -125,8 +125,8 @@ class Mask(ABC):
 
         The plan is cached with the mask, together with copies of the tensors that it was made from. A later call
         compares the tensors with the copies. It therefore detects every write, including those that do not raise the
-            version: ``torch.distributed``, numpy, DLPack and ``.data``. Comparing would wait for another device, so
-                there each call makes a new plan.
+        version: ``torch.distributed``, numpy, DLPack and ``.data``. Comparing would wait for another device, so
+        there each call makes a new plan.
         """
         sizes = (batch, heads, queries, keys)
         if torch.compiler.is_compiling() or is_traced():  # a plan made from traced tensors is useless to other calls

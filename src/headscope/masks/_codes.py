@@ -1,7 +1,7 @@
 """Encodings of masks in postfix order: codes for operators, and rules for the native kernels.
 
 ``Mask.encode`` writes codes, which ``_from_codes.py`` converts back to masks. ``Mask.write_rules`` writes rules, which
-    cannot be read back: they hold the part that spans cannot express.
+cannot be read back: they hold the part that spans cannot express.
 """
 
 from __future__ import annotations

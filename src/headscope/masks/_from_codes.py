@@ -16,7 +16,7 @@ from headscope.masks._keys import KeyLengths, Prefix
 
 
 def mask_from_codes(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | None:
-    """Return the mask that was encoded; None if there are no codes."""
+    """Return the mask that was encoded; None without codes."""
     numbers, tensors, stack = iter(codes), iter(parts), list[Mask]()
     for code in numbers:
         match code:

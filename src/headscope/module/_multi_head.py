@@ -71,8 +71,7 @@ class MultiHeadAttention(nn.Module):
         v_head_dim: width Dv of each value head; by default ``head_dim``.
         kdim: width of the input of the keys; by default ``embed_dim``.
         vdim: width of the input of the values; by default ``kdim`` if that is not None, else ``embed_dim``.
-        bias: whether the projections to q, k and v have a bias: True, False, or the names of those that do, such as
-            ("q", "v").
+        bias: which of the projections to q, k and v have a bias: True, False, or names such as ("q", "v").
         out_bias: whether the output projection has a bias; by default, whether any of the others has.
         scale: factor of the dot products; by default head_dim ** -0.5. Some tutorials use ``embed_dim ** -0.5``: it is
             smaller by sqrt(num_heads), which flattens the weights.
@@ -84,22 +83,20 @@ class MultiHeadAttention(nn.Module):
         rotary: rotate q and k to their positions, ``positions.Rotary``; its ``dim`` is at most ``head_dim``.
         position_bias: a bias by distance: ``positions.ALiBi``, ``positions.T5Buckets`` (with a learned table), or a
             ``positions.RelativeBias`` that layers may share.
-        qk_norm: normalise q and k before they are rotated: "rms" or "layer", each head separately over ``head_dim``,
-            with weights (and biases of "layer") that all heads share, as in Qwen 3; "rms_all", all heads together, as
-            in OLMo 2.
+        qk_norm: normalise q and k before they are rotated: "rms" or "layer", each head over ``head_dim``, with weights
+            (and "layer" biases) that all heads share, as in Qwen 3; "rms_all", all heads together, as in OLMo 2.
         qk_norm_eps: added to the mean square, or the variance, above 0.
         gate: multiply the heads' outputs elementwise by sigmoid(gate_proj(x)), before ``out_proj``.
-        bias_kv: learn one key and one value for each head that belong to no token: every query attends to them,
-            whatever the mask, as with ``add_bias_kv`` of ``nn.MultiheadAttention``; ``rotary`` does not apply to them.
-            ``watch`` records tokens only.
+        bias_kv: learn a key and a value for each head that belong to no token: visible to every query, whatever the
+            mask, as ``add_bias_kv`` of ``nn.MultiheadAttention``; without ``rotary``. ``watch`` records tokens only.
         reproducible: each row of the output, and of the gradient of x, has the same bits whatever else is in the batch;
             on a CPU, with the native kernels, without dropout. docs/concepts/semantics.md has its limits and its cost.
 
     Parameters: one packed ``qkv_proj`` if q, k and v can share one input and all or none have a bias; else ``q_proj``,
-        ``k_proj``, ``v_proj``; always ``out_proj``. ``load_state_dict`` accepts either form. Rows of a projection are
-        ordered by head. Weights start as ``xavier_uniform_`` of each projection separately, biases and sinks as zero.
-        With the options: ``q_norm`` and ``k_norm``; ``gate_proj``, with a bias where q has one;
-    ``position_bias.weight``; ``bias_k`` [kv_heads, head_dim], ``bias_v`` [kv_heads, v_head_dim].
+    ``k_proj``, ``v_proj``; always ``out_proj``. ``load_state_dict`` accepts either form. Rows of a projection are
+    ordered by head. Weights start as ``xavier_uniform_`` of each projection separately, biases and sinks as zero. With
+    the options: ``q_norm`` and ``k_norm``; ``gate_proj``, with a bias where q has one; ``position_bias.weight``;
+    ``bias_k`` [kv_heads, head_dim], ``bias_v`` [kv_heads, v_head_dim].
 
     The module calls its projections, so hooks and replaced modules run. Cross-attention uses parts of the packed
     weight, and raises if ``qkv_proj`` is more than a plain linear.
@@ -248,9 +245,7 @@ class MultiHeadAttention(nn.Module):
         linear: nn.Linear = getattr(self, path)
         weight, bias = weight_and_bias(linear)
         if not isinstance(cast("object", weight), Tensor):
-            raise TypeError(
-                f"{path}: expected an nn.Linear, got a {type(linear).__name__} whose weight is not a tensor"
-            )
+            raise TypeError(f"{path}: expected nn.Linear, got {type(linear).__name__}, whose weight is not a tensor")
         if not packed:
             return weight, bias
         at = QKV.index(name)
@@ -313,8 +308,7 @@ class MultiHeadAttention(nn.Module):
             out [B, Q, embed_dim], or (out, weights).
 
         Raises:
-            TypeError, ValueError: an input, mask or bias that does not fit; the message names argument, axis, got and
-                expected.
+            TypeError, ValueError: an input, mask or bias that does not fit; the message names it and its axis.
         """
         if getattr(x, "is_nested", False) is True:
             return self._of_nested(
@@ -428,7 +422,7 @@ class MultiHeadAttention(nn.Module):
             check_type(name, tensor, Tensor, "a torch.Tensor")
             if tensor.is_nested and not x.is_nested:
                 raise ValueError(
-                    f"{name}: is a nested tensor, x is an ordinary one of {x.ndim} axes; expected x nested as well"
+                    f"{name}: is nested, x is an ordinary tensor of {x.ndim} axes; expected x nested as well"
                 )
             if tensor.shape[-1:] != (width,) or tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
                 raise shape_error(name, tensor, width, x)

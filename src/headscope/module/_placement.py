@@ -59,7 +59,7 @@ def add_distance_bias(
         if known is not None:
             if not any(
                 isinstance(leaf, ReversedBand) for leaf in known.leaves()
-            ):  # it shows whether anything traces or intercepts
+            ):  # it marks the order for interceptors
                 known = known & ReversedBand(Band(offset=keys - queries), queries)
             bias = turned_matrix(position_bias, queries, keys, start - first, q)
             of_own = None if placement.q_of_own is None else placement.q_of_own.flip(-2)

@@ -201,7 +201,7 @@ def _constant(number: float) -> Tensor:
 
 
 def _most(positions: Tensor) -> int:
-    """Return the largest position; -1 if there are no positions."""
+    """Return the largest position; -1 without positions."""
     return int(positions.max()) if positions.numel() else -1
 
 

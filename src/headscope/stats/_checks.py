@@ -66,7 +66,7 @@ def check_parts(under: str, parts: Mapping[str, Any]) -> None:
     """Check received weight, the map and edges.
 
     Raises:
-        ValueError: impossible sums or maxima, or a number where there is no weight.
+        ValueError: impossible sums or maxima, or a number without a weight.
     """
     one = torch.ones((), dtype=torch.float64, device="cpu")
     if "received" in parts:
@@ -87,7 +87,7 @@ def check_parts(under: str, parts: Mapping[str, Any]) -> None:
 
 
 def _check_absent(name: str, values: Tensor, absent: Tensor) -> None:
-    """Raise ValueError for a number where there is no weight."""
+    """Raise ValueError for a number without a weight."""
     numbers = values[absent]
     if not bool(numbers.isnan().all()):
         raise ValueError(f"{name}: got {float(numbers[~numbers.isnan()][0]):g} where there is no weight, expected NaN")

@@ -169,8 +169,7 @@ def pattern_scores(
     """Return how well each head matches the ideal rows of each pattern, from 0 (chance or worse) to 1 (exactly).
 
     A pattern defines an ideal row: all weight on certain keys, or spread evenly over them. The overlap o_i of row i
-        with it is compared with the overlap c_i that an even row has by chance (for "uniform": that a row on one key
-        has)
+    with it is compared with the overlap c_i that an even row has by chance (for "uniform": that a row on one key has)
 
         score = max(0, Σ_i (o_i - c_i) / Σ_i (1 - c_i))
 

@@ -1,7 +1,7 @@
 """Monitoring of training: values of each step for trackers, and alarms, without waiting for the device.
 
 The values of a step are copied to the host in parallel with other work, and passed on when they have arrived: on a GPU
-    in a later step, or when the watch ends; on the CPU at once.
+in a later step, or when the watch ends; on the CPU at once.
 """
 
 from __future__ import annotations

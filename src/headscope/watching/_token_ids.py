@@ -45,8 +45,8 @@ class Streams:
     """The ids that modules were called with, step by step, as a cache stores their keys.
 
     Only the keys show which text a step continues: caches are copied, cropped, reordered, and several are used in
-        turns. So the ids before a step are those of the text that had the same keys in the same layer, to the bit. A
-        cache that has dropped the first keys shows only the others, so it must also be the same object.
+    turns. So the ids before a step are those of the text that had the same keys in the same layer, to the bit. A cache
+    that has dropped the first keys shows only the others, so it must also be the same object.
 
     Attributes:
         unknown: whether there was a step with unknown ids of earlier keys.
@@ -197,7 +197,7 @@ def check_texts(count: int, parts: Iterable[LayerStats]) -> None:
 
 
 def cut(ids: Tensor, call: InterceptedCall) -> Ids:
-    """Return the ids of the present keys, from ids from position 0 on; -1 for room without a key yet."""
+    """Return the ids of the present keys, from ids from position 0 on; -1 for slots without a key yet."""
     keys = call.k.shape[-2]
     total = _total(call)
     first = max(0, total - keys)

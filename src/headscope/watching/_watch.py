@@ -95,8 +95,8 @@ def watch(
             1, 2, …, a cache included.
         accelerate: let headscope's kernel attend as well, in the selected layers. Outputs are then equal up to
             rounding, not to the bit, except rows in which every key is masked: headscope gives them 0.
-        unseen: "error": raise an error that names a module called attention that ran and could not be observed, and
-            warn of an observed one that may also attend by a softmax of its own. "ignore": neither.
+        unseen: "error": raise if a module called attention ran and could not be observed; warn if an observed one may
+            also attend by a softmax of its own. "ignore": neither.
         log: the tracker for the values of each observed forward pass, under flat names (``attn/L03/H05/entropy``): a
             TensorBoard ``SummaryWriter``, a Weights & Biases run, a function of the values and the step, or several. A
             layer's number does not change: the layers of a step are numbered in the order of the model, and layers
@@ -153,9 +153,7 @@ class Watch:
         self._lock = threading.RLock()  # a writer of the monitor may run the model itself
         self._entered = False
         self._streams = Streams()
-        self._complete: set[tuple[frozenset[str], frozenset[str]]] = (
-            set()
-        )  # complete sets of modules that ran and were observed
+        self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # modules that ran and were all observed
         self._errors: dict[str, tuple[Tensor, float]] = {}
         self._warned: set[str] = set()
         self._warned_of_ids = False
@@ -240,9 +238,7 @@ class Watch:
 
     def tokens_of(self, call: InterceptedCall) -> Ids | None:
         """Return the ids of a call's keys, if requested and known."""
-        if (
-            self.options.tokens is None or call.beside
-        ):  # a key that does not belong to a token would count as the next one
+        if self.options.tokens is None or call.beside:  # a key without a token would count as the next one
             return None
         if isinstance(self.options.tokens, Tensor):
             return ids_of_keys(self.options.tokens, call)
@@ -409,7 +405,7 @@ def register_transformers(name: str = "headscope") -> None:
     """Register headscope's attention with transformers, for ``attn_implementation=name``.
 
     The function and its mask function are registered under the same name: without the second, transformers does not
-        pass a mask to the function, and padding is silently lost.
+    pass a mask to the function, and padding is silently lost.
 
     Raises:
         ImportError: transformers is not installed, or older than 5.

@@ -2,7 +2,7 @@
 
 A block is a run of query rows of some heads with all keys visible to them, so each softmax is a plain one.
 The number of rows is what fits into ``BLOCK`` logits: it decreases as the keys grow, and depends only on shapes. The
-    backward pass recomputes the weights from q and k.
+backward pass recomputes the weights from q and k.
 """
 
 from __future__ import annotations
@@ -165,8 +165,7 @@ def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tens
     """Attend with torch's operations only, none in place, for torch.func within torch.compile.
 
     Any input may be batched there, and the result of ``_Attend.backward`` would be a constant: a second derivative
-        would be silently wrong. The gradient saves the weights, so dropout does not require a seed and can be torch's
-        own.
+    would be silently wrong. The gradient saves the weights, so dropout does not require a seed and can be torch's own.
     """
     rows = (call.batch, call.heads, call.queries)
     if call.queries == 0 or call.heads == 0:

@@ -100,9 +100,9 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
     """Return a fast path for repeated calls with other tensors of the same sizes, dtypes and strides.
 
     It takes q, k, v, and bias and sinks if there are any, and returns out, and lse if the call requests it. It returns
-        None if NaN or infinity may have reached rows where it is masked. It also returns None if a tensor has no
-        memory: the full path then materialises a ZeroTensor, and raises for a freed storage. Calls with dropout, with
-        rules in addition to the spans of a mask, or with tensors that must be copied first, do not have a fast path.
+    None if NaN or infinity may have reached rows where it is masked. It also returns None if a tensor has no memory:
+    the full path then materialises a ZeroTensor, and raises for a freed storage. Calls with dropout, with rules in
+    addition to the spans of a mask, or with tensors that must be copied first, do not have a fast path.
     """
     dtype, (q, k, v, bias, sinks) = accumulate_dtype(call.dtype), inputs
     copied = not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 or any(
@@ -241,7 +241,7 @@ def _gradients(
     sink_gradients = torch.empty_like(lse) if inputs.sinks is not None and needed[1] else None
     kernel_call = to_kernel_call(
         call, forward.plan, inputs, forward.seed
-    )  # a separate name: it keeps the tensors behind its addresses alive
+    )  # a name, so the tensors behind its addresses stay alive
     finite = extension.backward(
         kernel_call.call, out.data_ptr(), out.stride(), lse.data_ptr(),
         grad_out.data_ptr(), grad_out.stride(), address(grad_lse), dq.data_ptr(), dq.stride(),
@@ -273,9 +273,7 @@ def _forward(
     if need_lse:
         rows = (call.batch, call.heads, call.queries)
         lse = torch.empty(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
-    kernel_call = to_kernel_call(
-        call, plan, inputs, seed
-    )  # a separate name: it keeps the tensors behind its addresses alive
+    kernel_call = to_kernel_call(call, plan, inputs, seed)  # a name, so the tensors behind its addresses stay alive
     finite = extension.forward(kernel_call.call, out.data_ptr(), address(lse), torch.get_num_threads())
     return out, lse, finite
 

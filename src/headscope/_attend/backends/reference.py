@@ -62,8 +62,6 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tenso
         p = torch.nn.functional.dropout(p, call.dropout)
     v = inputs.v.to(p.dtype).repeat_interleave(call.group, dim=1)  # [B, H, K, Dv]
     out = p @ v
-    if (
-        call.sinks and call.keys == 0
-    ):  # without keys no weight carries the NaN that a sink of NaN or +inf gives its rows
+    if call.sinks and call.keys == 0:  # no weight carries the NaN that a sink of NaN or +inf gives its rows
         out = out + 0 * lse.masked_fill(lse.isinf(), 0)[..., None]
     return out.to(call.dtype), lse
