@@ -160,8 +160,8 @@ def test_other_rows_and_lengths_are_noted() -> None:
     short = compare(old, stats_of(*tensors(t=17), what=Observe(map=5, windows=(3,))))
     assert short.notes == (
         "Different rows looked at: 31 before, 17 after",
-        "Other keys: 31 before, 17 after",
-        "Other bins of the map: 8 before, 5 after",
+        "Different keys: 31 before, 17 after",
+        "Different bins of the map: 8 before, 5 after",
     )
     assert short.heads[0].map is None
     assert short.heads[0].received is not None
@@ -174,7 +174,7 @@ def test_other_rows_and_lengths_are_noted() -> None:
     again = compare(*(stats_of(q, k, v, what=Observe(map=8, windows=(3,), rows=10)) for _ in range(2)))
     assert (again.notes, again.heads[0].map, again.heads[0].received) == ((), 0.0, 0.0)
     twice = compare(old, old.merge(old))
-    assert twice.notes == ("Other forwards: 1 before, 2 after", "Different rows looked at: 31 before, 62 after")
+    assert twice.notes == ("Different forwards: 1 before, 2 after", "Different rows looked at: 31 before, 62 after")
     assert not twice.differs
     unmasked = compare(old, observe(q, k, v, what=WHAT))
     assert unmasked.notes == (

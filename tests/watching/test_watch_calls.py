@@ -72,7 +72,7 @@ def test_planted_patterns_keep_their_orientation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "kinds", "expected"),
+    ("name", "keys", "kinds", "wanted"),
     [
         ("attn", 7, {}, "self"),
         ("attn", 9, {}, "cross"),

@@ -278,7 +278,7 @@ def test_whole_numbers_beside_vectors_are_no_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs", "expected"),
+    ("model", "inputs", "wanted"),
     [
         (Mixed, (ONE, torch.randn(2, WIDTH, 2, 2)), {"text.self_attn", "merged.self_attn"}),
         (Mixed, (ONE,), {"text.self_attn", "merged.self_attn"}),

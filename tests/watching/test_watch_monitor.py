@@ -126,7 +126,7 @@ def test_what_is_no_tracker_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "limits", "expected"),
+    ("steps", "limits", "wanted"),
     [
         ([(1, False), (3, False), (30, False)], Limits(max_logit=None), "entropy collapse"),
         ([(1, False), (60, False), (120, False)], Limits(entropy=None), "growing logits"),

@@ -569,7 +569,7 @@ def counting(rows: list[int], least: int = 0) -> Any:
     return mine
 
 
-@pytest.mark.parametrize(("least", "expected"), [(0, [4, 4]), (11, [4, 11, 4, 11])])
+@pytest.mark.parametrize(("least", "wanted"), [(0, [4, 4]), (11, [4, 11, 4, 11])])
 def test_accelerate_asks_the_models_own_function_once_a_layer(
     least: int, wanted: list[int], attention: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -584,7 +584,7 @@ def test_accelerate_asks_the_models_own_function_once_a_layer(
     assert rows == wanted
 
 
-@pytest.mark.parametrize(("implementation", "expected"), [("mine", 11), ("sdpa", 4)])
+@pytest.mark.parametrize(("implementation", "wanted"), [("mine", 11), ("sdpa", 4)])
 def test_accelerate_compares_without_a_mask(
     implementation: str, wanted: int, attention: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,8 +98,7 @@ class MultiHeadAttention(nn.Module):
     the options: ``q_norm`` and ``k_norm``; ``gate_proj``, with a bias where q has one; ``position_bias.weight``;
     ``bias_k`` [kv_heads, head_dim], ``bias_v`` [kv_heads, v_head_dim].
 
-    The module calls its projections, so hooks and replaced modules run. Cross-attention uses parts of the packed
-    weight, and raises if ``qkv_proj`` is more than a plain linear.
+    Hooks on projections and replaced projections run; cross-attention requires ``qkv_proj`` to be a plain linear.
 
     Raises:
         TypeError: a size or number of the wrong kind.
