@@ -657,7 +657,7 @@ def test_a_compiled_model_is_refused() -> None:
     model = Attention()
     x = input_of(model)
     compiled = torch.compile(model, backend="eager")
-    with pytest.raises(WatchError, match=r"runs compiled.*; compiled: OptimizedModule"), watch(compiled):
+    with pytest.raises(WatchError, match=r"is compiled.*; compiled: OptimizedModule"), watch(compiled):
         pass
     compiled(x)
     with pytest.raises(WatchError, match="watch: the model, or a part of it, is compiled"), watch(model):
@@ -666,7 +666,7 @@ def test_a_compiled_model_is_refused() -> None:
     within[0].compile(backend="eager")
     with pytest.raises(WatchError, match=r"compiled: 0$"), watch(within):
         pass
-    with pytest.raises(WatchError, match="runs compiled"), watch(torch.jit.script(nn.Sequential(nn.Linear(3, 3)))):
+    with pytest.raises(WatchError, match="is compiled"), watch(torch.jit.script(nn.Sequential(nn.Linear(3, 3)))):
         pass
 
 

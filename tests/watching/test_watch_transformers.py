@@ -372,7 +372,7 @@ def test_what_generate_has_compiled_is_refused_or_forgotten() -> None:
         model._compiled_call = model.__call__
     assert not hasattr(model, "_compiled_call"), "it is of the watched call"
     model._compiled_call = model.__call__
-    with pytest.raises(WatchError, match=r"runs compiled.*; compiled: LlamaForCausalLM"), watch(model):
+    with pytest.raises(WatchError, match=r"is compiled.*; compiled: LlamaForCausalLM"), watch(model):
         pass
 
 
