@@ -214,7 +214,7 @@ def test_calls_that_do_not_fit_are_named() -> None:
         ValueError, match="context: expected None, because this module has rotary, and x and context do not share"
     ):
         turning(x, x.clone())
-    with pytest.raises(ValueError, match=r"context: this module has position_bias"):
+    with pytest.raises(ValueError, match=r"context: expected None, because this module has position_bias"):
         MultiHeadAttention(E, H, position_bias=ALiBi(H))(x, x.clone())
     with pytest.raises(ValueError, match=r"positions: positions \[4\], expected \[5\] or \[2, 5\]"):
         turning(x, positions=torch.arange(4))
