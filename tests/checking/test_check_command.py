@@ -144,7 +144,7 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         (["\0:A"], "there is no such file"),
         pytest.param(
             ["/dev/null:A"],
-            "/dev/null: is not a regular file, expected a Python file",
+            "/dev/null: is no regular file, expected a Python file",
             marks=pytest.mark.skipif(not os.path.exists("/dev/null"), reason="this system has no /dev/null"),
         ),
         ([".:A"], ".: is a directory, expected a Python file"),

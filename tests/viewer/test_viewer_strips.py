@@ -218,7 +218,7 @@ def test_weights_that_are_gone_hinder_no_server() -> None:
     with Server(Recording(HeadStats(parts), there.about)) as server:
         assert Page(server.page.decode()).data["served"] == [None, [11, 11]]
         assert [each is None for each in server.strips] == [True, False]
-        with pytest.raises(RefusedError, match=r"layer: its q and k were not retained"):
+        with pytest.raises(RefusedError, match=r"layer: its q and k were not kept"):
             server.strip({"layer": 0, "head": 0, "i0": 0, "i1": 11})
         served = server.strip({"layer": 1, "head": 2, "i0": 0, "i1": 11})
     assert served == strips(there).codes[2].tobytes()
