@@ -346,7 +346,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "older one without a name": (["watch", "text", "--against", ""], "--against: expected a path, got an empty one"),
     "no older one": (["watch", "text", "--against", "no.safetensors"], "--against: no.safetensors: no such file"),
     "older one of 300": (["watch", "text", "--against", "a" * 300], "--against: a{300}: cannot be read: File name too"),
-    "older one is none": (["watch", "text", "--against", "given.txt"], "--against: given.txt: is not a file of headscope"),
+    "older one is none": (
+        ["watch", "text", "--against", "given.txt"],
+        "--against: given.txt: is not a file of headscope",
+    ),
     "a name of 300": (["watch", "a" * 300, "--ids", "5"], "a{300}: expected a folder or a name on the hub"),
     "a path of 300": (
         ["watch", "./" + "a" * 300, "--ids", "5"],
@@ -365,7 +368,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "no name of a digit": (["image", ""], "image: expected the path of a picture, got an empty path"),
     "threshold alone": (["watch", "text", "--threshold", "map=1"], "--threshold: requires --against"),
-    "no such layer": (["watch", "text", "--text", "a", "--layers", "x"], "model: --layers: 'x' does not match any module"),
+    "no such layer": (
+        ["watch", "text", "--text", "a", "--layers", "x"],
+        "model: --layers: 'x' does not match any module",
+    ),
     "text with digits": (["text", "a", "--model", "digits"], "--model: the shipped vision model reads images"),
     "text drawn": (["text", "a", "--model", "x", "--seed-random"], "--seed-random: expected the shipped model"),
 }
