@@ -20,11 +20,29 @@ MARKER = "<!-- headscope report -->"
 
 
 class SaveError(OSError):
-    """A page cannot be written to its path; the message is one line with the reason."""
+    """The error of a page that cannot be written; the message is one line with the reason.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from headscope.report.page import SaveError, check
+        >>> _ = Path("notes.html").write_text("my notes")
+        >>> try:
+        ...     check("notes.html")
+        ... except SaveError as error:
+        ...     print(str(error).partition(";")[0])
+        notes.html: holds a file that is no page of headscope's own
+    """
 
 
 def write(html: str, path: str | Path, *, force: bool = False) -> Path:
-    """Write HTML that has the ``MARKER`` in its first 256 bytes; arguments, result and errors as for ``save``."""
+    """Write HTML that has the ``MARKER`` in its first 256 bytes; arguments, result and errors are those of ``save``.
+
+    Example:
+        >>> from headscope.report.page import MARKER, write
+        >>> path = write(f"{MARKER}<p>a page</p>", "page.html")
+        >>> path.read_text(encoding="utf-8")
+        '<!-- headscope report --><p>a page</p>'
+    """
     target = Path(path)
     check_target(target, force)
     try:
@@ -35,10 +53,19 @@ def write(html: str, path: str | Path, *, force: bool = False) -> Path:
 
 
 def check(path: str | Path, *, force: bool = False) -> None:
-    """Check, as far as possible before writing, that ``save`` can write a page to this path.
+    """Check that ``save`` can write to a path, as far as this can be known before.
 
     Raises:
-        SaveError: it cannot.
+        SaveError: ``save`` would not write there.
+
+    Example:
+        >>> from headscope.report.page import check
+        >>> check("page.html")
+        >>> try:
+        ...     check("missing/page.html")
+        ... except OSError as error:
+        ...     print(type(error).__name__, str(error).rpartition(": ")[2])
+        SaveError there is no such folder
     """
     check_target(Path(path), force)
     if not Path(path).parent.is_dir():
@@ -75,16 +102,34 @@ def _shown(path: Path) -> str:
 
 
 def asset(name: str) -> str:
-    """Return a file of this package as text."""
+    """Return a file of this package as text.
+
+    Example:
+        >>> from headscope.report.page import asset
+        >>> asset("viewer.html.jinja").splitlines()[0]
+        '<!DOCTYPE html>'
+    """
     return resources.files(__package__ or "").joinpath(name).read_text(encoding="utf-8")
 
 
 def digest(text: str) -> str:
-    """Return the hash by which a content security policy allows a style or script."""
+    """Return the hash by which a content security policy allows a style or script.
+
+    Example:
+        >>> from headscope.report.page import digest
+        >>> digest("a{}")
+        'sha256-X1RutGBrXCt9KkSaXMK7tHftWiRscFHOhxsS8tv8hBk='
+    """
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode()}"
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """Return JSON that is safe inside a script element: ASCII, without "<", ">" and "&"."""
+    """Return JSON that can stand inside a script element: ASCII, without "<", ">" and "&".
+
+    Example:
+        >>> from headscope.report.page import embedded
+        >>> embedded({"heads": [0, 1]}), "<" in embedded({"title": "</script>"})
+        ('{"heads":[0,1]}', False)
+    """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

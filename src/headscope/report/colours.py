@@ -18,7 +18,13 @@ MAGMA = (
 
 
 def colour_at(place: float) -> Colour:
-    """Return the colour at a place from 0 (black) to 1 (nearly white)."""
+    """Return the colour at a place from 0 (black) to 1 (nearly white).
+
+    Example:
+        >>> from headscope.report.colours import colour_at
+        >>> colour_at(0.0), colour_at(0.5), colour_at(1.0)
+        ((0, 0, 4), (183, 55, 121), (252, 253, 191))
+    """
     step = min(max(place, 0.0), 1.0) * 32
     low = min(int(step), 31)
     red, green, blue = (round(a + (b - a) * (step - low)) for a, b in zip(_anchor(low), _anchor(low + 1), strict=True))
@@ -26,7 +32,13 @@ def colour_at(place: float) -> Colour:
 
 
 def ink_on(colour: Colour) -> str:
-    """Return black or white, whichever is more readable on a colour."""
+    """Return black or white, whichever is easier to read on a colour.
+
+    Example:
+        >>> from headscope.report.colours import ink_on
+        >>> ink_on((255, 255, 255)), ink_on((0, 0, 3))
+        ('black', 'white')
+    """
     red, green, blue = colour
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "white"
 

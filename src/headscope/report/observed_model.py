@@ -12,7 +12,19 @@ __all__ = ["Description", "ObservedModel"]
 
 
 class Description(Protocol):
-    """What the statistics are of; see ``headscope.watching.About``."""
+    """The origin of the statistics; see ``headscope.watching.About``.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, watch
+        >>> from headscope.report.observed_model import Description
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> about: Description = recording.about
+        >>> about.model, about.kinds, about.forwards
+        ('MultiHeadAttention', {'MultiHeadAttention': 'self'}, 1)
+    """
 
     @property
     def model(self) -> str:
@@ -56,7 +68,19 @@ class Description(Protocol):
 
 
 class ObservedModel(Protocol):
-    """The statistics of a model's heads, and what they are of."""
+    """The statistics of a model's heads, and what they are of.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, watch
+        >>> from headscope.report.observed_model import ObservedModel
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> observed: ObservedModel = recording
+        >>> observed.stats.layers, observed.about.model
+        (('MultiHeadAttention',), 'MultiHeadAttention')
+    """
 
     @property
     def stats(self) -> HeadStats:

@@ -24,6 +24,13 @@ def save(sheet: Sheet, path: str | Path, *, force: bool = False) -> Path:
     Raises:
         SaveError: the path is a directory, holds a file that headscope did not write, or cannot be written.
         ValueError: as ``render``.
+
+    Example:
+        >>> import torch
+        >>> from headscope.report import save, text_sheet
+        >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])
+        >>> save(sheet, "page.html").name
+        'page.html'
     """
     check_target(Path(path), force)
     return write(render(sheet), path, force=force)
@@ -34,5 +41,12 @@ def render(sheet: Sheet) -> str:
 
     Raises:
         ValueError: the weights do not fit one page.
+
+    Example:
+        >>> import torch
+        >>> from headscope.report import render, text_sheet
+        >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])
+        >>> render(sheet).splitlines()[:2]
+        ['<!DOCTYPE html>', '<!-- headscope report -->']
     """
     return render_sheet(sheet)

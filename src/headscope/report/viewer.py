@@ -41,6 +41,16 @@ def save_recording(recording: ObservedModel, path: str | Path, *, force: bool = 
         SaveError: the path is a directory, holds a file that headscope did not write, or cannot be written.
         TypeError, ValueError: as ``render_recording``.
         WatchError: nothing has been recorded so far.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, watch
+        >>> from headscope.report.viewer import save_recording
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> save_recording(recording, "page.html", title="A new model").name
+        'page.html'
     """
     with progress_line("writing the page", delay=PROGRESS_DELAY):
         return write(render_recording(recording, **options), path, force=force)
@@ -74,12 +84,34 @@ def render_recording(
         ValueError: the maps do not fit one page, an image or grid does not fit the keys, the keys are tokens with
             texts, or a head of ``strips`` does not exist.
         WatchError: nothing has been recorded so far.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, watch
+        >>> from headscope.report.viewer import render_recording
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> html = render_recording(recording, title="A new model")
+        >>> html.splitlines()[1], "A new model" in html
+        ('<!-- headscope report -->', True)
     """
     return render_shown(shown_recording(recording, title=title, image=image, grid=grid, special=special, strips=strips))
 
 
 def shown_recording(recording: ObservedModel, **options: Any) -> Shown:
-    """Return what the page of a recording shows; options as for ``render_recording``."""
+    """Return what the page of a recording shows; options as for ``render_recording``.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, watch
+        >>> from headscope.report.viewer import shown_recording
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> shown_recording(recording).footer["Input"]
+        '4 queries × 4 keys; 1 forward pass'
+    """
     return from_recording.shown(recording, **options)
 
 
@@ -88,5 +120,14 @@ def render_sheet(sheet: SheetFigures) -> str:
 
     Raises:
         ValueError: the weights do not fit one page.
+
+    Example:
+        >>> import torch
+        >>> from headscope.report import text_sheet
+        >>> from headscope.report.viewer import render_sheet
+        >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])
+        >>> html = render_sheet(sheet)
+        >>> html.splitlines()[1], sheet.title in html
+        ('<!-- headscope report -->', True)
     """
     return render_shown(from_sheet.shown(sheet))

@@ -32,6 +32,16 @@ def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[in
 
     Raises:
         ValueError: the maps do not fit one page.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, watch
+        >>> from headscope.report.viewer import render_shown, shown_recording
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> render_shown(shown_recording(recording)).splitlines()[:2]
+        ['<!DOCTYPE html>', '<!-- headscope report -->']
     """
     from jinja2 import Environment  # slow to import, and only needed to write a page
     from markupsafe import Markup
@@ -59,7 +69,15 @@ def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[in
 
 
 def framed(html: str, *, height: int = 900) -> str:
-    """Return a page as a frame for a notebook, ``height`` pixels high; its script cannot reach the notebook."""
+    """Return a page as a frame for a notebook, ``height`` pixels high; its script cannot reach the notebook.
+
+    Example:
+        >>> from headscope.report.viewer import framed
+        >>> framed("<p>a page</p>", height=300).partition(" sandbox")[0]
+        '<iframe title="headscope"'
+        >>> framed("<p>a page</p>", height=300).partition("srcdoc=")[2]
+        '"&lt;p&gt;a page&lt;/p&gt;"></iframe>'
+    """
     return (
         f'<iframe title="headscope" sandbox="allow-scripts allow-downloads" width="100%" height="{height}" '
         f'style="border: 0" srcdoc="{escape(html, quote=True)}"></iframe>'

@@ -29,6 +29,13 @@ class Picture:
         outline: for each patch whether it belongs to the object, row by row; empty = not known.
         regions: region -> the share of each patch that belongs to it, 0 to 1.
         looks: for each layer the region that each head attends to most, and the ratio to chance.
+
+    Example:
+        >>> import numpy as np
+        >>> from headscope.report.viewer import Picture
+        >>> picture = Picture(np.zeros((8, 8), dtype=np.uint8), grid=(4, 4), special=1)
+        >>> picture.pixels.shape, picture.grid
+        ((8, 8), (4, 4))
     """
 
     pixels: NDArray[Any]
@@ -49,6 +56,16 @@ class Layer:
         source: the content of the blocks.
         statistics: quantity -> its columns.
         patterns: for each head, the best match first.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, watch
+        >>> from headscope.report.viewer import shown_recording
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> shown_recording(recording).layers[0].facts["lengths"]
+        (4, 4)
     """
 
     name: str
@@ -69,6 +86,16 @@ class Shown:
         trace: rows of ``Trace.to_dict()``.
         trace_title: their heading.
         tables: the summary, as text.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, watch
+        >>> from headscope.report.viewer import shown_recording
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> shown_recording(recording, title="A new model").title
+        'A new model'
     """
 
     title: str
