@@ -23,10 +23,15 @@ _SHOWN = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
 
 
 def visible(text: str, *, limit: int = 24, blanks: bool = True) -> str:
-    """Text on one line, with every character to be seen: blanks as symbols, controls and marks of direction as escapes.
+    """Return text on one line, every character visible: blanks as symbols, controls and direction marks as escapes.
 
     A letter that combines with nothing is given a dotted circle; what is longer than ``limit`` characters ends in "…".
     The empty text is shown as "∅". Without ``blanks`` a space stays a space.
+
+    Example:
+        >>> from headscope.report.sheet import visible
+        >>> visible("two words"), visible("a long token", limit=8), visible("")
+        ('two␣words', 'a␣long␣…', '∅')
     """
     shown = "".join(
         " " if character == " " and not blanks else _visible_character(character) for character in text[: limit + 1]
@@ -52,7 +57,17 @@ def few(names: Sequence[str], most: int = FEW) -> str:
 
 
 def broken_layers(parts: Mapping[str, LayerStats]) -> str:
-    """How many rows are in no figure since they hold NaN or infinity, and in which layers; empty where none do."""
+    """Return how many rows hold NaN or infinity and are in no figure, and in which layers; empty where none do.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.report.sheet import broken_layers
+        >>> q = torch.randn(1, 2, 4, 8)
+        >>> q[0, 0, 0, 0] = torch.nan
+        >>> broken_layers({"layers.0": observe(q, q, q)})
+        '4 rows of heads hold NaN or infinity and are in no figure: in layer layers.0.'
+    """
     counts = {layer: int(part.broken.sum()) for layer, part in parts.items() if part.broken.any()}
     if not counts:
         return ""

@@ -77,10 +77,21 @@ class RefusedError(ValueError):
 
 
 class Server(ThreadingHTTPServer):
-    """A server of one recording.
+    """An HTTP server of one recording, until ``shutdown``.
 
     Attributes:
-        url: of the page; it contains the random path.
+        url: where the page is; who does not know it gets nothing.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, Observe, watch
+        >>> from headscope.report.serving import Server
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model, what=Observe(keep_qk=True)) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> with Server(recording) as server:
+        ...     print(server.url.startswith("http://127.0.0.1:"))
+        True
     """
 
     daemon_threads = True
@@ -171,7 +182,7 @@ class Server(ThreadingHTTPServer):
             self.shutdown_request(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that closed the connection; report other errors as usual."""
+        """Ignore a browser that went away; report any other error as usual."""
         import sys
 
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
@@ -180,10 +191,10 @@ class Server(ThreadingHTTPServer):
     # ------------------------------------------------------------ responses
 
     def tile(self, query: Mapping[str, int]) -> bytes:
-        """Return a tile of weights.
+        """Return the bytes of a tile, see the module's text.
 
         Raises:
-            RefusedError: a number is out of range.
+            RefusedError: the query is outside of what is served.
         """
         weights = self._layer(query)
         i, j = _span(query, "i", weights.queries), _span(query, "j", weights.keys)
@@ -195,10 +206,10 @@ class Server(ThreadingHTTPServer):
         return np.stack([mean, largest]).astype("<f4").tobytes()
 
     def strip(self, query: Mapping[str, int]) -> bytes:
-        """Return a strip of weights.
+        """Return the bytes of a strip, see the module's text.
 
         Raises:
-            RefusedError: a number is out of range.
+            RefusedError: the query is outside of what is served.
         """
         weights = self._layer(query)
         i = _span(query, "i", weights.queries)
@@ -262,7 +273,20 @@ def _span(query: Mapping[str, int], letter: str, size: int) -> tuple[int, int]:
 def pooled_tile(
     weights: KeptWeights, head: int, i: tuple[int, int], j: tuple[int, int], size: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return mean and max of p[i0:i1, j0:j1] of one head in at most size x size bins; NaN where all is masked."""
+    """Return mean and max of p[i0:i1, j0:j1] of one head in at most size x size bins; NaN where nothing may be seen.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, Observe, watch
+        >>> from headscope.report.serving import Server, pooled_tile
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model, what=Observe(keep_qk=True)) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> with Server(recording) as server:
+        ...     mean, largest = pooled_tile(server.weights[0], 0, (0, 4), (0, 4), 2)
+        ...     print(mean.shape, (largest >= mean).all())
+        (2, 2) True
+    """
     rows, columns = (min(size, stop - start) for start, stop in (i, j))
     bins = torch.arange(j[1] - j[0], device="cpu")
     column = ((bins + 1) * columns - 1) // (j[1] - j[0])  # the bin b with ⌊bn/m⌋ <= key < ⌊(b+1)n/m⌋

@@ -48,6 +48,13 @@ class Sheet(SheetFigures):
         regions: for each layer region -> one ratio per head; 1 = chance.
         looks: for each layer the region that each head attends to most, with its ratio.
         region_maps: region -> the share of each patch that belongs to it, 0 to 1, if it is the same for all queries.
+
+    Example:
+        >>> import torch
+        >>> from headscope.report import text_sheet
+        >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])
+        >>> sheet.kind, sheet.labels, sheet.statistics[0]["self"]
+        ('text', ['a', 'b', 'c'], [1.0])
     """
 
     def _repr_html_(self) -> str:
@@ -87,6 +94,13 @@ def text_sheet(
 
     Raises:
         ValueError: tokens or weights are empty, or sizes do not match.
+
+    Example:
+        >>> import torch
+        >>> from headscope.report import text_sheet
+        >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])
+        >>> sheet.patterns[0][0].pattern
+        'self'
     """
     maps = [_map(layer, weight, len(tokens)) for layer, weight in enumerate(weights)]
     _check(tokens, maps)
@@ -137,6 +151,15 @@ def image_sheet(
 
     Raises:
         ValueError: weights are empty, sizes do not match, or the image has another dtype or shape.
+
+    Example:
+        >>> import numpy as np
+        >>> import torch
+        >>> from headscope.report import image_sheet
+        >>> image = np.array([[255, 0], [0, 0]], dtype=np.uint8)
+        >>> sheet = image_sheet("Each patch attends to itself", image, (2, 2), [torch.eye(4)[None]])
+        >>> sheet.tokens[3], sheet.looks[0][0]
+        ('row 1, column 1', ('near', 4.0))
     """
     height, width = grid
     image = regions.pixels_of(image)
@@ -175,7 +198,13 @@ def image_sheet(
 
 
 def versions() -> str:
-    """Return the versions of headscope, torch and Python, in one line."""
+    """Return the versions of headscope, torch and Python, in one line.
+
+    Example:
+        >>> from headscope.report.sheet import versions
+        >>> [each.split()[0] for each in versions().split(", ")]
+        ['headscope', 'torch', 'Python']
+    """
     return f"headscope {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
