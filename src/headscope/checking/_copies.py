@@ -13,7 +13,16 @@ CODE_ERRORS = (Exception, SystemExit)
 
 
 class CheckError(ValueError):
-    """The target cannot be called, or its result cannot be checked."""
+    """The error of a target that cannot be called, or whose result cannot be checked.
+
+    Example:
+        >>> from headscope.checking import CheckError, check
+        >>> try:
+        ...     check(lambda x: 3, embed_dim=8)
+        ... except CheckError as error:
+        ...     print(str(error).partition(";")[0])
+        module: no way to call it was found
+    """
 
 
 def describe_error(error: BaseException) -> str:

@@ -25,6 +25,12 @@ class Finding:
         why: why it matters.
         fix: how to fix it, in a sentence or two.
         code: a line of code that fixes it.
+
+    Example:
+        >>> from headscope import check
+        >>> finding = check(lambda x: (x @ x.mT).softmax(-2) @ x, embed_dim=8)["softmax-over-queries"]
+        >>> finding.severity, finding.fix
+        ('wrong', 'Take the softmax over the last axis, the keys.')
     """
 
     name: str
@@ -44,6 +50,12 @@ class Findings:
         found: the findings.
         understood: how it was called, and what it computes.
         not_tested: test that could not be run -> reason; the reason ends with the finding it follows from, if any.
+
+    Example:
+        >>> from headscope import check
+        >>> findings = check(lambda x: (x @ x.mT).softmax(-2) @ x, embed_dim=8)
+        >>> bool(findings), findings.names, findings.summary
+        (True, ('softmax-over-queries',), '<lambda>: 1 wrong')
     """
 
     subject: str

@@ -29,6 +29,12 @@ class Example:
         model: In eval mode, float32, on the CPU; `model.layers[i].attention` is a `headscope.MultiHeadAttention`.
         card: What the model is: data, licence, training, figures; Markdown.
         figures: The card's figures, those of the trained weights, as JSON values.
+
+    Example:
+        >>> from headscope import load_example
+        >>> example = load_example("digits")
+        >>> example.name, example.trained, example.model.training
+        ('digits', True, False)
     """
 
     name: str
@@ -40,7 +46,13 @@ class Example:
 
 @dataclass(frozen=True)
 class TextExample(Example):
-    """The language model, with its tokenizer."""
+    """The language model, with its tokenizer.
+
+    Example:
+        >>> from headscope import load_example
+        >>> load_example("text").tokenizer.pieces("import torch")
+        ['import', ' t', 'or', 'ch']
+    """
 
     model: TextModel = field(repr=False)
     tokenizer: TextTokenizer = field(repr=False)
@@ -48,7 +60,14 @@ class TextExample(Example):
 
 @dataclass(frozen=True)
 class DigitsExample(Example):
-    """The vision transformer, with twenty digits that it was not trained on."""
+    """The vision transformer, with twenty digits that it was not trained on.
+
+    Example:
+        >>> from headscope import load_example
+        >>> example = load_example("digits")
+        >>> len(example.samples), example.samples[0].image.shape, example.samples[0].label
+        (20, torch.Size([8, 8]), 0)
+    """
 
     model: DigitsModel = field(repr=False)
     samples: tuple[Sample, ...] = field(repr=False)
@@ -76,7 +95,14 @@ def load_example(name: str, *, seed_random: bool = False) -> TextExample | Digit
             generator does not advance.
 
     Raises:
-        ValueError: An example of that name does not exist.
+        ValueError: There is no example of that name.
+
+    Example:
+        >>> from headscope import load_example
+        >>> example = load_example("digits")
+        >>> logits = example.model(example.samples[3].image[None])
+        >>> int(logits.argmax()), example.samples[3].label
+        (3, 3)
     """
     if name == "text":
         return _load_text(trained=not seed_random)

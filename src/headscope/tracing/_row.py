@@ -36,6 +36,12 @@ class Row:
         why: why the step exists.
         mistake: the common mistake at this step.
         note: a peculiarity of this module or input, such as an unusual scale; or None.
+
+    Example:
+        >>> from headscope import trace
+        >>> row = trace(seq=10, dim=512, heads=8).row("scores")
+        >>> row.stage, row.axes, row.bytes
+        (4, {'B': 1, 'H': 8, 'Q': 10, 'K': 10}, 3200)
     """
 
     step: str

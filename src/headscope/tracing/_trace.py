@@ -26,6 +26,13 @@ class Trace:
         output: the module's own output, to the bit; None for a trace of sizes only.
         module: the sizes and options of the module.
         setup: the lines of code that come before those of the rows.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, trace
+        >>> steps = trace(MultiHeadAttention(8, 2), torch.randn(1, 4, 8))
+        >>> steps.held, len(steps.rows), steps.output.shape
+        (True, 12, torch.Size([1, 4, 8]))
     """
 
     title: str
