@@ -43,6 +43,13 @@ def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes
         TypeError: weights are not real numbers, or tokens are not strings.
         ValueError: weights does not have two axes, or has a negative entry; the length of tokens is not K, or there are
             more queries than tokens.
+
+    Example:
+        >>> import torch
+        >>> from headscope.report.plots import plot_head
+        >>> ax = plot_head(torch.eye(3), tokens=["a", "b", "c"])
+        >>> [label.get_text() for label in ax.get_xticklabels()]
+        ['a', 'b', 'c']
     """
     p = _weights("weights", weights, "[Q, K]", 2)
     queries, keys = p.shape
@@ -85,6 +92,13 @@ def plot_grid(
         TypeError: weights has another type, or entries that are not real numbers.
         ValueError: a layer or head is missing, a layer has no map, an entry does not have three axes or is negative,
             or ``axes`` is too small.
+
+    Example:
+        >>> import torch
+        >>> from headscope.report.plots import plot_grid
+        >>> axes = plot_grid(torch.eye(3).expand(1, 2, 3, 3))
+        >>> axes.shape, [ax.get_title() for ax in axes[0]]
+        ((1, 2), ['0.0 (0–1)', '0.1 (0–1)'])
     """
     if isinstance(weights, (Tensor, np.ndarray)):
         weights = [*_weights("weights", weights, "[layers, H, Q, K]", 4)]
@@ -119,7 +133,7 @@ def plot_statistics(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw one statistic of every head: a row for each layer, a column for each head; NaN where a head has none.
+    """Draw one statistic of every head: rows are layers, columns are heads; NaN where a head does not have it.
 
     Args:
         statistics: for each layer a mapping of name -> one value for each head, as ``Sheet.statistics`` or
@@ -128,8 +142,14 @@ def plot_statistics(
         ax: axes to draw into; by default a new figure.
 
     Raises:
-        TypeError: statistics has another type.
-        ValueError: the layers are missing, or a layer has no statistic of that name.
+        TypeError: statistics is none of these.
+        ValueError: there is no layer, or a layer has no statistic of that name.
+
+    Example:
+        >>> from headscope.report.plots import plot_statistics
+        >>> ax = plot_statistics([{"entropy": [0.5, 1.25]}], "entropy")
+        >>> [text.get_text() for text in ax.texts]
+        ['0.50', '1.25']
     """
     if not isinstance(statistics, Sequence):
         parts = _stats("statistics", statistics).parts.values()
@@ -174,7 +194,7 @@ def plot_patches(
     grid: tuple[int, int] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw where one head attends in an image, over the image.
+    """Draw where one head looks in an image, laid over the image.
 
     Shapes: weights [T, T] with T = rows · columns of the grid; image [h, w] or [h, w, 3].
 
@@ -186,8 +206,15 @@ def plot_patches(
         ax: axes to draw into; by default a new figure.
 
     Raises:
-        TypeError: query or grid is not made of whole numbers, or weights or image of real ones.
-        ValueError: sizes do not match, the patch does not exist, or a weight is negative.
+        TypeError: query or grid are not whole numbers, or weights or image not real ones.
+        ValueError: sizes that do not fit, no such patch, or weights that are negative somewhere.
+
+    Example:
+        >>> import torch
+        >>> from headscope.report.plots import plot_patches
+        >>> ax = plot_patches(torch.eye(4), torch.rand(8, 8), query=3)
+        >>> [tuple(image.get_array().shape) for image in ax.images]
+        [(8, 8), (2, 2)]
     """
     p = _weights("weights", weights, "[T, T]", 2)
     rows, columns = _grid(grid, len(p))

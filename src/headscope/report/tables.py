@@ -15,7 +15,13 @@ class Section:
     Attributes:
         title, says: what the table shows; caption: the text below it.
         columns, cells: headings and lines, as text.
-        words: the columns that hold words instead of numbers.
+        words: the columns that hold words and not numbers.
+
+    Example:
+        >>> from headscope.report.tables import Section
+        >>> section = Section("Heads", "One line a head.", ["head", "entropy"], [["0.0", "1.25"]], caption="")
+        >>> section.columns, section.cells[0]
+        (['head', 'entropy'], ['0.0', '1.25'])
     """
 
     title: str
@@ -27,7 +33,13 @@ class Section:
 
 
 def number(value: float, digits: int) -> str:
-    """Return a value as text with ``digits`` decimals; a negative number of digits means scientific notation."""
+    """Return one value of a corner with ``digits`` decimals; a negative number of digits means scientific notation.
+
+    Example:
+        >>> from headscope.report.tables import number
+        >>> number(0.12345, 3), number(12345.0, -1), number(float("inf"), 3)
+        ('0.123', '1.2e+04', '∞')
+    """
     if value != value:
         return "NaN"
     if value in (float("inf"), float("-inf")):
@@ -36,7 +48,13 @@ def number(value: float, digits: int) -> str:
 
 
 def grid(corner: Sequence[Sequence[float]]) -> list[list[str]]:
-    """Return a corner of values as text, with as many decimals as its largest value allows."""
+    """Return a corner of values as text, with as many decimals as its largest value leaves room for.
+
+    Example:
+        >>> from headscope.report.tables import grid
+        >>> grid([[0.5, -1.0], [123.0, 0.25]])
+        [['0.5', '-1.0'], ['123.0', '0.2']]
+    """
     largest = max((abs(v) for row in corner for v in row if abs(v) < float("inf")), default=0.0)
     digits = 3 if 1e-2 <= largest < 100 or largest == 0 else 1 if 100 <= largest < 1e5 else -1
     return [[number(value, digits) for value in row] for row in corner]

@@ -13,7 +13,13 @@ __all__ = ["PATTERNS", "REGIONS", "STAGES", "STATISTICS", "STRONG", "WEAK", "Wor
 
 
 class Word(NamedTuple):
-    """A quantity's heading, meaning, and number of decimals."""
+    """The heading of a figure, its meaning, and the number of decimals that are shown.
+
+    Example:
+        >>> from headscope.report.words import REGIONS
+        >>> REGIONS["near"].heading, REGIONS["near"].decimals
+        ('near', 2)
+    """
 
     heading: str
     meaning: str
@@ -73,7 +79,13 @@ PATTERNS = {
 
 
 def word(name: str) -> Word:
-    """Return heading and meaning of a quantity; an unknown one has its name as heading and no meaning."""
+    """Return heading and meaning of a figure; one without a definition has its name for a heading, and no meaning.
+
+    Example:
+        >>> from headscope.report.words import word
+        >>> word("max_weight").heading, word("my_figure").heading
+        ('max weight', 'my figure')
+    """
     return REGIONS.get(name) or _word_of(name)
 
 
@@ -82,5 +94,11 @@ WEAK, STRONG = 0.3, 0.5
 
 
 def strength(score: float | None) -> str:
-    """Return the style of text with this score."""
+    """Return the style in which a result with this score is printed.
+
+    Example:
+        >>> from headscope.report.words import strength
+        >>> strength(0.1), strength(0.4), strength(0.7)
+        ('dim', '', 'bold')
+    """
     return "dim" if score is None or score < WEAK else "bold" if score >= STRONG else ""
