@@ -39,28 +39,67 @@ Values = NDArray[np.float64]
 
 
 def tokens_line(sheet: Sheet) -> RenderableType:
-    """Return the tokens in order, each after its position."""
+    """Return the tokens in order, each after its number.
+
+    Example:
+        >>> import torch
+        >>> from headscope.report import terminal, text_sheet
+        >>> from rich.console import Console
+        >>> sheet = text_sheet("A few tokens", ["two", " ", "words"], [torch.eye(3)[None]])
+        >>> Console(width=60, color_system=None).print(terminal.tokens_line(sheet))
+        0 two  1 ␣  2 words
+    """
     return _Tokens(sheet.labels)
 
 
 def statistics_table(sheet: Sheet) -> RenderableType:
-    """Return a table with a line for each head: best-matching pattern (or region of the image), and a few statistics.
+    """Return a table of layers × heads: a few statistics, and the pattern or image region that each head matches best.
 
-    Columns that do not fit the width are left out, from the right.
+    What does not fit the width is left out, from the right.
+
+    Example:
+        >>> import torch
+        >>> from headscope.report import terminal, text_sheet
+        >>> from rich.console import Console
+        >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])
+        >>> Console(width=60, color_system=None).print(terminal.statistics_table(sheet))
+        head  best match  score  entropy / ln n  max weight
+        0.0   self         1.00            0.00        1.00
     """
     return _Statistics(sheet)
 
 
 def map_picture(sheet: Sheet, layer: int, head: int) -> RenderableType:
-    """Return the map of one head, queries down and keys across; if it does not fit, the maximum of each bin."""
+    """Return one head's map, queries down, keys across; where it does not fit, a place shows its largest weight.
+
+    Example:
+        >>> import torch
+        >>> from headscope.report import terminal, text_sheet
+        >>> from rich.console import Console
+        >>> sheet = text_sheet("Each token attends to itself", ["a", "b"], [torch.eye(2)[None]])
+        >>> Console(width=60, color_system=None).print(terminal.map_picture(sheet, layer=0, head=0))
+             a    b
+        a 1.00
+        b 0.00 1.00
+        Rows look, columns are looked at; strongest: 1.00.
+    """
     return _Map(sheet, layer, head)
 
 
 def image_picture(sheet: Sheet, layer: int, head: int, *, query: int | None = None) -> RenderableType:
-    """Return the image, and next to it the weights of the patch ``query``; by default the mean over all queries.
+    """Return the image and a head's weights from the patch ``query``; by default, the mean over all patches.
 
     Raises:
-        ValueError: the sheet is not of an image, or the patch does not exist.
+        ValueError: the sheet is not of an image, or there is no such patch.
+
+    Example:
+        >>> import torch
+        >>> from headscope.report import image_sheet, terminal
+        >>> from rich.console import Console
+        >>> sheet = image_sheet("Two patches", torch.tensor([[0, 255]]).byte().numpy(), (1, 2), [torch.eye(2)[None]])
+        >>> Console(width=60, color_system=None).print(terminal.image_picture(sheet, 0, 0, query=0))
+        []@@    []
+        The image, and where the patch [] (row 0, column 0) looks...
     """
     if sheet.image is None or sheet.grid is None:
         raise ValueError(f"sheet: expected the sheet of an image, got kind {sheet.kind!r}")
@@ -70,7 +109,6 @@ def image_picture(sheet: Sheet, layer: int, head: int, *, query: int | None = No
 
 
 # ---------------------------------------------------------------- what the console can show
-
 
 _PLAIN = str.maketrans({mark: LIKE[mark] for mark in "␣⏎⇥␍∅◌"} | {"…": "~", "²": "^2"})
 """ASCII for the marks that ``visible`` makes and for headings; letters of a token are escaped."""
@@ -163,9 +201,8 @@ class _Statistics:
             for _ in weights:
                 line = Text()
                 for column in columns:
-                    line.append("  " if line else "").append(
-                        column.aligned(column.cells[number]), column.styles[number]
-                    )
+                    line.append("  " if line else "")
+                    line.append(column.aligned(column.cells[number]), column.styles[number])
                 yield line
                 number += 1
 
@@ -200,7 +237,6 @@ def _figures(heading: str, figures: Sequence[float | None], decimals: int) -> _C
 
 
 # ---------------------------------------------------------------- places of a map
-
 
 HIDDEN = -1.0
 """The value of a masked cell."""
@@ -395,9 +431,8 @@ def looked_at(sheet: Sheet, layer: int, head: int, query: int | None) -> Values:
 
 
 def largest(values: Values) -> float:
-    """Return the largest finite value, or 1 where none is above 0: the value with the full colour."""
-    most = float(values.max(initial=0.0, where=np.isfinite(values)))
-    return most or 1.0
+    """The largest of those that are finite, or 1 where none is above 0: what takes the full colour."""
+    return float(values.max(initial=0.0, where=np.isfinite(values))) or 1.0
 
 
 def brightness(sheet: Sheet) -> Values:
