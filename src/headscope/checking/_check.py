@@ -85,7 +85,7 @@ def check(
         TypeError: ``module`` is not callable.
         CheckError: no call pattern works.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import check
         >>> print(check(torch.nn.MultiheadAttention(24, 3), heads=4)["heads-not-split"].seen)

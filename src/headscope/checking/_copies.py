@@ -15,7 +15,7 @@ CODE_ERRORS = (Exception, SystemExit)
 class CheckError(ValueError):
     """The error of a target that cannot be called, or whose result cannot be checked.
 
-    Example:
+    Examples:
         >>> from headscope.checking import CheckError, check
         >>> try:
         ...     check(lambda x: 3, embed_dim=8)

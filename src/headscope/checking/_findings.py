@@ -26,7 +26,7 @@ class Finding:
         fix: how to fix it, in a sentence or two.
         code: a line of code that fixes it.
 
-    Example:
+    Examples:
         >>> from headscope import check
         >>> finding = check(lambda x: (x @ x.mT).softmax(-2) @ x, embed_dim=8)["softmax-over-queries"]
         >>> finding.severity, finding.fix
@@ -51,7 +51,7 @@ class Findings:
         understood: how it was called, and what it computes.
         not_tested: test that could not be run -> reason; the reason ends with the finding it follows from, if any.
 
-    Example:
+    Examples:
         >>> from headscope import check
         >>> findings = check(lambda x: (x @ x.mT).softmax(-2) @ x, embed_dim=8)
         >>> bool(findings), findings.names, findings.summary

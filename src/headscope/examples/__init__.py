@@ -30,7 +30,7 @@ class Example:
         card: What the model is: data, licence, training, figures; Markdown.
         figures: The card's figures, those of the trained weights, as JSON values.
 
-    Example:
+    Examples:
         >>> from headscope import load_example
         >>> example = load_example("digits")
         >>> example.name, example.trained, example.model.training
@@ -48,7 +48,7 @@ class Example:
 class TextExample(Example):
     """The language model, with its tokenizer.
 
-    Example:
+    Examples:
         >>> from headscope import load_example
         >>> load_example("text").tokenizer.pieces("import torch")
         ['import', ' t', 'or', 'ch']
@@ -62,7 +62,7 @@ class TextExample(Example):
 class DigitsExample(Example):
     """The vision transformer, with twenty digits that it was not trained on.
 
-    Example:
+    Examples:
         >>> from headscope import load_example
         >>> example = load_example("digits")
         >>> len(example.samples), example.samples[0].image.shape, example.samples[0].label
@@ -95,9 +95,9 @@ def load_example(name: str, *, seed_random: bool = False) -> TextExample | Digit
             generator does not advance.
 
     Raises:
-        ValueError: There is no example of that name.
+        ValueError: An example of that name does not exist.
 
-    Example:
+    Examples:
         >>> from headscope import load_example
         >>> example = load_example("digits")
         >>> logits = example.model(example.samples[3].image[None])

@@ -20,9 +20,9 @@ MARKER = "<!-- headscope report -->"
 
 
 class SaveError(OSError):
-    """The error of a page that cannot be written; the message is one line with the reason.
+    """A page cannot be written to its path; the message is one line with the reason.
 
-    Example:
+    Examples:
         >>> from pathlib import Path
         >>> from headscope.report.page import SaveError, check
         >>> _ = Path("notes.html").write_text("my notes")
@@ -30,14 +30,14 @@ class SaveError(OSError):
         ...     check("notes.html")
         ... except SaveError as error:
         ...     print(str(error).partition(";")[0])
-        notes.html: holds a file that is no page of headscope's own
+        notes.html: exists and is not a page that headscope wrote
     """
 
 
 def write(html: str, path: str | Path, *, force: bool = False) -> Path:
-    """Write HTML that has the ``MARKER`` in its first 256 bytes; arguments, result and errors are those of ``save``.
+    """Write HTML that has the ``MARKER`` in its first 256 bytes; arguments, result and errors as for ``save``.
 
-    Example:
+    Examples:
         >>> from headscope.report.page import MARKER, write
         >>> path = write(f"{MARKER}<p>a page</p>", "page.html")
         >>> path.read_text(encoding="utf-8")
@@ -53,19 +53,19 @@ def write(html: str, path: str | Path, *, force: bool = False) -> Path:
 
 
 def check(path: str | Path, *, force: bool = False) -> None:
-    """Check that ``save`` can write to a path, as far as this can be known before.
+    """Check, as far as possible before writing, that ``save`` can write a page to this path.
 
     Raises:
-        SaveError: ``save`` would not write there.
+        SaveError: it cannot.
 
-    Example:
+    Examples:
         >>> from headscope.report.page import check
         >>> check("page.html")
         >>> try:
         ...     check("missing/page.html")
         ... except OSError as error:
-        ...     print(type(error).__name__, str(error).rpartition(": ")[2])
-        SaveError there is no such folder
+        ...     print(error)
+        missing/page.html: cannot be written: ...
     """
     check_target(Path(path), force)
     if not Path(path).parent.is_dir():
@@ -104,7 +104,7 @@ def _shown(path: Path) -> str:
 def asset(name: str) -> str:
     """Return a file of this package as text.
 
-    Example:
+    Examples:
         >>> from headscope.report.page import asset
         >>> asset("viewer.html.jinja").splitlines()[0]
         '<!DOCTYPE html>'
@@ -115,7 +115,7 @@ def asset(name: str) -> str:
 def digest(text: str) -> str:
     """Return the hash by which a content security policy allows a style or script.
 
-    Example:
+    Examples:
         >>> from headscope.report.page import digest
         >>> digest("a{}")
         'sha256-X1RutGBrXCt9KkSaXMK7tHftWiRscFHOhxsS8tv8hBk='
@@ -124,9 +124,9 @@ def digest(text: str) -> str:
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """Return JSON that can stand inside a script element: ASCII, without "<", ">" and "&".
+    """Return JSON that is safe inside a script element: ASCII, without "<", ">" and "&".
 
-    Example:
+    Examples:
         >>> from headscope.report.page import embedded
         >>> embedded({"heads": [0, 1]}), "<" in embedded({"title": "</script>"})
         ('{"heads":[0,1]}', False)

@@ -28,7 +28,7 @@ def visible(text: str, *, limit: int = 24, blanks: bool = True) -> str:
     A letter that combines with nothing is given a dotted circle; what is longer than ``limit`` characters ends in "…".
     The empty text is shown as "∅". Without ``blanks`` a space stays a space.
 
-    Example:
+    Examples:
         >>> from headscope.report.sheet import visible
         >>> visible("two words"), visible("a long token", limit=8), visible("")
         ('two␣words', 'a␣long␣…', '∅')
@@ -59,7 +59,7 @@ def few(names: Sequence[str], most: int = FEW) -> str:
 def broken_layers(parts: Mapping[str, LayerStats]) -> str:
     """Return how many rows hold NaN or infinity and are in no figure, and in which layers; empty where none do.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.report.sheet import broken_layers

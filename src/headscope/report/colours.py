@@ -20,7 +20,7 @@ MAGMA = (
 def colour_at(place: float) -> Colour:
     """Return the colour at a place from 0 (black) to 1 (nearly white).
 
-    Example:
+    Examples:
         >>> from headscope.report.colours import colour_at
         >>> colour_at(0.0), colour_at(0.5), colour_at(1.0)
         ((0, 0, 4), (183, 55, 121), (252, 253, 191))
@@ -32,9 +32,9 @@ def colour_at(place: float) -> Colour:
 
 
 def ink_on(colour: Colour) -> str:
-    """Return black or white, whichever is easier to read on a colour.
+    """Return black or white, whichever is more readable on a colour.
 
-    Example:
+    Examples:
         >>> from headscope.report.colours import ink_on
         >>> ink_on((255, 255, 255)), ink_on((0, 0, 3))
         ('black', 'white')

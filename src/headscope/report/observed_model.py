@@ -14,7 +14,7 @@ __all__ = ["Description", "ObservedModel"]
 class Description(Protocol):
     """The origin of the statistics; see ``headscope.watching.About``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, watch
         >>> from headscope.report.observed_model import Description
@@ -70,7 +70,7 @@ class Description(Protocol):
 class ObservedModel(Protocol):
     """The statistics of a model's heads, and what they are of.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, watch
         >>> from headscope.report.observed_model import ObservedModel

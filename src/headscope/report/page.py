@@ -25,7 +25,7 @@ def save(sheet: Sheet, path: str | Path, *, force: bool = False) -> Path:
         SaveError: the path is a directory, holds a file that headscope did not write, or cannot be written.
         ValueError: as ``render``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.report import save, text_sheet
         >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])
@@ -42,7 +42,7 @@ def render(sheet: Sheet) -> str:
     Raises:
         ValueError: the weights do not fit one page.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.report import render, text_sheet
         >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])

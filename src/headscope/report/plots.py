@@ -44,7 +44,7 @@ def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes
         ValueError: weights does not have two axes, or has a negative entry; the length of tokens is not K, or there are
             more queries than tokens.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.report.plots import plot_head
         >>> ax = plot_head(torch.eye(3), tokens=["a", "b", "c"])
@@ -93,7 +93,7 @@ def plot_grid(
         ValueError: a layer or head is missing, a layer has no map, an entry does not have three axes or is negative,
             or ``axes`` is too small.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.report.plots import plot_grid
         >>> axes = plot_grid(torch.eye(3).expand(1, 2, 3, 3))
@@ -133,7 +133,7 @@ def plot_statistics(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw one statistic of every head: rows are layers, columns are heads; NaN where a head does not have it.
+    """Draw one statistic of every head: a row for each layer, a column for each head; NaN where a head has none.
 
     Args:
         statistics: for each layer a mapping of name -> one value for each head, as ``Sheet.statistics`` or
@@ -142,10 +142,10 @@ def plot_statistics(
         ax: axes to draw into; by default a new figure.
 
     Raises:
-        TypeError: statistics is none of these.
-        ValueError: there is no layer, or a layer has no statistic of that name.
+        TypeError: statistics has another type.
+        ValueError: the layers are missing, or a layer has no statistic of that name.
 
-    Example:
+    Examples:
         >>> from headscope.report.plots import plot_statistics
         >>> ax = plot_statistics([{"entropy": [0.5, 1.25]}], "entropy")
         >>> [text.get_text() for text in ax.texts]
@@ -194,7 +194,7 @@ def plot_patches(
     grid: tuple[int, int] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw where one head looks in an image, laid over the image.
+    """Draw where one head attends in an image, over the image.
 
     Shapes: weights [T, T] with T = rows · columns of the grid; image [h, w] or [h, w, 3].
 
@@ -206,10 +206,10 @@ def plot_patches(
         ax: axes to draw into; by default a new figure.
 
     Raises:
-        TypeError: query or grid are not whole numbers, or weights or image not real ones.
-        ValueError: sizes that do not fit, no such patch, or weights that are negative somewhere.
+        TypeError: query or grid is not made of whole numbers, or weights or image of real ones.
+        ValueError: sizes do not match, the patch does not exist, or a weight is negative.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.report.plots import plot_patches
         >>> ax = plot_patches(torch.eye(4), torch.rand(8, 8), query=3)

@@ -28,7 +28,7 @@ AREA = 0.25
 def measure(
     p: Tensor, image: NDArray[np.uint8], grid: tuple[int, int], *, position_map: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return the attention on each region, as a multiple of an even spread over all patches.
+    """Return the ratio of the mass on each region to that of an even spread over all patches.
 
     Shapes: p [H, T, T] with T = rows · columns of the grid -> name -> float64 [H].
 
@@ -47,9 +47,9 @@ def measure(
         NaN if an image does not have the region (an even image has no edges), or if all rows are left out.
 
     Raises:
-        ValueError: a shape that does not fit, or an image of another kind.
+        ValueError: a shape does not match, or the image has another dtype or shape.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import torch
         >>> from headscope.report.regions import measure
@@ -88,12 +88,12 @@ def measure(
 
 
 def looks_most_at(measured: Mapping[str, Tensor]) -> list[tuple[str, float] | None]:
-    """Return for each head the region with the largest ratio, and the ratio; None where there is no region at all.
+    """Return for each head the region with the largest ratio, and the ratio; None if the image has no region.
 
-    The layout takes part only if it explains ``EXPLAINED`` of the map's variance: it is made of what the head itself
-    does elsewhere, and so has a large ratio also where it explains little.
+    The layout counts only if it explains ``EXPLAINED`` of the map's variance: it is estimated from the head itself, so
+    its ratio can be large even if it explains little.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import torch
         >>> from headscope.report.regions import looks_most_at, measure
@@ -112,11 +112,11 @@ def looks_most_at(measured: Mapping[str, Tensor]) -> list[tuple[str, float] | No
 
 
 def image_regions(image: NDArray[np.uint8], grid: tuple[int, int]) -> dict[str, NDArray[np.float64]]:
-    """Return how far each patch belongs to each region that is the same for all queries, float64 [T] in [0, 1].
+    """Return the membership of each patch in the regions that are equal for all queries, float64 [T] in [0, 1].
 
-    centre, edges, boundary, texture; one that the image does not have is not in the result.
+    The regions are centre, edges, boundary and texture; those that the image does not have are left out.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from headscope.report.regions import image_regions
         >>> image = np.array([[255, 0], [0, 0]], dtype=np.uint8)
@@ -140,9 +140,9 @@ def image_regions(image: NDArray[np.uint8], grid: tuple[int, int]) -> dict[str, 
 
 
 def object_mask(image: NDArray[np.uint8], grid: tuple[int, int]) -> NDArray[np.bool_] | None:
-    """Return which patches are the object, [T]: brighter than the threshold against its ground; None if all are alike.
+    """Return the patches of the object, [T]: brighter than Otsu's threshold; None if all have equal brightness.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from headscope.report.regions import object_mask
         >>> image = np.array([[255, 0], [0, 0]], dtype=np.uint8)

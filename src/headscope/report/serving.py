@@ -77,12 +77,12 @@ class RefusedError(ValueError):
 
 
 class Server(ThreadingHTTPServer):
-    """An HTTP server of one recording, until ``shutdown``.
+    """A server of one recording.
 
     Attributes:
-        url: where the page is; who does not know it gets nothing.
+        url: of the page; it contains the random path.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, Observe, watch
         >>> from headscope.report.serving import Server
@@ -182,7 +182,7 @@ class Server(ThreadingHTTPServer):
             self.shutdown_request(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a browser that went away; report any other error as usual."""
+        """Ignore clients that closed the connection; report other errors as usual."""
         import sys
 
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
@@ -191,10 +191,10 @@ class Server(ThreadingHTTPServer):
     # ------------------------------------------------------------ responses
 
     def tile(self, query: Mapping[str, int]) -> bytes:
-        """Return the bytes of a tile, see the module's text.
+        """Return a tile of weights.
 
         Raises:
-            RefusedError: the query is outside of what is served.
+            RefusedError: a number is out of range.
         """
         weights = self._layer(query)
         i, j = _span(query, "i", weights.queries), _span(query, "j", weights.keys)
@@ -206,10 +206,10 @@ class Server(ThreadingHTTPServer):
         return np.stack([mean, largest]).astype("<f4").tobytes()
 
     def strip(self, query: Mapping[str, int]) -> bytes:
-        """Return the bytes of a strip, see the module's text.
+        """Return a strip of weights.
 
         Raises:
-            RefusedError: the query is outside of what is served.
+            RefusedError: a number is out of range.
         """
         weights = self._layer(query)
         i = _span(query, "i", weights.queries)
@@ -273,9 +273,9 @@ def _span(query: Mapping[str, int], letter: str, size: int) -> tuple[int, int]:
 def pooled_tile(
     weights: KeptWeights, head: int, i: tuple[int, int], j: tuple[int, int], size: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return mean and max of p[i0:i1, j0:j1] of one head in at most size x size bins; NaN where nothing may be seen.
+    """Return mean and max of p[i0:i1, j0:j1] of one head in at most size x size bins; NaN where all is masked.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, Observe, watch
         >>> from headscope.report.serving import Server, pooled_tile

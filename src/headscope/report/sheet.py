@@ -49,7 +49,7 @@ class Sheet(SheetFigures):
         looks: for each layer the region that each head attends to most, with its ratio.
         region_maps: region -> the share of each patch that belongs to it, 0 to 1, if it is the same for all queries.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.report import text_sheet
         >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])
@@ -95,7 +95,7 @@ def text_sheet(
     Raises:
         ValueError: tokens or weights are empty, or sizes do not match.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.report import text_sheet
         >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])
@@ -152,7 +152,7 @@ def image_sheet(
     Raises:
         ValueError: weights are empty, sizes do not match, or the image has another dtype or shape.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import torch
         >>> from headscope.report import image_sheet
@@ -200,7 +200,7 @@ def image_sheet(
 def versions() -> str:
     """Return the versions of headscope, torch and Python, in one line.
 
-    Example:
+    Examples:
         >>> from headscope.report.sheet import versions
         >>> [each.split()[0] for each in versions().split(", ")]
         ['headscope', 'torch', 'Python']

@@ -15,9 +15,9 @@ class Section:
     Attributes:
         title, says: what the table shows; caption: the text below it.
         columns, cells: headings and lines, as text.
-        words: the columns that hold words and not numbers.
+        words: the columns that hold words instead of numbers.
 
-    Example:
+    Examples:
         >>> from headscope.report.tables import Section
         >>> section = Section("Heads", "One line a head.", ["head", "entropy"], [["0.0", "1.25"]], caption="")
         >>> section.columns, section.cells[0]
@@ -33,9 +33,9 @@ class Section:
 
 
 def number(value: float, digits: int) -> str:
-    """Return one value of a corner with ``digits`` decimals; a negative number of digits means scientific notation.
+    """Return a value as text with ``digits`` decimals; a negative number of digits means scientific notation.
 
-    Example:
+    Examples:
         >>> from headscope.report.tables import number
         >>> number(0.12345, 3), number(12345.0, -1), number(float("inf"), 3)
         ('0.123', '1.2e+04', '∞')
@@ -48,9 +48,9 @@ def number(value: float, digits: int) -> str:
 
 
 def grid(corner: Sequence[Sequence[float]]) -> list[list[str]]:
-    """Return a corner of values as text, with as many decimals as its largest value leaves room for.
+    """Return a corner of values as text, with as many decimals as its largest value allows.
 
-    Example:
+    Examples:
         >>> from headscope.report.tables import grid
         >>> grid([[0.5, -1.0], [123.0, 0.25]])
         [['0.5', '-1.0'], ['123.0', '0.2']]

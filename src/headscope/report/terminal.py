@@ -6,25 +6,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from headscope._support.ascii import LIKE
-from headscope.report.colours import Colour, colour_at, ink_on
+from headscope.report._ink import HIDDEN, Ability, Ink, ability
 from headscope.report.sheet import Sheet
 from headscope.report.words import REGIONS, STATISTICS, strength
 
 __all__ = ["image_picture", "map_picture", "statistics_table", "tokens_line"]
-
-SHADES = " .:-=+*#%@"
-"""From no weight to the largest, for consoles without colours."""
 
 WORTH = (
     *("normalized_entropy", "max_weight", "effective_keys", "distance"),
@@ -39,9 +33,9 @@ Values = NDArray[np.float64]
 
 
 def tokens_line(sheet: Sheet) -> RenderableType:
-    """Return the tokens in order, each after its number.
+    """Return the tokens in order, each after its position.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.report import terminal, text_sheet
         >>> from rich.console import Console
@@ -53,26 +47,27 @@ def tokens_line(sheet: Sheet) -> RenderableType:
 
 
 def statistics_table(sheet: Sheet) -> RenderableType:
-    """Return a table of layers × heads: a few statistics, and the pattern or image region that each head matches best.
+    """Return a table with a line for each head: best-matching pattern (or region of the image), and a few statistics.
 
-    What does not fit the width is left out, from the right.
+    Columns that do not fit the width are left out, from the right.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.report import terminal, text_sheet
         >>> from rich.console import Console
         >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])
         >>> Console(width=60, color_system=None).print(terminal.statistics_table(sheet))
-        head  best match  score  entropy / ln n  max weight
-        0.0   self         1.00            0.00        1.00
+                                 normalized              effective
+        head  best match  score     entropy  max weight       keys
+        0.0   self         1.00        0.00        1.00        1.0
     """
     return _Statistics(sheet)
 
 
 def map_picture(sheet: Sheet, layer: int, head: int) -> RenderableType:
-    """Return one head's map, queries down, keys across; where it does not fit, a place shows its largest weight.
+    """Return the map of one head, queries down and keys across; if it does not fit, the maximum of each bin.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.report import terminal, text_sheet
         >>> from rich.console import Console
@@ -81,18 +76,18 @@ def map_picture(sheet: Sheet, layer: int, head: int) -> RenderableType:
              a    b
         a 1.00
         b 0.00 1.00
-        Rows look, columns are looked at; strongest: 1.00.
+        Each row shows where one token looks; strongest weight 1.00.
     """
     return _Map(sheet, layer, head)
 
 
 def image_picture(sheet: Sheet, layer: int, head: int, *, query: int | None = None) -> RenderableType:
-    """Return the image and a head's weights from the patch ``query``; by default, the mean over all patches.
+    """Return the image, and next to it the weights of the patch ``query``; by default the mean over all queries.
 
     Raises:
-        ValueError: the sheet is not of an image, or there is no such patch.
+        ValueError: the sheet is not of an image, or the patch does not exist.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.report import image_sheet, terminal
         >>> from rich.console import Console
@@ -106,31 +101,6 @@ def image_picture(sheet: Sheet, layer: int, head: int, *, query: int | None = No
     if query is not None and not 0 <= query < len(sheet.tokens):
         raise ValueError(f"query: expected 0 to {len(sheet.tokens) - 1}, got {query}")
     return _ImagePicture(sheet, layer, head, query)
-
-
-# ---------------------------------------------------------------- what the console can show
-
-_PLAIN = str.maketrans({mark: LIKE[mark] for mark in "␣⏎⇥␍∅◌"} | {"…": "~", "²": "^2"})
-"""ASCII for the marks that ``visible`` makes and for headings; letters of a token are escaped."""
-
-
-class Ability(NamedTuple):
-    """What a console can show."""
-
-    colour: bool
-    wide: bool
-    """Characters beyond ASCII."""
-
-    def label(self, text: str) -> str:
-        """Return a token's label in characters that the console can show."""
-        if self.wide:
-            return text
-        return text.translate(_PLAIN).encode("ascii", "backslashreplace").decode("ascii")
-
-
-def ability(console: Console, options: ConsoleOptions) -> Ability:
-    wide = not options.ascii_only and not console.is_dumb_terminal and not console.legacy_windows
-    return Ability(colour=console.color_system is not None and not console.no_color, wide=wide)
 
 
 # ---------------------------------------------------------------- tokens, table
@@ -234,66 +204,6 @@ def _columns(sheet: Sheet, able: Ability) -> list[_Column]:
 def _figures(heading: str, figures: Sequence[float | None], decimals: int) -> _Column:
     cells = ["-" if figure is None else f"{figure:.{decimals}f}" for figure in figures]
     return _Column(heading, cells, [""] * len(cells))
-
-
-# ---------------------------------------------------------------- places of a map
-
-HIDDEN = -1.0
-"""The value of a masked cell."""
-
-BROKEN = (0, 140, 255)
-"""The colour of NaN and infinity."""
-
-
-@dataclass(frozen=True)
-class Ink:
-    """How a weight is drawn: as a colour, or as a shade of ASCII.
-
-    Attributes:
-        able: what the console can show.
-        most: the weight with the full colour.
-        root: whether the scale is the square root of the weight.
-        grey: whether the colours are greys.
-    """
-
-    able: Ability
-    most: float
-    root: bool = False
-    grey: bool = False
-
-    def place(self, value: float) -> float:
-        """Return the place of a value on the colour scale, 0 to 1."""
-        share = min(1.0, value / self.most)
-        return math.sqrt(share) if self.root else share
-
-    def colour(self, value: float) -> Colour | None:
-        """Return the colour of a cell; a masked one has the terminal's background."""
-        if value == HIDDEN or not self.able.colour:
-            return None
-        if math.isnan(value):
-            return BROKEN
-        level = round(255 * self.place(value))
-        return (level, level, level) if self.grey else colour_at(self.place(value))
-
-    def cell(self, value: float, width: int, text: str = "") -> Text:
-        """Return one cell ``width`` characters wide; without colours and text, a shade."""
-        colour = self.colour(value)
-        if colour is not None:
-            return Text(f"{text:^{width}}", Style(color=ink_on(colour), bgcolor=_hex(colour)))
-        if not text and value != HIDDEN and not self.able.colour:
-            text = width * ("?" if math.isnan(value) else SHADES[round(self.place(value) * (len(SHADES) - 1))])
-        return Text(f"{text:^{width}}")
-
-    def halves(self, above: float, below: float) -> Text:
-        """Return two cells, one above the other, in one character."""
-        upper, lower = self.colour(above), self.colour(below)
-        if upper is None:
-            return Text(" ") if lower is None else Text("▄", Style(color=_hex(lower)))
-        return Text("▀", Style(color=_hex(upper), bgcolor=None if lower is None else _hex(lower)))
-
-
-def _hex(colour: Colour) -> str:
-    return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
 # ---------------------------------------------------------------- a map
@@ -431,7 +341,7 @@ def looked_at(sheet: Sheet, layer: int, head: int, query: int | None) -> Values:
 
 
 def largest(values: Values) -> float:
-    """The largest of those that are finite, or 1 where none is above 0: what takes the full colour."""
+    """Return the largest finite value, or 1 where none is above 0: the value with the full colour."""
     return float(values.max(initial=0.0, where=np.isfinite(values))) or 1.0
 
 

@@ -42,7 +42,7 @@ def save_recording(recording: ObservedModel, path: str | Path, *, force: bool = 
         TypeError, ValueError: as ``render_recording``.
         WatchError: nothing has been recorded so far.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, watch
         >>> from headscope.report.viewer import save_recording
@@ -85,7 +85,7 @@ def render_recording(
             texts, or a head of ``strips`` does not exist.
         WatchError: nothing has been recorded so far.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, watch
         >>> from headscope.report.viewer import render_recording
@@ -102,7 +102,7 @@ def render_recording(
 def shown_recording(recording: ObservedModel, **options: Any) -> Shown:
     """Return what the page of a recording shows; options as for ``render_recording``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, watch
         >>> from headscope.report.viewer import shown_recording
@@ -121,7 +121,7 @@ def render_sheet(sheet: SheetFigures) -> str:
     Raises:
         ValueError: the weights do not fit one page.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.report import text_sheet
         >>> from headscope.report.viewer import render_sheet

@@ -13,9 +13,9 @@ __all__ = ["PATTERNS", "REGIONS", "STAGES", "STATISTICS", "STRONG", "WEAK", "Wor
 
 
 class Word(NamedTuple):
-    """The heading of a figure, its meaning, and the number of decimals that are shown.
+    """A quantity's heading, meaning, and number of decimals.
 
-    Example:
+    Examples:
         >>> from headscope.report.words import REGIONS
         >>> REGIONS["near"].heading, REGIONS["near"].decimals
         ('near', 2)
@@ -79,9 +79,9 @@ PATTERNS = {
 
 
 def word(name: str) -> Word:
-    """Return heading and meaning of a figure; one without a definition has its name for a heading, and no meaning.
+    """Return heading and meaning of a quantity; an unknown one has its name as heading and no meaning.
 
-    Example:
+    Examples:
         >>> from headscope.report.words import word
         >>> word("max_weight").heading, word("my_figure").heading
         ('max weight', 'my figure')
@@ -94,9 +94,9 @@ WEAK, STRONG = 0.3, 0.5
 
 
 def strength(score: float | None) -> str:
-    """Return the style in which a result with this score is printed.
+    """Return the style of text with this score.
 
-    Example:
+    Examples:
         >>> from headscope.report.words import strength
         >>> strength(0.1), strength(0.4), strength(0.7)
         ('dim', '', 'bold')

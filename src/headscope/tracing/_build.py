@@ -78,7 +78,7 @@ def trace(
         TypeError: ``module`` is not a MultiHeadAttention, or an input has a wrong type or dtype.
         ValueError: sizes are missing, duplicate, or do not fit; the messages are those of the module.
 
-    Example:
+    Examples:
         >>> from headscope import trace
         >>> trace(seq=10, dim=512, heads=8).row("weights").shape
         [1, 8, 10, 10]

@@ -37,7 +37,7 @@ class Row:
         mistake: the common mistake at this step.
         note: a peculiarity of this module or input, such as an unusual scale; or None.
 
-    Example:
+    Examples:
         >>> from headscope import trace
         >>> row = trace(seq=10, dim=512, heads=8).row("scores")
         >>> row.stage, row.axes, row.bytes

@@ -27,7 +27,7 @@ class Trace:
         module: the sizes and options of the module.
         setup: the lines of code that come before those of the rows.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, trace
         >>> steps = trace(MultiHeadAttention(8, 2), torch.randn(1, 4, 8))

@@ -33,7 +33,7 @@ def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[in
     Raises:
         ValueError: the maps do not fit one page.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, watch
         >>> from headscope.report.viewer import render_shown, shown_recording
@@ -71,7 +71,7 @@ def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[in
 def framed(html: str, *, height: int = 900) -> str:
     """Return a page as a frame for a notebook, ``height`` pixels high; its script cannot reach the notebook.
 
-    Example:
+    Examples:
         >>> from headscope.report.viewer import framed
         >>> framed("<p>a page</p>", height=300).partition(" sandbox")[0]
         '<iframe title="headscope"'

@@ -30,7 +30,7 @@ class Picture:
         regions: region -> the share of each patch that belongs to it, 0 to 1.
         looks: for each layer the region that each head attends to most, and the ratio to chance.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from headscope.report.viewer import Picture
         >>> picture = Picture(np.zeros((8, 8), dtype=np.uint8), grid=(4, 4), special=1)
@@ -57,7 +57,7 @@ class Layer:
         statistics: quantity -> its columns.
         patterns: for each head, the best match first.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, watch
         >>> from headscope.report.viewer import shown_recording
@@ -87,7 +87,7 @@ class Shown:
         trace_title: their heading.
         tables: the summary, as text.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, watch
         >>> from headscope.report.viewer import shown_recording
