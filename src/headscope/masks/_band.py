@@ -30,6 +30,13 @@ class Band(Mask):
         offset: the position of query 0: one number, or one for each batch entry (a sequence or a tensor [B]). By
             default K - Q: the queries are the last Q positions (bottom-right). torch's ``is_causal`` is top-left:
             ``offset=0``. Numbers are limited to ±2^48; a tensor, whose contents are not read, may hold any of 64 bits.
+
+    Example:
+        >>> from headscope import masks
+        >>> masks.Band(left=1, right=1).dense(1, 1, 3, 3)[0, 0].long()
+        tensor([[1, 1, 0],
+                [1, 1, 1],
+                [0, 1, 1]])
     """
 
     left: int | None = None
@@ -204,12 +211,26 @@ def causal() -> Band:
     """Return the causal mask: each query attends to its own position and all before.
 
     The queries are the last Q positions.
+
+    Example:
+        >>> from headscope import masks
+        >>> masks.causal().dense(1, 1, 2, 3)[0, 0].long()  # two queries, the last of three positions
+        tensor([[1, 1, 0],
+                [1, 1, 1]])
     """
     return Band(None, 0)
 
 
 def window(n: int) -> Band:
-    """Return a sliding window: the last ``n`` keys, the query's own included (``causal`` is part of it)."""
+    """Return a sliding window: the last ``n`` keys, the query's own included (``causal`` is part of it).
+
+    Example:
+        >>> from headscope import masks
+        >>> masks.window(2).dense(1, 1, 3, 3)[0, 0].long()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [0, 1, 1]])
+    """
     length = to_int(n)
     if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
         raise TypeError(f"n: window(n): expected a whole number, got {type(length).__name__}")

@@ -33,6 +33,14 @@ class Mask(ABC):
 
     A subclass requires ``allows``, and ``tensors`` if it reads any. The other methods work for every mask; a subclass
     overrides those that it can compute faster.
+
+    Example:
+        >>> from headscope import masks
+        >>> class EvenDistance(masks.Mask):
+        ...     def allows(self, b, h, i, j):
+        ...         return (i - j) % 2 == 0
+        >>> (EvenDistance() & masks.causal()).dense(1, 1, 4, 4)[0, 0, 3].long()
+        tensor([0, 1, 0, 1])
     """
 
     _plans: _Plans | None = None
@@ -269,6 +277,14 @@ class Plan:
         is_causal: exactly ``j <= i``, with as many queries as keys.
         may_be_empty: some row may be without visible keys.
         originals: the caller's own tensors, where ``rest`` holds copies; None where it holds the originals.
+
+    Example:
+        >>> from headscope import masks
+        >>> plan = masks.window(2).plan(1, 1, 3, 3)
+        >>> plan.spans[0, :, 0].tolist()  # of each query: the first key, and the last key + 1
+        [[0, 1], [0, 2], [1, 3]]
+        >>> plan.rest is None
+        True
     """
 
     spans: Tensor

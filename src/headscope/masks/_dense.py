@@ -18,6 +18,15 @@ class Dense(Mask):
     """A boolean tensor that broadcasts to [B, H, Q, K], True = attend.
 
     ``nn.MultiheadAttention`` uses True for *masked* keys: pass ``Dense(~attn_mask)``.
+
+    Example:
+        >>> import torch
+        >>> from headscope import masks
+        >>> visible = masks.Dense(torch.tensor([True, False, True]))
+        >>> (visible & masks.causal()).dense(1, 1, 3, 3)[0, 0].long()
+        tensor([[1, 0, 0],
+                [1, 0, 0],
+                [1, 0, 1]])
     """
 
     tensor: Tensor

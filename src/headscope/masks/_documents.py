@@ -23,6 +23,14 @@ class Documents(Mask):
     Args:
         q_ids: integers [B, Q], the document of each query.
         k_ids: integers [B, K], the document of each key; by default those of the queries.
+
+    Example:
+        >>> import torch
+        >>> from headscope import masks
+        >>> masks.Documents(torch.tensor([[0, 0, 1]])).dense(1, 1, 3, 3)[0, 0].long()
+        tensor([[1, 1, 0],
+                [1, 1, 0],
+                [0, 0, 1]])
     """
 
     q_ids: Tensor

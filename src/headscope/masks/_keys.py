@@ -17,7 +17,15 @@ from headscope.masks._spans import clip_span, first_keys
 
 @dataclass(frozen=True)
 class Prefix(Mask):
-    """The first ``n`` keys: ``j < n``."""
+    """The first ``n`` keys: ``j < n``.
+
+    Example:
+        >>> from headscope import masks
+        >>> (masks.Prefix(2) | masks.causal()).dense(1, 1, 3, 3)[0, 0].long()
+        tensor([[1, 1, 0],
+                [1, 1, 0],
+                [1, 1, 1]])
+    """
 
     n: int
 
@@ -61,6 +69,13 @@ class KeyLengths(Mask):
 
     Args:
         lengths: integers [B]; keys from there on are padding, masked for every query.
+
+    Example:
+        >>> import torch
+        >>> from headscope import masks
+        >>> masks.KeyLengths(torch.tensor([1, 3])).dense(2, 1, 1, 3)[:, 0, 0].long()
+        tensor([[1, 0, 0],
+                [1, 1, 1]])
     """
 
     lengths: Tensor
