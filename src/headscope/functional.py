@@ -28,6 +28,14 @@ class Attended(NamedTuple):
         lse: [B, H, Q], float32 (float64 for float64): log Σ exp of the visible logits of each row, its sink included;
             -inf for a row without visible keys.
         stats: the statistics that ``observe=`` requests; else None.
+
+    Example:
+        >>> import torch
+        >>> from headscope import attend
+        >>> q, k, v = torch.randn(3, 1, 2, 4, 8)
+        >>> result = attend(q, k, v)
+        >>> result.out.shape, result.lse.shape, result.stats
+        (torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4]), None)
     """
 
     out: Tensor
@@ -80,6 +88,13 @@ def attention(
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; softcap: Gemma 2 (2024), section 2; sinks:
     gpt-oss (2025); grouped heads: Ainslie et al. 2023.
+
+    Example:
+        >>> import torch
+        >>> from headscope import attention, masks
+        >>> q, k, v = torch.randn(3, 1, 2, 4, 8)
+        >>> attention(q, k, v, mask=masks.causal()).shape
+        torch.Size([1, 2, 4, 8])
     """
     interceptor = hook.interceptor  # read once: another thread may end its watch
     handler = run_attention if interceptor is None else interceptor
@@ -107,6 +122,15 @@ def attend(
     Args:
         observe: what to measure of the weights, as self-attention with default positions; ``stats`` holds the result.
             For cross-attention, or other positions, call ``observe`` with this lse.
+
+    Example:
+        >>> import torch
+        >>> from headscope import attend
+        >>> q, k, v = torch.randn(3, 1, 2, 4, 8)
+        >>> out, lse, _ = attend(q, k, v)
+        >>> p = (8**-0.5 * q @ k.mT - lse[..., None]).exp()
+        >>> torch.allclose(p @ v, out, atol=1e-4)
+        True
     """
     if observe is not None:
         check_type("observe", observe, Observe, "a headscope.Observe or None")
@@ -167,6 +191,14 @@ def observe(
     Raises:
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a size or option that does not fit; an ``lse`` that gives a weight above 1.
+
+    Example:
+        >>> import torch
+        >>> from headscope import masks, observe
+        >>> q = k = torch.zeros(1, 2, 4, 8)  # equal weights: the queries attend to 1, 2, 3 and 4 keys
+        >>> stats = observe(q, k, mask=masks.causal())
+        >>> stats["effective_keys"].mean  # of each layer and head
+        tensor([[2.5000, 2.5000]], dtype=torch.float64)
     """
     if backend is not None:  # raises if the backend does not support the call
         prepare(q, k, k if v is None else v, mask, bias, sinks, scale, softcap, dropout, False, backend)
