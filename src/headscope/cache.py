@@ -31,6 +31,14 @@ class Held(NamedTuple):
         k: [B, Hkv, K, D]; v: [B, Hkv, K, Dv]. The call's own tokens are the last ones.
         first: how many tokens came before key 0.
         mask: which keys are visible, or None for all.
+
+    Example:
+        >>> import torch
+        >>> from headscope.cache import GrowingCache
+        >>> k = v = torch.zeros(1, 2, 3, 4)
+        >>> held = GrowingCache().append(k, v)
+        >>> held.k.shape, held.first, held.mask
+        (torch.Size([1, 2, 3, 4]), 0, Band(left=None, right=0, offset=None))
     """
 
     k: Tensor
@@ -67,6 +75,14 @@ class Cache(ABC):
     Args:
         padding: how many of the first tokens of each row are padding, [B]: they are masked as keys, and as queries they
             attend to nothing. By default none.
+
+    Example:
+        >>> import torch
+        >>> from headscope.cache import Cache, GrowingCache
+        >>> cache: Cache = GrowingCache(padding=[2, 0])
+        >>> held = cache.append(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))
+        >>> cache.length, cache.padding, cache.keys.shape
+        (3, (2, 0), torch.Size([2, 1, 3, 4]))
     """
 
     forgets = False
@@ -271,7 +287,17 @@ class Cache(ABC):
 
 
 class GrowingCache(Cache):
-    """A cache without a limit: its capacity doubles when it is full, so tokens are copied less than twice in all."""
+    """A cache without a limit: its capacity doubles when it is full, so tokens are copied less than twice in all.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention
+        >>> from headscope.cache import GrowingCache
+        >>> module, cache = MultiHeadAttention(8, 2).requires_grad_(False), GrowingCache()
+        >>> outs = [module(x, cache=cache) for x in torch.randn(3, 1, 1, 8)]  # one token in each call
+        >>> cache
+        GrowingCache(3 tokens, room for 64)
+    """
 
     def _place(self, k: Tensor, v: Tensor) -> Placed:
         needed = self._length + k.shape[-2]
@@ -288,6 +314,15 @@ class StaticCache(Cache):
     Args:
         capacity: the largest number of tokens, padding included, from 1.
         padding: see ``Cache``.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention
+        >>> from headscope.cache import StaticCache
+        >>> module, cache = MultiHeadAttention(8, 2).requires_grad_(False), StaticCache(16)
+        >>> out = module(torch.randn(1, 3, 8), cache=cache)
+        >>> cache
+        StaticCache(3 tokens, room for 16)
     """
 
     def __init__(self, capacity: int, *, padding: Tensor | Sequence[int] | None = None) -> None:
@@ -323,6 +358,15 @@ class RollingCache(Cache):
     Args:
         window: number of visible tokens, from 1. The layer attends within it, whatever its mask is.
         padding: see ``Cache``.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention
+        >>> from headscope.cache import RollingCache
+        >>> module, cache = MultiHeadAttention(8, 2).requires_grad_(False), RollingCache(2)
+        >>> outs = [module(x, cache=cache) for x in torch.randn(9, 1, 1, 8)]  # one token in each call
+        >>> cache
+        RollingCache(9 tokens, room for 4)
     """
 
     forgets = True
