@@ -21,7 +21,13 @@ Built = TypeVar("Built", bound=MultiHeadAttention)
 
 
 def known() -> dict[str, str]:
-    """Return the names of the layouts, and the modules that use each."""
+    """Return the names of the layouts, and the modules that use each.
+
+    Example:
+        >>> from headscope import layouts
+        >>> layouts.known()["torch"]
+        'nn.MultiheadAttention'
+    """
     return {layout.name: layout.of for layout in LAYOUTS.values()}
 
 
@@ -45,6 +51,13 @@ def from_module(
         ValueError: no layout is known for it, or its weights do not fit; the message lists the keys and the known
             layouts. Or ``layout`` is missing, and its output may depend on more than its weights: its class overrides
             forward, a forward is set on it or a part, or a projection is more than a linear or has hooks.
+
+    Example:
+        >>> from torch import nn
+        >>> from headscope import layouts
+        >>> module = layouts.from_module(nn.MultiheadAttention(8, 2))
+        >>> module.embed_dim, module.num_heads
+        (8, 2)
     """
     return convert_module(module, layout, into, MultiHeadAttention, options)
 
@@ -69,6 +82,13 @@ def from_state_dict(
         ValueError: an unknown layout, keys that are missing or unexpected, sizes that do not fit, an option that is
             missing or contradicts the weights, a ``rotary`` that the layout does not have, an index that lists keys
                 that its files lack. FileNotFoundError: the file does not exist.
+
+    Example:
+        >>> from torch import nn
+        >>> from headscope import layouts
+        >>> state = nn.MultiheadAttention(8, 2).state_dict()
+        >>> layouts.from_state_dict(state, "torch", num_heads=2).kv_heads
+        2
     """
     return convert_state(state, layout, prefix, into, options)
 
@@ -86,5 +106,10 @@ def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") 
     Raises:
         ValueError: an unknown layout; an option of the module that this layout lacks; a forward that its class
             overrides or that is set on it or a part; or a part with hooks.
+
+    Example:
+        >>> from headscope import MultiHeadAttention, layouts
+        >>> list(layouts.to_state_dict(MultiHeadAttention(8, 2), "torch"))
+        ['in_proj_weight', 'in_proj_bias', 'out_proj.weight', 'out_proj.bias']
     """
     return export_state(module, layout, prefix, MultiHeadAttention)

@@ -44,6 +44,14 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Raises:
         AssertionError, ValueError: sizes that torch refuses, with torch's messages.
+
+    Example:
+        >>> import torch
+        >>> from headscope import nn_compat
+        >>> x = torch.randn(1, 3, 8)
+        >>> out, weights = nn_compat.MultiheadAttention(8, 2, batch_first=True)(x, x, x)
+        >>> out.shape, weights.shape  # the mean over heads
+        (torch.Size([1, 3, 8]), torch.Size([1, 3, 3]))
     """
 
     def __init__(
@@ -207,6 +215,12 @@ def replace(model: nn.Module) -> list[str]:
     Raises:
         TypeError: the model is itself an ``nn.MultiheadAttention``, which cannot be replaced in place.
         ValueError: see ``MultiheadAttention.from_torch``; nothing is replaced then.
+
+    Example:
+        >>> from torch import nn
+        >>> from headscope import nn_compat
+        >>> nn_compat.replace(nn.TransformerEncoderLayer(8, 2))
+        ['self_attn']
     """
     if _is_torchs(model):
         raise TypeError(

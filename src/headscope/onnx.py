@@ -39,6 +39,11 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     Raises:
         ImportError: onnxscript is not installed.
         ValueError: on export, if dropout is above 0.
+
+    Example:
+        >>> from headscope import onnx
+        >>> [operator.name() for operator in onnx.translations()]
+        ['headscope::attend_forward', 'headscope::linear']
     """
     import_module("onnxscript")  # raise now if it is missing, and not while a graph is built
     mark_translated()
