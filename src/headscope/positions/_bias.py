@@ -24,6 +24,11 @@ class ALiBi:
 
     Source: Press et al. 2021, "Train Short, Test Long: Attention with Linear Biases Enables Input Length
     Extrapolation".
+
+    Example:
+        >>> from headscope import positions
+        >>> positions.ALiBi(4).slopes
+        (0.25, 0.0625, 0.015625, 0.00390625)
     """
 
     num_heads: int
@@ -62,6 +67,12 @@ class T5Buckets:
 
     Source: Raffel et al. 2019, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer",
     section 2.1.
+
+    Example:
+        >>> import torch
+        >>> from headscope import positions
+        >>> positions.T5Buckets(8, 16).of(torch.tensor([-100, -2, -1, 0, 1, 2, 100]))
+        tensor([3, 2, 1, 0, 5, 6, 7])
     """
 
     num_buckets: int = 32
@@ -104,6 +115,13 @@ class RelativeBias(nn.Module):
         num_heads: H, at least 1.
         buckets: which distances share a bias.
         device, dtype: of the table.
+
+    Example:
+        >>> import torch
+        >>> from headscope import positions
+        >>> bias = positions.RelativeBias(2, positions.T5Buckets(8, 16))
+        >>> bias.weight.shape, bias(torch.arange(3), torch.arange(4)).shape
+        (torch.Size([8, 2]), torch.Size([2, 3, 4]))
     """
 
     def __init__(
@@ -147,6 +165,13 @@ def matrix(bias: PositionBias, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype 
     Raises:
         TypeError: positions that are not integers.
         ValueError: their axes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from headscope import positions
+        >>> positions.matrix(positions.ALiBi(1, slopes=(0.5,)), torch.tensor([2, 3]), torch.tensor([0, 1]))
+        tensor([[[-1.0000, -0.5000],
+                 [-1.5000, -1.0000]]])
     """
     q_pos, k_pos = to_positions("q_pos", q_pos, "[Q] or [B, Q]"), to_positions("k_pos", k_pos, "[K] or [B, K]")
     both = q_pos.ndim == k_pos.ndim == 2

@@ -16,6 +16,12 @@ def restarting(cu_seqlens: Tensor) -> Tensor:
     Raises:
         TypeError: they are not a tensor of integers.
         ValueError: they do not start at 0, or decrease.
+
+    Example:
+        >>> import torch
+        >>> from headscope import positions
+        >>> positions.restarting(torch.tensor([0, 3, 5]))
+        tensor([0, 1, 2, 0, 1])
     """
     cu_seqlens = to_positions("cu_seqlens", cu_seqlens, "[n + 1]")
     if cu_seqlens.ndim != 1 or not len(cu_seqlens):

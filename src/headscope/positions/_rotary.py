@@ -38,6 +38,14 @@ class Rotary:
         TypeError, ValueError: a value of the wrong kind or out of range.
 
     Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", equation 34.
+
+    Example:
+        >>> import torch
+        >>> from headscope import positions
+        >>> x = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])  # [H, T, D]
+        >>> positions.Rotary(2).rotate(x, torch.tensor([0, 1]))
+        tensor([[[1.0000, 0.0000],
+                 [0.5403, 0.8415]]])
     """
 
     dim: int

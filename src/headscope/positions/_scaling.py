@@ -16,6 +16,11 @@ class LinearScaling:
         factor: at least 1.
 
     Source: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation".
+
+    Example:
+        >>> from headscope import positions
+        >>> positions.Rotary(4, scaling=positions.LinearScaling(2.0)).frequencies()  # without scaling 1 and 0.01
+        tensor([0.5000, 0.0050], dtype=torch.float64)
     """
 
     factor: float
@@ -35,6 +40,11 @@ class NTK:
             of a token change as more follow; a cache does not support that.
 
     Source: bloc97 2023, "NTK-Aware Scaled RoPE"; Peng et al. 2023, "YaRN", section 3.
+
+    Example:
+        >>> from headscope import positions
+        >>> positions.Rotary(4, scaling=positions.NTK(2.0)).frequencies()  # without scaling 1 and 0.01
+        tensor([1.0000, 0.0050], dtype=torch.float64)
     """
 
     factor: float
@@ -61,6 +71,14 @@ class YaRN:
         truncate: round the ends of the ramp to whole pairs, outwards.
 
     Source: Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", equations 17 to 22.
+
+    Example:
+        >>> from headscope import positions
+        >>> rotary = positions.Rotary(4, scaling=positions.YaRN(2.0, original_length=64))
+        >>> rotary.frequencies()  # without scaling 1 and 0.01
+        tensor([1.0000, 0.0050], dtype=torch.float64)
+        >>> round(rotary.attention_factor, 3)
+        1.069
     """
 
     factor: float
@@ -95,6 +113,12 @@ class Llama3:
         original_length: of the texts that the model was trained on.
 
     Source: Llama 3.1 (Grattafiori et al. 2024, "The Llama 3 Herd of Models"), ``apply_scaling`` of its reference code.
+
+    Example:
+        >>> from headscope import positions
+        >>> scaling = positions.Llama3(factor=2.0, original_length=64)
+        >>> positions.Rotary(4, scaling=scaling).frequencies()  # without scaling 1 and 0.01
+        tensor([1.0000, 0.0050], dtype=torch.float64)
     """
 
     factor: float = 8.0
