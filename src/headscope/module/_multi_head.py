@@ -107,34 +107,24 @@ class MultiHeadAttention(nn.Module):
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; the norms: Henry et al. 2020, "Query-Key
     Normalization for Transformers", and Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters";
     the gate: Qiu et al. 2025, "Gated Attention for Large Language Models", equation 5.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, masks
+        >>> out, weights = MultiHeadAttention(8, 2)(torch.randn(1, 3, 8), mask=masks.causal(), need_weights=True)
+        >>> out.shape, weights.shape
+        (torch.Size([1, 3, 8]), torch.Size([1, 2, 3, 3]))
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        v_head_dim: int | None = None,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        bias: bool | Collection[str] = True,
-        out_bias: bool | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: bool = False,
-        dropout: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        rotary: Rotary | None = None,
-        position_bias: ALiBi | RelativeBias | T5Buckets | None = None,
-        qk_norm: QKNorm | None = None,
-        qk_norm_eps: float = 1e-6,
-        gate: bool = False,
-        bias_kv: bool = False,
-        reproducible: bool = False,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, *, kv_heads: int | None = None, head_dim: int | None = None,
+        v_head_dim: int | None = None, kdim: int | None = None, vdim: int | None = None,
+        bias: bool | Collection[str] = True, out_bias: bool | None = None, scale: float | None = None,
+        softcap: float | None = None, sinks: bool = False, dropout: float = 0.0,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, rotary: Rotary | None = None,
+        position_bias: ALiBi | RelativeBias | T5Buckets | None = None, qk_norm: QKNorm | None = None,
+        qk_norm_eps: float = 1e-6, gate: bool = False, bias_kv: bool = False, reproducible: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._set_sizes(embed_dim, num_heads, kv_heads, head_dim, v_head_dim, kdim, vdim)
         embed_dim, num_heads, kv_heads = self.embed_dim, self.num_heads, self.kv_heads
