@@ -46,6 +46,13 @@ class HeadMeans(NamedTuple):
     Attributes:
         mean: name -> float64 [H]; NaN where no row of the head has the quantity.
         rows: name -> integers [H], the number of rows of each mean.
+
+    Example:
+        >>> import torch
+        >>> from headscope.stats import head_means, row_statistics
+        >>> means = head_means(row_statistics(torch.eye(4)[None, None]))
+        >>> means.mean["self"].tolist(), means.rows["previous"].tolist()
+        ([1.0], [3])
     """
 
     mean: dict[str, Tensor]
@@ -58,6 +65,13 @@ class PatternScores(NamedTuple):
     Attributes:
         score: name -> float64 [H] in [0, 1]; NaN for a head with too few rows.
         rows: name -> integers [H], the number of rows of each score.
+
+    Example:
+        >>> import torch
+        >>> from headscope.stats import pattern_scores
+        >>> scores = pattern_scores(torch.eye(4)[None, None])
+        >>> scores.score["self"].tolist(), scores.rows["next"].tolist()
+        ([1.0], [3])
     """
 
     score: dict[str, Tensor]
@@ -65,7 +79,14 @@ class PatternScores(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The pattern that a head matches best: a likeness, not a claim of what the head is for."""
+    """The pattern that a head matches best: a likeness, not a claim of what the head is for.
+
+    Example:
+        >>> import torch
+        >>> from headscope.stats import best_matches, pattern_scores
+        >>> best_matches(pattern_scores(torch.eye(4)[None, None]))[0]
+        Match(pattern='self', score=1.0, rows=4)
+    """
 
     pattern: str
     score: float
@@ -110,6 +131,14 @@ def row_statistics(
 
     Raises:
         ValueError: a shape that does not fit, or a weight where ``seen`` is False.
+
+    Example:
+        >>> import torch
+        >>> from headscope.stats import row_statistics
+        >>> causal = torch.ones(4, 4, dtype=torch.bool).tril()
+        >>> p = causal / causal.sum(-1, keepdim=True)  # even rows
+        >>> row_statistics(p[None, None], seen=causal)["effective_keys"].round().tolist()
+        [[[1.0, 2.0, 3.0, 4.0]]]
     """
     at = _prepare(p, seen, kind, q_pos, k_pos, tokens, rows)
     _check_at_least("first", first, 1)
@@ -144,6 +173,13 @@ def head_means(rows: Mapping[str, Tensor]) -> HeadMeans:
     """Return the mean of each row quantity over the rows that have it, and their number.
 
     Shapes: name -> [B, H, Q] -> name -> [H]; rows of all batch entries weigh the same.
+
+    Example:
+        >>> import torch
+        >>> from headscope.stats import head_means, row_statistics
+        >>> rows = row_statistics(torch.full((2, 3, 4, 4), 0.25))  # B, H, Q, K
+        >>> head_means(rows).mean["max_weight"].tolist()
+        [0.25, 0.25, 0.25]
     """
     mean: dict[str, Tensor] = {}
     count: dict[str, Tensor] = {}
@@ -185,6 +221,13 @@ def pattern_scores(
 
     Raises:
         ValueError: as ``row_statistics``.
+
+    Example:
+        >>> import torch
+        >>> from headscope.stats import pattern_scores
+        >>> p = torch.eye(4).roll(1, 0)[None, None]  # each row attends to the key before it
+        >>> pattern_scores(p).score["previous"].tolist()
+        [1.0]
     """
     at = _prepare(p, seen, kind, q_pos, k_pos, tokens, rows)
     choices = at.visible.sum(-1).double()  # [B, H, Q]
@@ -214,7 +257,15 @@ def pattern_scores(
 
 
 def best_matches(scores: PatternScores) -> list[Match | None]:
-    """Return for each head the pattern with the highest score, or None (with a single token, say)."""
+    """Return for each head the pattern with the highest score, or None (with a single token, say).
+
+    Example:
+        >>> import torch
+        >>> from headscope.stats import best_matches, pattern_scores
+        >>> p = torch.stack([torch.eye(4), torch.eye(4).roll(1, 0)])[None]
+        >>> [match.pattern for match in best_matches(pattern_scores(p))]
+        ['self', 'previous']
+    """
     heads = max((len(score) for score in scores.score.values()), default=0)
     matches: list[Match | None] = []
     for head in range(heads):
@@ -228,7 +279,16 @@ def best_matches(scores: PatternScores) -> list[Match | None]:
 
 
 def broken_rows(p: Tensor) -> Tensor:
-    """Return how many rows of each head hold a NaN or infinite weight, [H]: statistics exclude these rows."""
+    """Return how many rows of each head hold a NaN or infinite weight, [H]: statistics exclude these rows.
+
+    Example:
+        >>> import torch
+        >>> from headscope.stats import broken_rows
+        >>> p = torch.full((1, 2, 4, 4), 0.25)
+        >>> p[0, 1, 3] = torch.nan
+        >>> broken_rows(p)
+        tensor([0, 1])
+    """
     return (~p.isfinite().all(-1)).sum((0, 2))
 
 

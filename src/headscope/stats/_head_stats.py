@@ -39,6 +39,14 @@ class HeadStats:
     Args:
         parts: layer name -> its statistics, in the order of the model.
         origin: the model, its configuration and the part of its heads; None if no recording states them.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> q = torch.zeros(1, 2, 4, 8)  # equal logits: even rows
+        >>> stats = observe(q, q)
+        >>> stats.heads, round(stats[0, 1, "effective_keys"].mean, 3)
+        (2, 4.0)
     """
 
     parts: Mapping[str, LayerStats]
@@ -340,7 +348,16 @@ class HeadStats:
 
 
 def merge(first: HeadStats, *others: HeadStats) -> HeadStats:
-    """Return the statistics of the runs of all; see ``HeadStats.merge``."""
+    """Return the statistics of the runs of all; see ``HeadStats.merge``.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.stats import merge
+        >>> q = torch.zeros(1, 2, 4, 8)
+        >>> merge(observe(q, q), observe(q, q)).rows
+        tensor([8, 8])
+    """
     return HeadStats.merge(first, *others)
 
 

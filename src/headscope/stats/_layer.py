@@ -177,6 +177,13 @@ class HeadMap(_Part):
         count: of the visible pairs of counted rows, int64 [H, n, n].
         max: the largest weight of each bin, [H, n, n]; NaN where count is 0.
         places: its place, whole numbers [H, n, n, 4] as in ``argmax``; or, of one run, [H, n, n, 3] without the run.
+
+    Example:
+        >>> import torch
+        >>> from headscope import Observe, observe
+        >>> q = torch.zeros(1, 2, 8, 4)
+        >>> observe(q, q, what=Observe(map=2)).map.mean[0].round(decimals=3).tolist()
+        [[0.125, 0.125], [0.125, 0.125]]
     """
 
     sum: Tensor
@@ -231,7 +238,16 @@ class HeadMap(_Part):
 
 
 class Edge(NamedTuple):
-    """One weight: query i of batch entry b in a run attends to key j with weight p."""
+    """One weight: query i of batch entry b in a run attends to key j with weight p.
+
+    Example:
+        >>> import torch
+        >>> from headscope import Observe, observe
+        >>> k = 40 * torch.eye(4)[None, None]
+        >>> (edge,) = observe(k[:, :, 2:3], k, what=Observe(edges=1)).edges.of(0)  # one query, like key 2
+        >>> edge.i, edge.j
+        (0, 2)
+    """
 
     i: int
     j: int
@@ -247,6 +263,13 @@ class Edges(_Part):
     Attributes:
         p: [H, k], largest first; NaN where a head has fewer.
         at: int64 [H, k, 4]: run, batch entry, query, key; -1 where a head has fewer. Equal weights are in this order.
+
+    Example:
+        >>> import torch
+        >>> from headscope import Observe, observe
+        >>> q = torch.zeros(1, 2, 4, 8)
+        >>> observe(q, q, what=Observe(edges=3)).edges.p.shape
+        torch.Size([2, 3])
     """
 
     p: Tensor
@@ -289,6 +312,13 @@ class Kept(_Part):
         counted: which of them count, boolean [B, H, R].
         values: name -> [B, H, R], NaN where a row does not have the quantity; ``argmax`` is int64, -1 if there is none;
             ``top_keys`` and ``top_weights`` are [B, H, R, k], largest first, -1 and NaN if there are fewer.
+
+    Example:
+        >>> import torch
+        >>> from headscope import Observe, observe
+        >>> q = torch.zeros(1, 2, 4, 8)
+        >>> observe(q, q, what=Observe(keep_rows=True)).kept[0].values["entropy"].shape
+        torch.Size([1, 2, 4])
     """
 
     queries: Tensor

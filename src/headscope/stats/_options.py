@@ -41,6 +41,14 @@ class Observe:
     Raises:
         TypeError: an argument is not of the right kind.
         ValueError: a number is out of range, a name unknown, or ``keep_rows`` or ``extra`` without ``row_stats``.
+
+    Example:
+        >>> import torch
+        >>> from headscope import Observe, observe
+        >>> q = torch.zeros(1, 2, 4, 8)
+        >>> stats = observe(q, q, what=Observe(map=2, windows=(1,)))
+        >>> stats.map.bins, stats.names[-2:]
+        (2, ('window_1', 'streaming_1'))
     """
 
     rows: int | Tensor | None = None

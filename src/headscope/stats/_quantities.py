@@ -75,6 +75,12 @@ class Quantity:
         on_request: whether it is measured only if ``Observe.extra`` names it.
         heading: of a column; empty = the name in words.
         decimals: the number of decimals shown.
+
+    Example:
+        >>> from headscope.stats import quantity_of
+        >>> quantity = quantity_of("entropy")
+        >>> quantity.formula, quantity.unit
+        ('-Σ_j p ln p', 'nats')
     """
 
     name: str
@@ -197,7 +203,13 @@ _BY_NAME = {each.name: each for each in ROW_QUANTITIES}
 
 
 def quantity_of(name: str) -> Quantity | None:
-    """Return the definition of a row quantity by its name, also of one for a distance; None = it does not exist."""
+    """Return the definition of a row quantity by its name, also of one for a distance; None = it does not exist.
+
+    Example:
+        >>> from headscope.stats import quantity_of
+        >>> quantity_of("window_8").name, quantity_of("window")
+        ('window', None)
+    """
     if name in _BY_NAME:
         return None if _BY_NAME[name].has_distance else _BY_NAME[name]
     kind, _, distance = name.rpartition("_")
@@ -209,6 +221,11 @@ def histogram_edges(name: str) -> tuple[float, ...]:
     """Return the edges of a quantity's histogram.
 
     Bin k holds [edge k, edge k + 1); the outer two bins also hold what lies beyond.
+
+    Example:
+        >>> from headscope.stats import histogram_edges
+        >>> histogram_edges("entropy")[:4]
+        (0.0, 0.5, 1.0, 1.5)
     """
     quantity = quantity_of(name)
     return UNIT if quantity is None else quantity.edges
@@ -221,6 +238,11 @@ def quantity_names(having: Collection[str], windows: Sequence[float], extra: Col
         having: the requirements, as in ``Quantity.requires``, that the rows meet.
         windows: the distances of quantities with a distance.
         extra: the optional quantities.
+
+    Example:
+        >>> from headscope.stats import quantity_names
+        >>> quantity_names(["positions"], windows=[8])
+        ['distance', 'self', 'window_8', 'streaming_8']
     """
     names: list[str] = []
     for each in ROW_QUANTITIES:

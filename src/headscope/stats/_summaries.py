@@ -23,6 +23,14 @@ class Summary:
         mean, M2, min, max: over these rows, each with equal weight; M2 = Σ (x - mean)²; NaN where count is 0.
         histogram: the number of rows in each bin.
         edges: of the bins: bin k holds [edge k, edge k + 1), the outer two also all values beyond.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> q = torch.zeros(1, 2, 4, 8)
+        >>> summary = observe(q, q)[0, 1, "chance"]
+        >>> summary.count, summary.mean, summary.std
+        (4, 0.25, 0.0)
     """
 
     count: int
@@ -46,6 +54,14 @@ class Column:
     Attributes:
         count: the number of rows of each.
         mean, M2, min, max: float64; NaN where count is 0.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> q = torch.zeros(1, 2, 4, 8)
+        >>> column = observe(q, q)["chance"]
+        >>> column.count.tolist(), column.mean.tolist()
+        ([[4, 4]], [[0.25, 0.25]])
     """
 
     count: Tensor
