@@ -50,6 +50,11 @@ class Thresholds:
     Raises:
         TypeError: one of them is not a number.
         ValueError: a number is out of range.
+
+    Example:
+        >>> from headscope.comparing import Thresholds
+        >>> Thresholds(entropy=0.5).entropy, Thresholds().entropy
+        (0.5, 0.25)
     """
 
     share: float = 0.05
@@ -87,6 +92,15 @@ class Change:
         size: the change in thresholds of its unit: 1 = equal to the threshold.
         moved: whether size is at least 1 and the change at least ``errors`` standard errors; also True if a value that
             both sides have is not finite, so the two cannot be compared: size is then infinite.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.comparing import compare
+        >>> stats = observe(torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8))
+        >>> change = compare(stats, stats).heads[0].changes[0]
+        >>> change.name, change.change, change.moved
+        ('lse', 0.0, False)
     """
 
     name: str
@@ -111,6 +125,14 @@ class HeadChange:
         received: total variation between what the keys receive, by position; None likewise.
         broken: how many rows hold NaN or infinity, before and after.
         moved: what of it moved: names of quantities, "map", "received", "broken".
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.comparing import compare
+        >>> q = 40 * torch.eye(4)[None, None]
+        >>> "entropy" in compare(observe(0 * q, 0 * q), observe(q, q)).heads[0].moved
+        True
     """
 
     layer: str
@@ -132,6 +154,15 @@ class Comparison(Answer):
         heads: every head that both have, in the order of the first.
         only_before, only_after: layers, heads and quantities that one of them has.
         notes: how the two differ otherwise: rows, lengths, samples.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.comparing import compare
+        >>> stats = observe(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))
+        >>> comparison = compare(stats, stats)
+        >>> comparison.differs, len(comparison.heads)
+        (False, 2)
     """
 
     before: Basis
@@ -223,6 +254,14 @@ def compare(
     Raises:
         TypeError: neither statistics nor a recording.
         ValueError: recordings of different architectures, or of different heads of a layer.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.comparing import compare
+        >>> q = 40 * torch.stack([torch.zeros(4, 4), torch.eye(4)])[None]
+        >>> [head.head for head in compare(observe(0 * q, 0 * q), observe(q, q)).moved]
+        [1]
     """
     limits = Thresholds() if thresholds is None else thresholds
     old, new = stats_of(before, "before"), stats_of(after, "after")

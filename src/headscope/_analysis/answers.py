@@ -49,6 +49,15 @@ class Basis:
         forwards: the number of pooled calls, in the layer with the most.
         looked_at, of: the number of observed query rows of a head, and of all, all layers together.
         broken: the number of rows that hold NaN or infinity and are excluded, all heads together.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.decisions import patterns
+        >>> q = torch.zeros(1, 2, 4, 8)
+        >>> basis = patterns(observe(q, q)).basis
+        >>> basis.rows, basis.forwards, basis.sampled
+        ((4, 4), 1, False)
     """
 
     quantities: tuple[str, ...]

@@ -29,6 +29,15 @@ class HeadBudget:
         keys: the number of keys that received any weight.
         kept: the share of the received mass on the keys that receive the most, for each budget; NaN if nothing was
             received.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.decisions import kv_budget
+        >>> q = torch.zeros(1, 2, 4, 8)  # equal logits: even rows
+        >>> head = kv_budget(observe(q, q), keys=(1, 4)).heads[0]
+        >>> head.name, head.keys, [round(share, 3) for share in head.kept]
+        ('head 0', 4, [0.25, 1.0])
     """
 
     layer: str
@@ -46,6 +55,15 @@ class KVBudget(Decision):
         pooled: whether several forwards or batch entries are summed by position; each figure is then a lower bound for
             budgets chosen for each sequence separately.
         heads: query heads and, on request, groups, in the order of the model.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.decisions import kv_budget
+        >>> q = torch.zeros(1, 2, 4, 8)  # equal logits: even rows
+        >>> answer = kv_budget(observe(q, q), keys=(1, 4))
+        >>> answer.pooled, answer.cells()[0]
+        (False, ('0', 'head 0', '4', '25.0%', '100.0%'))
     """
 
     budgets: tuple[int, ...]
@@ -81,6 +99,15 @@ def kv_budget(
     Raises:
         TypeError: one budget instead of a collection.
         ValueError: nothing was received, a budget below 1, or heads that do not divide into ``kv_heads`` groups.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.decisions import kv_budget
+        >>> q = torch.zeros(1, 2, 4, 8)
+        >>> answer = kv_budget(observe(q, q), keys=(1, 4), kv_heads=1)
+        >>> [line.name for line in answer.heads]
+        ['head 0', 'head 1', 'kv 0 (heads 0-1)']
     """
     if as_whole(keys) is not None:
         raise TypeError(f"keys: got {keys}, expected a tuple of budgets, such as ({keys},)")

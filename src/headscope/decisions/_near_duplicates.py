@@ -27,6 +27,15 @@ class HeadPair:
         map: total variation between their maps.
         received: total variation between the received weight of their keys.
         rows: the largest difference between the means of a row quantity, see ``PROFILE``; 0 if there are none.
+
+    Example:
+        >>> import torch
+        >>> from headscope import Observe, observe
+        >>> from headscope.decisions import near_duplicates
+        >>> q = torch.zeros(1, 2, 4, 8)  # two equal heads
+        >>> pair = near_duplicates(observe(q, q, what=Observe(map=2))).closest
+        >>> pair.head, pair.other_head, round(pair.distance, 3)
+        (0, 1, 0.0)
     """
 
     layer: str
@@ -53,6 +62,15 @@ class NearDuplicates(Decision):
         pairs: those within the threshold, the closest first.
         closest: the closest of all pairs; None if there are fewer than two heads.
         left_out: heads and layers that could not be compared, and why.
+
+    Example:
+        >>> import torch
+        >>> from headscope import Observe, observe
+        >>> from headscope.decisions import near_duplicates
+        >>> q = torch.zeros(1, 2, 4, 8)  # two equal heads
+        >>> answer = near_duplicates(observe(q, q, what=Observe(map=2)))
+        >>> answer.threshold, answer.bins, len(answer.pairs)
+        (0.1, 2, 1)
     """
 
     threshold: float
@@ -111,6 +129,15 @@ def near_duplicates(stats: HeadStats | HasStats, threshold: float = 0.1) -> Near
 
     Raises:
         ValueError: threshold is out of range, no layer has a map and ``received``, or maps have different bins.
+
+    Example:
+        >>> import torch
+        >>> from headscope import Observe, observe
+        >>> from headscope.decisions import near_duplicates
+        >>> q = 40 * torch.stack([torch.zeros(4, 4), torch.zeros(4, 4), torch.eye(4)])[None]
+        >>> answer = near_duplicates(observe(q, q, what=Observe(map=4)))
+        >>> [(pair.head, pair.other_head) for pair in answer.pairs]
+        [(0, 1)]
     """
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold: got {threshold}, expected 0 to 1")

@@ -22,6 +22,15 @@ class PatternScore:
         score: from 0 (chance or worse) to 1 (every row is exactly the pattern).
         rows: the number of informative rows.
         exact: whether it equals ``pattern_scores`` of the dense weights of the same rows; else an estimate.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.decisions import patterns
+        >>> q = 40 * torch.eye(4)[None, None]  # each row attends to its own key
+        >>> best = patterns(observe(q, q)).best[0]
+        >>> best.pattern, round(best.score, 3), best.rows
+        ('self', 1.0, 4)
     """
 
     layer: str
@@ -39,6 +48,15 @@ class Patterns(Decision):
     Attributes:
         scores: of each head and each pattern that can be determined, in the order of the model.
         local: the distances within which "local" was measured, for each layer that has any.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.decisions import patterns
+        >>> q = 40 * torch.eye(4)[None, None]  # each row attends to its own key
+        >>> answer = patterns(observe(q, q))
+        >>> round(answer.of("0", 0)["previous"].score, 3)
+        0.0
     """
 
     scores: tuple[PatternScore, ...]
@@ -101,6 +119,14 @@ def patterns(stats: HeadStats | HasStats) -> Patterns:
 
     Raises:
         ValueError: row quantities are missing.
+
+    Example:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.decisions import patterns
+        >>> q = 40 * torch.stack([torch.eye(4), torch.zeros(4, 4)])[None]
+        >>> [(best.head, best.pattern) for best in patterns(observe(q, q)).best]
+        [(0, 'self'), (1, 'uniform')]
     """
     observed = stats_of(stats)
     parts = {layer: part for layer, part in observed.parts.items() if "chance" in part.moments}

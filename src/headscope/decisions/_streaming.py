@@ -30,6 +30,15 @@ class StreamingHead:
             bins does not determine it.
         sees: the largest number of visible keys of a row.
         rows: the number of rows.
+
+    Example:
+        >>> import torch
+        >>> from headscope import Observe, observe
+        >>> from headscope.decisions import streaming_heads
+        >>> q = 40 * torch.eye(8)[None, None]  # each row attends to its own key
+        >>> head = streaming_heads(observe(q, q, what=Observe(windows=(1, 4)))).heads[0]
+        >>> head.window, round(head.kept, 3), head.sees
+        (1.0, 1.0, 8)
     """
 
     layer: str
@@ -49,6 +58,15 @@ class StreamingHeads(Decision):
         keep: the share of the mass to retain.
         windows: the distances that were observed.
         heads: every head, in the order of the model.
+
+    Example:
+        >>> import torch
+        >>> from headscope import Observe, observe
+        >>> from headscope.decisions import streaming_heads
+        >>> q = 40 * torch.eye(8)[None, None]  # each row attends to its own key
+        >>> answer = streaming_heads(observe(q, q, what=Observe(windows=(1, 4))))
+        >>> answer.keep, answer.windows, len(answer.streaming)
+        (0.95, (1.0, 4.0), 1)
     """
 
     keep: float
@@ -101,6 +119,15 @@ def streaming_heads(stats: HeadStats | HasStats, keep: float = 0.95) -> Streamin
 
     Raises:
         ValueError: keep is out of range, or no window was observed.
+
+    Example:
+        >>> import torch
+        >>> from headscope import Observe, observe
+        >>> from headscope.decisions import streaming_heads
+        >>> q = 40 * torch.stack([torch.eye(8), torch.zeros(8, 8)])[None]
+        >>> answer = streaming_heads(observe(q, q, what=Observe(windows=(1, 4))))
+        >>> [head.window for head in answer.heads]
+        [1.0, None]
     """
     if not 0 < keep < 1:
         raise ValueError(f"keep: got {keep}, expected a share above 0 and below 1")
