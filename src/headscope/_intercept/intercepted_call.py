@@ -34,11 +34,36 @@ AT_ONCE = 1 << 22  # entries of a mask that are read at once
 
 
 class WatchError(RuntimeError):
-    """A model, or a part of it, cannot be watched."""
+    """A model, or a part of it, cannot be watched.
+
+    Example:
+        >>> import torch
+        >>> from headscope import watch
+        >>> from headscope.watching import WatchError
+        >>> try:
+        ...     with watch(torch.nn.Linear(2, 2)):
+        ...         pass  # the model does not run
+        ... except WatchError as error:
+        ...     print(str(error)[:44])
+        watch: the model's forward() was not called
+    """
 
 
 class WatchWarning(UserWarning):
-    """A part of a model may not have been recorded."""
+    """A part of a model may not have been recorded.
+
+    Example:
+        >>> import warnings
+        >>> import torch
+        >>> from headscope import watch
+        >>> class Both(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return torch.nn.functional.scaled_dot_product_attention(x, x, x) + (x @ x.mT).softmax(-1) @ x
+        >>> with warnings.catch_warnings(record=True, action="always") as caught, watch(model := Both()):
+        ...     output = model(torch.zeros(1, 2, 4, 8))
+        >>> caught[0].category.__name__, str(caught[0].message)[:30]
+        ('WatchWarning', 'watch: Both may also attend by')
+    """
 
 
 class Ids(NamedTuple):

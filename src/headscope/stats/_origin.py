@@ -21,6 +21,12 @@ class Part:
         of: the number of heads of the layer in the whole model.
         heads: the first of the recorded heads, and the one after the last; None = unknown.
         holder: the holder of the heads, if ``heads`` is unknown: a process of a group, or one module object.
+
+    Example:
+        >>> from headscope.watching import Part
+        >>> part = Part(of=8, heads=(0, 4))  # as in recording.about.part under tensor parallelism
+        >>> str(part)
+        'heads 0 to 3 of 8'
     """
 
     of: int
@@ -54,6 +60,15 @@ class Origin:
         model: qualified name of the model's class; empty = unknown, as in a recording of an earlier version.
         config: digest of the structure in the model's configuration; empty = it does not have a configuration.
         layers: layer -> its head widths, and the part of its heads.
+
+    Example:
+        >>> import torch
+        >>> from headscope import watch
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+        >>> with watch(model) as recording:
+        ...     output = model(torch.zeros(1, 4, 8))
+        >>> str(recording.about.origin), recording.about.origin.part
+        ('TransformerEncoderLayer (without a configuration)', {})
     """
 
     model: str

@@ -29,6 +29,15 @@ class About:
         forwards: the number of observed forward passes.
         ran: the number of all forward passes.
         origin: class and configuration of the model, widths and part of the heads of each layer; None = not stated.
+
+    Example:
+        >>> import torch
+        >>> from headscope import watch
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+        >>> with watch(model) as recording:
+        ...     output = model(torch.zeros(1, 4, 8))
+        >>> recording.about.model, recording.about.kinds
+        ('TransformerEncoderLayer', {'self_attn': 'self'})
     """
 
     model: str = ""

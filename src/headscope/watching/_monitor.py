@@ -23,7 +23,18 @@ Write = Callable[[dict[str, float], int], None]
 
 
 class AttentionWarning(UserWarning):
-    """An alarm of ``watch(alarms=...)``."""
+    """An alarm of ``watch(alarms=...)``.
+
+    Example:
+        >>> import warnings
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, watch
+        >>> model, x = MultiHeadAttention(8, 1), torch.randn(1, 8, 8)
+        >>> with warnings.catch_warnings(record=True, action="always") as caught, watch(model, alarms=True):
+        ...     outputs = model(x), model(100 * x)
+        >>> print(caught[0].category.__name__, str(caught[0].message)[:6])
+        AttentionWarning step 1
+    """
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,11 @@ class Limits:
             first value.
         sink: a rising sink: a head's mean ``first`` is above this, in (0, 1), and more than 0.1 above its minimum so
             far.
+
+    Example:
+        >>> from headscope.watching import Limits
+        >>> Limits(max_logit=50.0, sink=None)
+        Limits(entropy=0.1, max_logit=50.0, sink=None)
     """
 
     entropy: float | None = 0.1
@@ -62,6 +78,16 @@ class Alarm:
         what: "entropy collapse", "growing logits" or "rising sink".
         value: of the quantity in this step; limit: the limit that it exceeded, or fell below; reference: its earlier
             value.
+
+    Example:
+        >>> import warnings
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, watch
+        >>> model, x = MultiHeadAttention(8, 1), torch.randn(1, 8, 8)
+        >>> with warnings.catch_warnings(action="ignore"), watch(model, alarms=True) as recording:
+        ...     outputs = model(x), model(100 * x)  # the logits grow by a factor of 10,000
+        >>> recording.alarms[0].step, "growing logits" in [alarm.what for alarm in recording.alarms]
+        (1, True)
     """
 
     step: int

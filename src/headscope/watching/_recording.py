@@ -37,6 +37,15 @@ class Recording:
 
     Attributes:
         about: model, options, versions, number of forward passes; ``about.part``: the heads of each layer, if not all.
+
+    Example:
+        >>> import torch
+        >>> from headscope import watch
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+        >>> with watch(model) as recording:
+        ...     output = model(torch.zeros(1, 4, 8))
+        >>> recording.layers, recording.heads, recording.forwards
+        (('self_attn',), 2, 1)
     """
 
     def __init__(self, stats: HeadStats, about: About, alarms: tuple[Alarm, ...] = ()) -> None:

@@ -107,6 +107,15 @@ def watch(
         TypeError, ValueError: an argument that does not fit; texts that do not match any layer when the watch ends.
         WatchError: the model is compiled; later, a layer that cannot be observed, one that was replaced or added within
             the block, or no attention call at all.
+
+    Example:
+        >>> import torch
+        >>> from headscope import watch
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+        >>> with watch(model) as recording:
+        ...     output = model(torch.zeros(1, 4, 8))  # equal tokens: even rows
+        >>> round(recording["self_attn", 0, "effective_keys"].mean, 3)
+        4.0
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
     what = Observe() if what is None else what
@@ -133,6 +142,16 @@ class Watch:
 
     Attributes:
         recording: the recording so far.
+
+    Example:
+        >>> import torch
+        >>> from headscope import watch
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+        >>> context = watch(model)
+        >>> with context as recording:
+        ...     output = model(torch.zeros(1, 4, 8))
+        >>> context.recording is recording
+        True
     """
 
     def __init__(
@@ -409,6 +428,13 @@ def register_transformers(name: str = "headscope") -> None:
 
     Raises:
         ImportError: transformers is not installed, or older than 5.
+
+    Example:
+        >>> from headscope.watching import register_transformers
+        >>> register_transformers()
+        >>> from transformers import AttentionInterface
+        >>> "headscope" in AttentionInterface()
+        True
     """
     register_attention(name)
 
