@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from fnmatch import fnmatchcase
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -24,9 +23,10 @@ from headscope._intercept import (
     close_watch,
     describe_modules,
     describe_unrecorded,
-    enclosing_paths,
     find_compiled,
     find_unobserved,
+    fitting_modules,
+    head_span,
     list_modules,
     match_modules,
     open_watch,
@@ -105,15 +105,6 @@ def _numbers(layer: str, heads: Heads) -> set[int] | None:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Collection) and not isinstance(value, (str, bool))
-
-
-def _fitting(modules: Mapping[str, nn.Module], patterns: Collection[str]) -> set[str]:
-    """Return the names that some pattern matches."""
-    return {
-        name
-        for name in modules
-        if any(fnmatchcase(part, pattern) for part in enclosing_paths(name) for pattern in patterns)
-    }
 
 
 class _Acting:
@@ -224,23 +215,6 @@ class _Pass:
         return self.acting.factors(name, heads, shared_part(self.acting.modules, name, heads, widths))
 
 
-def _span(name: str, heads: int, part: Part | None) -> tuple[int, int]:
-    """Return the number of a layer's first head in the whole model, and the number of its heads there.
-
-    Raises:
-        WatchError: the numbers of these heads are unknown.
-    """
-    if part is None:
-        return 0, heads
-    if part.heads is None:
-        raise WatchError(
-            f"heads: layer {name} holds {part}, so its heads cannot be numbered; shard it as DTensors, with "
-            'torch.distributed.tensor.parallel, ablate "all", or run the whole model in one process. If the whole '
-            f"layer has {heads} heads, set num_attention_heads of its configuration to {heads}"
-        )
-    return part.heads[0], part.of
-
-
 class Ablation(_Acting):
     """The context that ``ablate`` returns; it can be entered once."""
 
@@ -248,7 +222,7 @@ class Ablation(_Acting):
         self, modules: Mapping[str, nn.Module], chosen: Mapping[str, set[int] | None],
         patterns: Mapping[str, list[str]], scale: float,
     ) -> None:  # fmt: skip
-        super().__init__(modules, lambda now: _fitting(now, patterns))
+        super().__init__(modules, lambda now: fitting_modules(now, patterns))
         self._chosen = chosen
         self._patterns = patterns
         self._scale = scale
@@ -295,7 +269,7 @@ class Ablation(_Acting):
         numbers = self._chosen[name]
         if numbers is None:
             return list(range(heads))
-        first, total = _span(name, heads, part)
+        first, total = head_span(name, heads, part)
         beyond = [number for number in sorted(numbers) if number >= total]
         if beyond:
             raise WatchError(f"ablate: layer {name} has no head {beyond[0]}, expected numbers from 0 to {total - 1}")
@@ -363,7 +337,7 @@ class _Gauge(_Acting):
 
     def factors(self, name: str, heads: int, part: Part | None) -> Tensor | None:
         """Return the factors of the layer's heads in this process."""
-        first, total = _span(name, heads, part)
+        first, total = head_span(name, heads, part)
         if self.learn and total > heads:
             raise WatchError(
                 f"head_importance: layer {name} holds {part}; the other heads are in other processes, which "

@@ -19,16 +19,16 @@ from headscope._intercept.module_names import (
     Choice,
     describe_modules,
     describe_unrecorded,
-    enclosing_paths,
     find_compiled,
     find_unobserved,
+    fitting_modules,
     kind_of_call,
     list_modules,
     match_modules,
     select_modules,
     summarize_names,
 )
-from headscope._intercept.origin import Part, layer_origin, origin_of, shared_part
+from headscope._intercept.origin import Part, head_span, layer_origin, origin_of, shared_part
 from headscope._intercept.patching import close_watch, open_watch
 from headscope._intercept.transformers import register_attention, transformers_refusal
 
@@ -48,10 +48,11 @@ __all__ = [
     "close_watch",
     "describe_modules",
     "describe_unrecorded",
-    "enclosing_paths",
     "error_of",
     "find_compiled",
     "find_unobserved",
+    "fitting_modules",
+    "head_span",
     "kind_of_call",
     "layer_origin",
     "list_modules",

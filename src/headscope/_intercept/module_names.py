@@ -94,6 +94,15 @@ def match_modules(modules: Mapping[str, nn.Module], pattern: str, argument: str)
     return fits
 
 
+def fitting_modules(modules: Mapping[str, nn.Module], patterns: Collection[str]) -> set[str]:
+    """Return the names that some pattern matches."""
+    return {
+        name
+        for name in modules
+        if any(fnmatchcase(part, pattern) for part in enclosing_paths(name) for pattern in patterns)
+    }
+
+
 def enclosing_paths(name: str) -> list[str]:
     """Return a module's path and those of all enclosing modules."""
     parts = name.split(".")

@@ -82,6 +82,23 @@ def shared_part(modules: Mapping[str, nn.Module], name: str, heads: int, widths:
     return None if alone else part
 
 
+def head_span(name: str, heads: int, part: Part | None) -> tuple[int, int]:
+    """Return the number of a layer's first head in the whole model, and the number of its heads there.
+
+    Raises:
+        WatchError: the numbers of these heads are unknown.
+    """
+    if part is None:
+        return 0, heads
+    if part.heads is None:
+        raise WatchError(
+            f"heads: layer {name} holds {part}, so its heads cannot be numbered; shard it as DTensors, with "
+            'torch.distributed.tensor.parallel, ablate "all", or run the whole model in one process. If the whole '
+            f"layer has {heads} heads, set num_attention_heads of its configuration to {heads}"
+        )
+    return part.heads[0], part.of
+
+
 def _outwards(name: str) -> Iterator[str]:
     """Yield a module's path, then those of the enclosing modules."""
     parts = name.split(".")
