@@ -62,6 +62,15 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
         TypeError, ValueError: an argument that does not fit; a pattern that does not match any module.
         WatchError: the model is compiled; later, a layer that lacks such a head, cannot be reached, or shares its heads
             with other processes in an unknown way.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, ablate
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with ablate(model, {"MultiHeadAttention": "all"}):
+        ...     output = model(torch.randn(1, 4, 8))
+        >>> bool(output.any())
+        False
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
     check_type("heads", heads, Mapping, "a mapping of module paths to heads")
@@ -216,7 +225,17 @@ class _Pass:
 
 
 class Ablation(_Acting):
-    """The context that ``ablate`` returns; it can be entered once."""
+    """The context that ``ablate`` returns; it can be entered once.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, ablate
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with ablate(model, {"MultiHeadAttention": 0}) as ablation:
+        ...     output = model(torch.randn(1, 4, 8))
+        >>> ablation.reached  # layer -> its heads
+        {'MultiHeadAttention': 2}
+    """
 
     def __init__(
         self, modules: Mapping[str, nn.Module], chosen: Mapping[str, set[int] | None],
@@ -304,6 +323,14 @@ def head_importance(
             and their numbers are unknown or gradients must reach them.
 
     Source: Michel et al. 2019, "Are Sixteen Heads Really Better than One?", equation 2 and section 3.
+
+    Example:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, head_importance
+        >>> model, x = MultiHeadAttention(8, 2), torch.randn(1, 4, 8)
+        >>> importance = head_importance(model, lambda model: model(x).square().mean())
+        >>> importance["MultiHeadAttention"].shape
+        torch.Size([2])
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
     if method not in ("gradient", "ablation"):
