@@ -146,7 +146,7 @@ class HeadChange:
 
 @dataclass(frozen=True)
 class Comparison(Answer):
-    """What moved between two observations; see ``compare``.
+    """The changes between two observations; see ``compare``.
 
     Attributes:
         before, after: the data behind each side.

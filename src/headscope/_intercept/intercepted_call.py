@@ -34,7 +34,7 @@ AT_ONCE = 1 << 22  # entries of a mask that are read at once
 
 
 class WatchError(RuntimeError):
-    """A model, or a part of it, cannot be watched.
+    """The error of a model, or a part of it, that cannot be watched.
 
     Example:
         >>> import torch
@@ -50,7 +50,7 @@ class WatchError(RuntimeError):
 
 
 class WatchWarning(UserWarning):
-    """A part of a model may not have been recorded.
+    """The warning of a part of a model that may not have been recorded.
 
     Example:
         >>> import warnings

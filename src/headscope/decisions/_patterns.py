@@ -14,7 +14,7 @@ __all__ = ["PatternScore", "Patterns", "patterns"]
 
 @dataclass(frozen=True)
 class PatternScore:
-    """How well one head matches one pattern: a likeness, not a claim of what the head is for.
+    """The score of one head for one pattern: a likeness, not a claim of what the head is for.
 
     Attributes:
         layer, head: the head.

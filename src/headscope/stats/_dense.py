@@ -60,7 +60,7 @@ class HeadMeans(NamedTuple):
 
 
 class PatternScores(NamedTuple):
-    """How well each head matches each pattern that its rows can show.
+    """The scores of each head for each pattern that its rows can show.
 
     Attributes:
         score: name -> float64 [H] in [0, 1]; NaN for a head with too few rows.
