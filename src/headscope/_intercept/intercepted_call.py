@@ -44,7 +44,7 @@ class WatchError(RuntimeError):
         ...     with watch(torch.nn.Linear(2, 2)):
         ...         pass  # the model does not run
         ... except WatchError as error:
-        ...     print(str(error)[:44])
+        ...     print(str(error)[:43])
         watch: the model's forward() was not called
     """
 
