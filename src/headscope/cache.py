@@ -32,7 +32,7 @@ class Held(NamedTuple):
         first: how many tokens came before key 0.
         mask: which keys are visible, or None for all.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.cache import GrowingCache
         >>> k = v = torch.zeros(1, 2, 3, 4)
@@ -76,7 +76,7 @@ class Cache(ABC):
         padding: how many of the first tokens of each row are padding, [B]: they are masked as keys, and as queries they
             attend to nothing. By default none.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.cache import Cache, GrowingCache
         >>> cache: Cache = GrowingCache(padding=[2, 0])
@@ -289,7 +289,7 @@ class Cache(ABC):
 class GrowingCache(Cache):
     """A cache without a limit: its capacity doubles when it is full, so tokens are copied less than twice in all.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention
         >>> from headscope.cache import GrowingCache
@@ -315,7 +315,7 @@ class StaticCache(Cache):
         capacity: the largest number of tokens, padding included, from 1.
         padding: see ``Cache``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention
         >>> from headscope.cache import StaticCache
@@ -359,7 +359,7 @@ class RollingCache(Cache):
         window: number of visible tokens, from 1. The layer attends within it, whatever its mask is.
         padding: see ``Cache``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention
         >>> from headscope.cache import RollingCache

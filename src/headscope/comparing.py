@@ -51,7 +51,7 @@ class Thresholds:
         TypeError: one of them is not a number.
         ValueError: a number is out of range.
 
-    Example:
+    Examples:
         >>> from headscope.comparing import Thresholds
         >>> Thresholds(entropy=0.5).entropy, Thresholds().entropy
         (0.5, 0.25)
@@ -93,7 +93,7 @@ class Change:
         moved: whether size is at least 1 and the change at least ``errors`` standard errors; also True if a value that
             both sides have is not finite, so the two cannot be compared: size is then infinite.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.comparing import compare
@@ -126,7 +126,7 @@ class HeadChange:
         broken: how many rows hold NaN or infinity, before and after.
         moved: what of it moved: names of quantities, "map", "received", "broken".
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.comparing import compare
@@ -155,7 +155,7 @@ class Comparison(Answer):
         only_before, only_after: layers, heads and quantities that one of them has.
         notes: how the two differ otherwise: rows, lengths, samples.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.comparing import compare
@@ -255,7 +255,7 @@ def compare(
         TypeError: neither statistics nor a recording.
         ValueError: recordings of different architectures, or of different heads of a layer.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.comparing import compare

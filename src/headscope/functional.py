@@ -29,7 +29,7 @@ class Attended(NamedTuple):
             -inf for a row without visible keys.
         stats: the statistics that ``observe=`` requests; else None.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import attend
         >>> q, k, v = torch.randn(3, 1, 2, 4, 8)
@@ -89,7 +89,7 @@ def attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; softcap: Gemma 2 (2024), section 2; sinks:
     gpt-oss (2025); grouped heads: Ainslie et al. 2023.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import attention, masks
         >>> q, k, v = torch.randn(3, 1, 2, 4, 8)
@@ -123,7 +123,7 @@ def attend(
         observe: what to measure of the weights, as self-attention with default positions; ``stats`` holds the result.
             For cross-attention, or other positions, call ``observe`` with this lse.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import attend
         >>> q, k, v = torch.randn(3, 1, 2, 4, 8)
@@ -192,7 +192,7 @@ def observe(
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a size or option that does not fit; an ``lse`` that gives a weight above 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import masks, observe
         >>> q = k = torch.zeros(1, 2, 4, 8)  # equal weights: the queries attend to 1, 2, 3 and 4 keys

@@ -63,7 +63,7 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
         WatchError: the model is compiled; later, a layer that lacks such a head, cannot be reached, or shares its heads
             with other processes in an unknown way.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, ablate
         >>> model = MultiHeadAttention(8, 2)
@@ -227,7 +227,7 @@ class _Pass:
 class Ablation(_Acting):
     """The context that ``ablate`` returns; it can be entered once.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, ablate
         >>> model = MultiHeadAttention(8, 2)
@@ -324,7 +324,7 @@ def head_importance(
 
     Source: Michel et al. 2019, "Are Sixteen Heads Really Better than One?", equation 2 and section 3.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, head_importance
         >>> model, x = MultiHeadAttention(8, 2), torch.randn(1, 4, 8)

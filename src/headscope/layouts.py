@@ -23,7 +23,7 @@ Built = TypeVar("Built", bound=MultiHeadAttention)
 def known() -> dict[str, str]:
     """Return the names of the layouts, and the modules that use each.
 
-    Example:
+    Examples:
         >>> from headscope import layouts
         >>> layouts.known()["torch"]
         'nn.MultiheadAttention'
@@ -52,7 +52,7 @@ def from_module(
             layouts. Or ``layout`` is missing, and its output may depend on more than its weights: its class overrides
             forward, a forward is set on it or a part, or a projection is more than a linear or has hooks.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> from headscope import layouts
         >>> module = layouts.from_module(nn.MultiheadAttention(8, 2))
@@ -83,7 +83,7 @@ def from_state_dict(
             missing or contradicts the weights, a ``rotary`` that the layout does not have, an index that lists keys
                 that its files lack. FileNotFoundError: the file does not exist.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> from headscope import layouts
         >>> state = nn.MultiheadAttention(8, 2).state_dict()
@@ -107,7 +107,7 @@ def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") 
         ValueError: an unknown layout; an option of the module that this layout lacks; a forward that its class
             overrides or that is set on it or a part; or a part with hooks.
 
-    Example:
+    Examples:
         >>> from headscope import MultiHeadAttention, layouts
         >>> list(layouts.to_state_dict(MultiHeadAttention(8, 2), "torch"))
         ['in_proj_weight', 'in_proj_bias', 'out_proj.weight', 'out_proj.bias']

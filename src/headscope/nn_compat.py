@@ -45,7 +45,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     Raises:
         AssertionError, ValueError: sizes that torch refuses, with torch's messages.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import nn_compat
         >>> x = torch.randn(1, 3, 8)
@@ -216,7 +216,7 @@ def replace(model: nn.Module) -> list[str]:
         TypeError: the model is itself an ``nn.MultiheadAttention``, which cannot be replaced in place.
         ValueError: see ``MultiheadAttention.from_torch``; nothing is replaced then.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> from headscope import nn_compat
         >>> nn_compat.replace(nn.TransformerEncoderLayer(8, 2))

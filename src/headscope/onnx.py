@@ -40,7 +40,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         ImportError: onnxscript is not installed.
         ValueError: on export, if dropout is above 0.
 
-    Example:
+    Examples:
         >>> from headscope import onnx
         >>> [operator.name() for operator in onnx.translations()]
         ['headscope::attend_forward', 'headscope::linear']

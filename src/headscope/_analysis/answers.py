@@ -50,7 +50,7 @@ class Basis:
         looked_at, of: the number of observed query rows of a head, and of all, all layers together.
         broken: the number of rows that hold NaN or infinity and are excluded, all heads together.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.decisions import patterns

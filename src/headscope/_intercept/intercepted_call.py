@@ -36,7 +36,7 @@ AT_ONCE = 1 << 22  # entries of a mask that are read at once
 class WatchError(RuntimeError):
     """The error of a model, or a part of it, that cannot be watched.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import watch
         >>> from headscope.watching import WatchError
@@ -52,7 +52,7 @@ class WatchError(RuntimeError):
 class WatchWarning(UserWarning):
     """The warning of a part of a model that may not have been recorded.
 
-    Example:
+    Examples:
         >>> import warnings
         >>> import torch
         >>> from headscope import watch

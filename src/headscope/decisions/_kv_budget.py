@@ -30,7 +30,7 @@ class HeadBudget:
         kept: the share of the received mass on the keys that receive the most, for each budget; NaN if nothing was
             received.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.decisions import kv_budget
@@ -56,7 +56,7 @@ class KVBudget(Decision):
             budgets chosen for each sequence separately.
         heads: query heads and, on request, groups, in the order of the model.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.decisions import kv_budget
@@ -100,7 +100,7 @@ def kv_budget(
         TypeError: one budget instead of a collection.
         ValueError: nothing was received, a budget below 1, or heads that do not divide into ``kv_heads`` groups.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.decisions import kv_budget

@@ -28,7 +28,7 @@ class HeadPair:
         received: total variation between the received weight of their keys.
         rows: the largest difference between the means of a row quantity, see ``PROFILE``; 0 if there are none.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import Observe, observe
         >>> from headscope.decisions import near_duplicates
@@ -63,7 +63,7 @@ class NearDuplicates(Decision):
         closest: the closest of all pairs; None if there are fewer than two heads.
         left_out: heads and layers that could not be compared, and why.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import Observe, observe
         >>> from headscope.decisions import near_duplicates
@@ -130,7 +130,7 @@ def near_duplicates(stats: HeadStats | HasStats, threshold: float = 0.1) -> Near
     Raises:
         ValueError: threshold is out of range, no layer has a map and ``received``, or maps have different bins.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import Observe, observe
         >>> from headscope.decisions import near_duplicates

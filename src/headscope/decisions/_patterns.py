@@ -23,7 +23,7 @@ class PatternScore:
         rows: the number of informative rows.
         exact: whether it equals ``pattern_scores`` of the dense weights of the same rows; else an estimate.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.decisions import patterns
@@ -49,7 +49,7 @@ class Patterns(Decision):
         scores: of each head and each pattern that can be determined, in the order of the model.
         local: the distances within which "local" was measured, for each layer that has any.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.decisions import patterns
@@ -120,7 +120,7 @@ def patterns(stats: HeadStats | HasStats) -> Patterns:
     Raises:
         ValueError: row quantities are missing.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.decisions import patterns

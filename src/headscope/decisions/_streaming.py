@@ -31,7 +31,7 @@ class StreamingHead:
         sees: the largest number of visible keys of a row.
         rows: the number of rows.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import Observe, observe
         >>> from headscope.decisions import streaming_heads
@@ -59,7 +59,7 @@ class StreamingHeads(Decision):
         windows: the distances that were observed.
         heads: every head, in the order of the model.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import Observe, observe
         >>> from headscope.decisions import streaming_heads
@@ -120,7 +120,7 @@ def streaming_heads(stats: HeadStats | HasStats, keep: float = 0.95) -> Streamin
     Raises:
         ValueError: keep is out of range, or no window was observed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import Observe, observe
         >>> from headscope.decisions import streaming_heads

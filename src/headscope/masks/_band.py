@@ -31,7 +31,7 @@ class Band(Mask):
             default K - Q: the queries are the last Q positions (bottom-right). torch's ``is_causal`` is top-left:
             ``offset=0``. Numbers are limited to ±2^48; a tensor, whose contents are not read, may hold any of 64 bits.
 
-    Example:
+    Examples:
         >>> from headscope import masks
         >>> masks.Band(left=1, right=1).dense(1, 1, 3, 3)[0, 0].long()
         tensor([[1, 1, 0],
@@ -212,7 +212,7 @@ def causal() -> Band:
 
     The queries are the last Q positions.
 
-    Example:
+    Examples:
         >>> from headscope import masks
         >>> masks.causal().dense(1, 1, 2, 3)[0, 0].long()  # two queries, the last of three positions
         tensor([[1, 1, 0],
@@ -224,7 +224,7 @@ def causal() -> Band:
 def window(n: int) -> Band:
     """Return a sliding window: the last ``n`` keys, the query's own included (``causal`` is part of it).
 
-    Example:
+    Examples:
         >>> from headscope import masks
         >>> masks.window(2).dense(1, 1, 3, 3)[0, 0].long()
         tensor([[1, 0, 0],

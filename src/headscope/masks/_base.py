@@ -34,7 +34,7 @@ class Mask(ABC):
     A subclass requires ``allows``, and ``tensors`` if it reads any. The other methods work for every mask; a subclass
     overrides those that it can compute faster.
 
-    Example:
+    Examples:
         >>> from headscope import masks
         >>> class EvenDistance(masks.Mask):
         ...     def allows(self, b, h, i, j):
@@ -278,7 +278,7 @@ class Plan:
         may_be_empty: some row may be without visible keys.
         originals: the caller's own tensors, where ``rest`` holds copies; None where it holds the originals.
 
-    Example:
+    Examples:
         >>> from headscope import masks
         >>> plan = masks.window(2).plan(1, 1, 3, 3)
         >>> plan.spans[0, :, 0].tolist()  # of each query: the first key, and the last key + 1

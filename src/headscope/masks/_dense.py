@@ -19,7 +19,7 @@ class Dense(Mask):
 
     ``nn.MultiheadAttention`` uses True for *masked* keys: pass ``Dense(~attn_mask)``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import masks
         >>> visible = masks.Dense(torch.tensor([True, False, True]))

@@ -24,7 +24,7 @@ class Documents(Mask):
         q_ids: integers [B, Q], the document of each query.
         k_ids: integers [B, K], the document of each key; by default those of the queries.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import masks
         >>> masks.Documents(torch.tensor([[0, 0, 1]])).dense(1, 1, 3, 3)[0, 0].long()

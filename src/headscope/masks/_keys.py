@@ -19,7 +19,7 @@ from headscope.masks._spans import clip_span, first_keys
 class Prefix(Mask):
     """The first ``n`` keys: ``j < n``.
 
-    Example:
+    Examples:
         >>> from headscope import masks
         >>> (masks.Prefix(2) | masks.causal()).dense(1, 1, 3, 3)[0, 0].long()
         tensor([[1, 1, 0],
@@ -70,7 +70,7 @@ class KeyLengths(Mask):
     Args:
         lengths: integers [B]; keys from there on are padding, masked for every query.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import masks
         >>> masks.KeyLengths(torch.tensor([1, 3])).dense(2, 1, 1, 3)[:, 0, 0].long()

@@ -108,7 +108,7 @@ class MultiHeadAttention(nn.Module):
     Normalization for Transformers", and Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters";
     the gate: Qiu et al. 2025, "Gated Attention for Large Language Models", equation 5.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import MultiHeadAttention, masks
         >>> out, weights = MultiHeadAttention(8, 2)(torch.randn(1, 3, 8), mask=masks.causal(), need_weights=True)

@@ -25,7 +25,7 @@ class ALiBi:
     Source: Press et al. 2021, "Train Short, Test Long: Attention with Linear Biases Enables Input Length
     Extrapolation".
 
-    Example:
+    Examples:
         >>> from headscope import positions
         >>> positions.ALiBi(4).slopes
         (0.25, 0.0625, 0.015625, 0.00390625)
@@ -68,7 +68,7 @@ class T5Buckets:
     Source: Raffel et al. 2019, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer",
     section 2.1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import positions
         >>> positions.T5Buckets(8, 16).of(torch.tensor([-100, -2, -1, 0, 1, 2, 100]))
@@ -116,7 +116,7 @@ class RelativeBias(nn.Module):
         buckets: which distances share a bias.
         device, dtype: of the table.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import positions
         >>> bias = positions.RelativeBias(2, positions.T5Buckets(8, 16))
@@ -166,7 +166,7 @@ def matrix(bias: PositionBias, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype 
         TypeError: positions that are not integers.
         ValueError: their axes do not fit.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import positions
         >>> positions.matrix(positions.ALiBi(1, slopes=(0.5,)), torch.tensor([2, 3]), torch.tensor([0, 1]))

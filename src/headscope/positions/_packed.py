@@ -17,7 +17,7 @@ def restarting(cu_seqlens: Tensor) -> Tensor:
         TypeError: they are not a tensor of integers.
         ValueError: they do not start at 0, or decrease.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import positions
         >>> positions.restarting(torch.tensor([0, 3, 5]))

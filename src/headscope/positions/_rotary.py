@@ -39,7 +39,7 @@ class Rotary:
 
     Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", equation 34.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import positions
         >>> x = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])  # [H, T, D]

@@ -17,7 +17,7 @@ class LinearScaling:
 
     Source: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation".
 
-    Example:
+    Examples:
         >>> from headscope import positions
         >>> positions.Rotary(4, scaling=positions.LinearScaling(2.0)).frequencies()  # without scaling 1 and 0.01
         tensor([0.5000, 0.0050], dtype=torch.float64)
@@ -41,7 +41,7 @@ class NTK:
 
     Source: bloc97 2023, "NTK-Aware Scaled RoPE"; Peng et al. 2023, "YaRN", section 3.
 
-    Example:
+    Examples:
         >>> from headscope import positions
         >>> positions.Rotary(4, scaling=positions.NTK(2.0)).frequencies()  # without scaling 1 and 0.01
         tensor([1.0000, 0.0050], dtype=torch.float64)
@@ -72,7 +72,7 @@ class YaRN:
 
     Source: Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", equations 17 to 22.
 
-    Example:
+    Examples:
         >>> from headscope import positions
         >>> rotary = positions.Rotary(4, scaling=positions.YaRN(2.0, original_length=64))
         >>> rotary.frequencies()  # without scaling 1 and 0.01
@@ -114,7 +114,7 @@ class Llama3:
 
     Source: Llama 3.1 (Grattafiori et al. 2024, "The Llama 3 Herd of Models"), ``apply_scaling`` of its reference code.
 
-    Example:
+    Examples:
         >>> from headscope import positions
         >>> scaling = positions.Llama3(factor=2.0, original_length=64)
         >>> positions.Rotary(4, scaling=scaling).frequencies()  # without scaling 1 and 0.01

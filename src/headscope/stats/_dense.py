@@ -47,7 +47,7 @@ class HeadMeans(NamedTuple):
         mean: name -> float64 [H]; NaN where no row of the head has the quantity.
         rows: name -> integers [H], the number of rows of each mean.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.stats import head_means, row_statistics
         >>> means = head_means(row_statistics(torch.eye(4)[None, None]))
@@ -66,7 +66,7 @@ class PatternScores(NamedTuple):
         score: name -> float64 [H] in [0, 1]; NaN for a head with too few rows.
         rows: name -> integers [H], the number of rows of each score.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.stats import pattern_scores
         >>> scores = pattern_scores(torch.eye(4)[None, None])
@@ -81,7 +81,7 @@ class PatternScores(NamedTuple):
 class Match(NamedTuple):
     """The pattern that a head matches best: a likeness, not a claim of what the head is for.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.stats import best_matches, pattern_scores
         >>> best_matches(pattern_scores(torch.eye(4)[None, None]))[0]
@@ -132,7 +132,7 @@ def row_statistics(
     Raises:
         ValueError: a shape that does not fit, or a weight where ``seen`` is False.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.stats import row_statistics
         >>> causal = torch.ones(4, 4, dtype=torch.bool).tril()
@@ -174,7 +174,7 @@ def head_means(rows: Mapping[str, Tensor]) -> HeadMeans:
 
     Shapes: name -> [B, H, Q] -> name -> [H]; rows of all batch entries weigh the same.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.stats import head_means, row_statistics
         >>> rows = row_statistics(torch.full((2, 3, 4, 4), 0.25))  # B, H, Q, K
@@ -222,7 +222,7 @@ def pattern_scores(
     Raises:
         ValueError: as ``row_statistics``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.stats import pattern_scores
         >>> p = torch.eye(4).roll(1, 0)[None, None]  # each row attends to the key before it
@@ -259,7 +259,7 @@ def pattern_scores(
 def best_matches(scores: PatternScores) -> list[Match | None]:
     """Return for each head the pattern with the highest score, or None (with a single token, say).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.stats import best_matches, pattern_scores
         >>> p = torch.stack([torch.eye(4), torch.eye(4).roll(1, 0)])[None]
@@ -281,7 +281,7 @@ def best_matches(scores: PatternScores) -> list[Match | None]:
 def broken_rows(p: Tensor) -> Tensor:
     """Return how many rows of each head hold a NaN or infinite weight, [H]: statistics exclude these rows.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope.stats import broken_rows
         >>> p = torch.full((1, 2, 4, 4), 0.25)

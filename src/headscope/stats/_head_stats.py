@@ -40,7 +40,7 @@ class HeadStats:
         parts: layer name -> its statistics, in the order of the model.
         origin: the model, its configuration and the part of its heads; None if no recording states them.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> q = torch.zeros(1, 2, 4, 8)  # equal logits: even rows
@@ -350,7 +350,7 @@ class HeadStats:
 def merge(first: HeadStats, *others: HeadStats) -> HeadStats:
     """Return the statistics of the runs of all; see ``HeadStats.merge``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> from headscope.stats import merge

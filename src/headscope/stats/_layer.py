@@ -178,7 +178,7 @@ class HeadMap(_Part):
         max: the largest weight of each bin, [H, n, n]; NaN where count is 0.
         places: its place, whole numbers [H, n, n, 4] as in ``argmax``; or, of one run, [H, n, n, 3] without the run.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import Observe, observe
         >>> q = torch.zeros(1, 2, 8, 4)
@@ -240,7 +240,7 @@ class HeadMap(_Part):
 class Edge(NamedTuple):
     """One weight: query i of batch entry b in a run attends to key j with weight p.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import Observe, observe
         >>> k = 40 * torch.eye(4)[None, None]
@@ -264,7 +264,7 @@ class Edges(_Part):
         p: [H, k], largest first; NaN where a head has fewer.
         at: int64 [H, k, 4]: run, batch entry, query, key; -1 where a head has fewer. Equal weights are in this order.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import Observe, observe
         >>> q = torch.zeros(1, 2, 4, 8)
@@ -313,7 +313,7 @@ class Kept(_Part):
         values: name -> [B, H, R], NaN where a row does not have the quantity; ``argmax`` is int64, -1 if there is none;
             ``top_keys`` and ``top_weights`` are [B, H, R, k], largest first, -1 and NaN if there are fewer.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import Observe, observe
         >>> q = torch.zeros(1, 2, 4, 8)

@@ -42,7 +42,7 @@ class Observe:
         TypeError: an argument is not of the right kind.
         ValueError: a number is out of range, a name unknown, or ``keep_rows`` or ``extra`` without ``row_stats``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import Observe, observe
         >>> q = torch.zeros(1, 2, 4, 8)

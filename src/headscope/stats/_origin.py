@@ -22,7 +22,7 @@ class Part:
         heads: the first of the recorded heads, and the one after the last; None = unknown.
         holder: the holder of the heads, if ``heads`` is unknown: a process of a group, or one module object.
 
-    Example:
+    Examples:
         >>> from headscope.watching import Part
         >>> part = Part(of=8, heads=(0, 4))  # as in recording.about.part under tensor parallelism
         >>> str(part)
@@ -61,7 +61,7 @@ class Origin:
         config: digest of the structure in the model's configuration; empty = it does not have a configuration.
         layers: layer -> its head widths, and the part of its heads.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import watch
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)

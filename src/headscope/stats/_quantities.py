@@ -76,7 +76,7 @@ class Quantity:
         heading: of a column; empty = the name in words.
         decimals: the number of decimals shown.
 
-    Example:
+    Examples:
         >>> from headscope.stats import quantity_of
         >>> quantity = quantity_of("entropy")
         >>> quantity.formula, quantity.unit
@@ -205,7 +205,7 @@ _BY_NAME = {each.name: each for each in ROW_QUANTITIES}
 def quantity_of(name: str) -> Quantity | None:
     """Return the definition of a row quantity by its name, also of one for a distance; None = it does not exist.
 
-    Example:
+    Examples:
         >>> from headscope.stats import quantity_of
         >>> quantity_of("window_8").name, quantity_of("window")
         ('window', None)
@@ -222,7 +222,7 @@ def histogram_edges(name: str) -> tuple[float, ...]:
 
     Bin k holds [edge k, edge k + 1); the outer two bins also hold what lies beyond.
 
-    Example:
+    Examples:
         >>> from headscope.stats import histogram_edges
         >>> histogram_edges("entropy")[:4]
         (0.0, 0.5, 1.0, 1.5)
@@ -239,7 +239,7 @@ def quantity_names(having: Collection[str], windows: Sequence[float], extra: Col
         windows: the distances of quantities with a distance.
         extra: the optional quantities.
 
-    Example:
+    Examples:
         >>> from headscope.stats import quantity_names
         >>> quantity_names(["positions"], windows=[8])
         ['distance', 'self', 'window_8', 'streaming_8']

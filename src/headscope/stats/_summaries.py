@@ -24,7 +24,7 @@ class Summary:
         histogram: the number of rows in each bin.
         edges: of the bins: bin k holds [edge k, edge k + 1), the outer two also all values beyond.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> q = torch.zeros(1, 2, 4, 8)
@@ -55,7 +55,7 @@ class Column:
         count: the number of rows of each.
         mean, M2, min, max: float64; NaN where count is 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import observe
         >>> q = torch.zeros(1, 2, 4, 8)

@@ -30,7 +30,7 @@ class About:
         ran: the number of all forward passes.
         origin: class and configuration of the model, widths and part of the heads of each layer; None = not stated.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import watch
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)

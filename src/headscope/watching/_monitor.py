@@ -25,7 +25,7 @@ Write = Callable[[dict[str, float], int], None]
 class AttentionWarning(UserWarning):
     """An alarm of ``watch(alarms=...)``.
 
-    Example:
+    Examples:
         >>> import warnings
         >>> import torch
         >>> from headscope import MultiHeadAttention, watch
@@ -49,7 +49,7 @@ class Limits:
         sink: a rising sink: a head's mean ``first`` is above this, in (0, 1), and more than 0.1 above its minimum so
             far.
 
-    Example:
+    Examples:
         >>> from headscope.watching import Limits
         >>> Limits(max_logit=50.0, sink=None)
         Limits(entropy=0.1, max_logit=50.0, sink=None)
@@ -79,7 +79,7 @@ class Alarm:
         value: of the quantity in this step; limit: the limit that it exceeded, or fell below; reference: its earlier
             value.
 
-    Example:
+    Examples:
         >>> import warnings
         >>> import torch
         >>> from headscope import MultiHeadAttention, watch

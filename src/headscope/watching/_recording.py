@@ -38,7 +38,7 @@ class Recording:
     Attributes:
         about: model, options, versions, number of forward passes; ``about.part``: the heads of each layer, if not all.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import watch
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)

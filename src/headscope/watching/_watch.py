@@ -108,7 +108,7 @@ def watch(
         WatchError: the model is compiled; later, a layer that cannot be observed, one that was replaced or added within
             the block, or no attention call at all.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import watch
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
@@ -143,7 +143,7 @@ class Watch:
     Attributes:
         recording: the recording so far.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from headscope import watch
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
@@ -429,7 +429,7 @@ def register_transformers(name: str = "headscope") -> None:
     Raises:
         ImportError: transformers is not installed, or older than 5.
 
-    Example:
+    Examples:
         >>> from headscope.watching import register_transformers
         >>> register_transformers()
         >>> from transformers import AttentionInterface
