@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,30 +117,30 @@ def exported(call: Call, tensors: tuple[Tensor, ...]) -> Any:
 KINDS: dict[str, Callable[[Call, tuple[Tensor, ...]], Any]] = {
     "`nn.Parameter`": of(nn.Parameter),
     "`nn.Buffer`": of(nn.Buffer),
-    "a subclass that keeps its memory": of(lambda x: x.as_subclass(Plain)),
+    "a subclass without `__torch_dispatch__`": of(lambda x: x.as_subclass(Plain)),
     "a wrapper subclass (`TwoTensor`)": of(lambda x: TwoTensor(x.clone(), x.clone())),
     "`MaskedTensor`": of(lambda x: masked_tensor(x, torch.ones_like(x).bool())),
     "`UninitializedParameter`": of(lambda x: nn.UninitializedParameter()),
-    "sparse, by coordinates": of(lambda x: x.to_sparse()),
-    "sparse, by rows": of(lambda x: x.to_sparse_csr()),
-    "mkldnn": of(lambda x: x.to_mkldnn()),
-    "quantized": of(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
-    "nested, strided": of(lambda x: torch.nested.nested_tensor(list(x))),
+    "sparse COO": of(lambda x: x.to_sparse()),
+    "sparse CSR": of(lambda x: x.to_sparse_csr()),
+    "MKL-DNN": of(lambda x: x.to_mkldnn()),
+    "quantised": of(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
+    "nested, `torch.strided`": of(lambda x: torch.nested.nested_tensor(list(x))),
     "complex": of(lambda x: x.to(torch.complex64)),
     "integers": of(lambda x: x.long()),
     "float8": of(lambda x: x.to(torch.float8_e4m3fn)),
-    "negative view": of(lambda x: torch._neg_view(-x)),
-    "imaginary part of a conjugate": of(lambda x: torch.complex(x, -x).conj().imag),
+    "a negative view": of(lambda x: torch._neg_view(-x)),
+    "the imaginary part of a conjugate": of(lambda x: torch.complex(x, -x).conj().imag),
     "shared memory": of(lambda x: x.clone().share_memory_()),
-    "functional tensors": of(torch._to_functional_tensor),
-    "meta": of(lambda x: x.to("meta")),
-    "fake": lambda call, tensors: call(*map(FakeTensorMode().from_tensor, tensors)),
+    "functional tensors of `torch.func`": of(torch._to_functional_tensor),
+    "on the meta device": of(lambda x: x.to("meta")),
+    "`FakeTensor`": lambda call, tensors: call(*map(FakeTensorMode().from_tensor, tensors)),
 }
 MODES: dict[str, Callable[[Call, tuple[Tensor, ...]], Any]] = {
     "`FakeTensorMode`": within(lambda: FakeTensorMode(allow_non_fake_inputs=True)),
     "`inference_mode`": within(torch.inference_mode),
-    "a function mode": within(Functions),
-    "a dispatch mode": within(Operators),
+    "a `TorchFunctionMode`": within(Functions),
+    "a `TorchDispatchMode`": within(Operators),
     "`FlopCounterMode`": within(lambda: FlopCounterMode(display=False)),
     "another default device": within(lambda: torch.device("meta")),
     "anomaly detection": within(torch.autograd.detect_anomaly),
@@ -191,17 +191,17 @@ NO_TANGENTS = "attention: this backend does not support forward-mode gradients"
 REFUSED: dict[str, tuple[str | None, str | None, str | None]] = {
     "`MaskedTensor`": ("q: got a MaskedTensor", "q: got a MaskedTensor", "x: got a MaskedTensor"),
     "`UninitializedParameter`": ("q: is an Uninit", "q: is an Uninit", "x: is an Uninit"),
-    "sparse, by coordinates": ("q: layout is", "q: layout is", "x: layout is"),
-    "sparse, by rows": ("q: layout is", "q: layout is", "x: layout is"),
-    "mkldnn": ("q: layout is", "q: layout is", "x: layout is"),
-    "quantized": ("q: dtype is", "q: dtype is", "x: dtype is"),
-    "nested, strided": ("q: is a nested", "q: is a nested", "x: is a nested"),
+    "sparse COO": ("q: layout is", "q: layout is", "x: layout is"),
+    "sparse CSR": ("q: layout is", "q: layout is", "x: layout is"),
+    "MKL-DNN": ("q: layout is", "q: layout is", "x: layout is"),
+    "quantised": ("q: dtype is", "q: dtype is", "x: dtype is"),
+    "nested, `torch.strided`": ("q: is a nested", "q: is a nested", "x: is a nested"),
     "complex": ("q: dtype is", "q: dtype is", "x: dtype is"),
     "integers": ("q: dtype is", "q: dtype is", "x: dtype is"),
     "float8": ("q: dtype is", "q: dtype is", "x: dtype is"),
-    "functional tensors": (f"q: is {MEMORY}", f"q: is {MEMORY}", f"x: is {MEMORY}"),
-    "meta": (None, NO_VALUES, "x: is on meta, the module on cpu"),
-    "fake": (None, NO_VALUES, "convert all Tensors to FakeTensors"),
+    "functional tensors of `torch.func`": (f"q: is {MEMORY}", f"q: is {MEMORY}", f"x: is {MEMORY}"),
+    "on the meta device": (None, NO_VALUES, "x: is on meta, the module on cpu"),
+    "`FakeTensor`": (None, NO_VALUES, "convert all Tensors to FakeTensors"),
     "`FakeTensorMode`": (None, NO_VALUES, None),
     "`forward_ad.dual_level`": (NO_TANGENTS, None, NO_TANGENTS),
     "`torch.vmap`": (None, "observe: within torch.vmap", None),
@@ -248,17 +248,19 @@ def test_each_is_right_or_refused_by_name(name: str, what: str) -> None:
         torch.testing.assert_close(torch.as_tensor(plain.detach()).as_subclass(Tensor), expected.detach())
 
 
-def table() -> str:
-    """The table of docs/concepts/modes.md."""
-    lines = ["| torch's | `attention` | `observe` | `MultiHeadAttention` |", "|---|---|---|---|"]
-    for name in (*KINDS, *MODES):
+def table(first: str, names: Iterable[str]) -> str:
+    """A table of docs/concepts/modes.md."""
+    lines = [f"| {first} | `attention` | `observe` | `MultiHeadAttention` |", "|---|---|---|---|"]
+    for name in names:
         refused = REFUSED.get(name, (None, None, None))
-        lines.append("| " + " | ".join([name, *("right" if each is None else "refused" for each in refused)]) + " |")
-    return "\n".join(lines)
+        lines.append("| " + " | ".join([name, *("works" if each is None else "refused" for each in refused)]) + " |")
+    return "\n".join(lines) + "\n"
 
 
-def test_the_page_has_this_table() -> None:
-    assert table() in PAGE.read_text(encoding="utf-8")
+def test_the_page_has_these_tables() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert table("tensor", KINDS) in page
+    assert table("mode or transform", MODES) in page
 
 
 def test_flops_are_counted() -> None:

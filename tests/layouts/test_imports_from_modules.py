@@ -419,7 +419,7 @@ def test_known_layouts_say_whose_they_are() -> None:
 
 def test_the_page_lists_every_layout() -> None:
     page = (DOCS / "guides" / "load_weights.md").read_text(encoding="utf-8")
-    table = page[page.index("## The layouts") : page.index("## What is not exactly theirs")]
+    table = page[page.index("## Supported layouts") : page.index("## What differs from the original")]
     assert [name for name in layouts.known() if f"`{name}`" not in table] == []
 
 
