@@ -79,7 +79,7 @@ def coverage(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the pages of docs with the reference into build/site."""
     install(session, "docs")
-    session.run("mkdocs", "build", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("scripts/docs", *session.posargs, external=True)
 
 
 @nox.session

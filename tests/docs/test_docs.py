@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import doctest
+import io
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,21 +14,25 @@ import pytest
 
 from support.paths import ROOT
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "training").glob("*.md")])
+RENDERED = ROOT / "docs" / "getting_started" / "notebook.md"  # by scripts/render_notebook.py, where the site was built
+PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "training").glob("*.md")} - {RENDERED})
 NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
 
 
 class Block(NamedTuple):
-    """Python between ``` fences, and the line of the file on which it begins, counted from 1."""
+    """Python between ``` fences, the line of the file on which it begins, counted from 1, and what it prints."""
 
     line: int
     code: str
+    output: str | None = None
 
 
 def blocks(text: str) -> list[Block]:
+    """A ```text block that follows Python with at most an empty line between is what the Python prints."""
+    pattern = r"^```python\n(.*?)^```$(?:\n\n?```text\n(.*?)^```$)?"
     return [
-        Block(text[: found.start(1)].count("\n") + 1, found[1])
-        for found in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        Block(text[: found.start(1)].count("\n") + 1, found[1], found[2])
+        for found in re.finditer(pattern, text, re.DOTALL | re.MULTILINE)
     ]
 
 
@@ -40,7 +47,11 @@ def test_the_pages_that_hold_code_are_found() -> None:
     assert {"README.md", "docs/concepts/masks.md", "docs/guides/sheets_and_plots.md", "docs/guides/trace.md"} <= {
         named(page) for page in WITH_CODE
     }
-    assert blocks("a\n```python\nb = 1\nc\n```\n```\nd\n```\n```python\ne\n```\n") == [(3, "b = 1\nc\n"), (10, "e\n")]
+    assert blocks("a\n```python\nb = 1\nc\n```\n```\nd\n```\n```python\ne\n```\n") == [
+        (3, "b = 1\nc\n", None),
+        (10, "e\n", None),
+    ]
+    assert blocks("```python\na\n```\n\n```text\n1\n```\n") == [(2, "a\n", "1\n")]
 
 
 def test_every_room_is_in_the_reference() -> None:
@@ -53,15 +64,22 @@ def test_every_room_is_in_the_reference() -> None:
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=named)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a page, in order, in one namespace and an empty folder."""
+    """All blocks of a page, in order, in one namespace and an empty folder; what they print is what the page shows."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     found = blocks(page.read_text(encoding="utf-8"))
-    for line, code in found:
+    for line, code, output in found:
+        printed = io.StringIO()
         # empty lines before it: an error then names the line of the page
-        exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+        if output is not None:
+            same = doctest.OutputChecker().check_output(
+                output, printed.getvalue(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            )
+            assert same, f"{named(page)}:{line}: prints\n{printed.getvalue()}"
     pyplot.close("all")
     assert len(namespace) > 2, f"{named(page)}: its {len(found)} blocks made nothing"
 
