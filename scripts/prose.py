@@ -76,7 +76,8 @@ class Place(NamedTuple):
 def pages() -> list[Path]:
     """Return the pages that people read; CHANGELOG is a list of changes, and CODE_OF_CONDUCT is not our text."""
     root = [page for page in ROOT.glob("*.md") if page.name not in ("CHANGELOG.md", "CODE_OF_CONDUCT.md")]
-    return [*sorted(root), *sorted((ROOT / "docs").rglob("*.md"))]
+    rendered = ROOT / "docs" / "getting_started" / "notebook.md"  # by scripts/render_notebook.py
+    return sorted({*root, *(ROOT / "docs").rglob("*.md")} - {rendered})
 
 
 def without_code(markdown: str) -> str:
