@@ -1,4 +1,4 @@
-"""The pictures of docs/guides/page.md and README.md: pages of the command line in headless Chromium, as PNG.
+"""Take the screenshots of docs/guides/page.md and README.md: pages of headscope in headless Chromium, as PNG.
 
 python scripts/screenshots.py [--chromium /usr/bin/chromium] [NAME...]
 """
@@ -24,7 +24,7 @@ TEXT = "def load(path):\n    with open(path) as file:\n        return file.read(
 
 
 class Shot(NamedTuple):
-    """A picture: of which page, at which address, how large, light or dark."""
+    """A screenshot: the page, the fragment of its address, the size of the window, and the colour scheme."""
 
     page: str
     at: str
@@ -81,7 +81,7 @@ def small(png: bytes) -> bytes:
 
 
 def main() -> None:
-    """Take the pictures."""
+    """Take the screenshots."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--chromium", default="/usr/bin/chromium")
