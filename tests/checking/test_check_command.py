@@ -1,4 +1,4 @@
-"""headscope check: code of a file is run in a process of its own, and what is found is said."""
+"""headscope check: code of a file is run in a separate process, and the findings are printed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_bug_is_said_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["check", "homework.py:Attention", "--args", "24, heads=3, scaled=False"]) == 1
     out, err = capsys.readouterr()
     assert out.startswith("Attention: 1 wrong\n\n✗ scale-missing  wrong\n  logits are 1 · q·k, expected 0.3536 (1/√8)")
-    assert err == "headscope check: importing and running homework.py, in a process of its own\n"
+    assert err == "headscope check: importing and running homework.py in a separate process\n"
 
 
 @pytest.fixture
@@ -138,13 +138,13 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
     [
         (["homework.py"], "target: got homework.py, expected FILE.py:NAME"),
         ([":x"], "target: got :x, expected FILE.py:NAME"),
-        (["exits.py:A"], "A: cannot be made with --args '': SystemExit: 0"),
-        (["nothing.py:A"], "nothing.py: there is no such file"),
-        ([f"{'a' * 300}:A"], f"{'a' * 300}: there is no such file"),
-        (["\0:A"], "there is no such file"),
+        (["exits.py:A"], "A: cannot be built with --args '': SystemExit: 0"),
+        (["nothing.py:A"], "nothing.py: no such file, expected a Python file"),
+        ([f"{'a' * 300}:A"], f"{'a' * 300}: no such file"),
+        (["\0:A"], "no such file, expected a Python file"),
         pytest.param(
             ["/dev/null:A"],
-            "/dev/null: is no regular file, expected a Python file",
+            "/dev/null: is not a regular file, expected a Python file",
             marks=pytest.mark.skipif(not os.path.exists("/dev/null"), reason="this system has no /dev/null"),
         ),
         ([".:A"], ".: is a directory, expected a Python file"),
@@ -153,15 +153,15 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         (["small.py:attend", "--scale", "inf"], "--scale: got inf, expected a finite number above 0"),
         (["small.py:attend", "--scale", "0"], "--scale: got 0, expected a finite number above 0"),
         (["small.py:attend", "--scale", "-1"], "--scale: got -1, expected a finite number above 0"),
-        (["homework.py:A", "--args", "24, width"], "--args: got 24, width, expected plain values as in a call"),
-        (["homework.py:A", "--args", "*[1]"], "--args: got *[1], expected plain values"),
-        (["homework.py:A", "--args", "**{'a': 1}"], "expected plain values"),
-        (["homework.py:A", "--args", "b'1'"], "expected plain values"),
-        (["homework.py:A", "--args", "1) + f(2"], "expected plain values"),
+        (["homework.py:A", "--args", "24, width"], "--args: got 24, width, expected literals as in a call"),
+        (["homework.py:A", "--args", "*[1]"], "--args: got *[1], expected literals"),
+        (["homework.py:A", "--args", "**{'a': 1}"], "expected literals"),
+        (["homework.py:A", "--args", "b'1'"], "expected literals"),
+        (["homework.py:A", "--args", "1) + f(2"], "expected literals"),
         (["endless.py:A", "--timeout", "1"], "--timeout: the code was stopped after 1 seconds"),
-        (["small.py:Attentoin"], "small.py: has no Attentoin, only Attention, attend"),
-        (["broken.py:A"], "broken.py: fails when it is imported: ZeroDivisionError: division by zero"),
-        (["leaves.py:A"], "the code ended its process with 3 before there was an answer: gone\\x1b[2J"),
+        (["small.py:Attentoin"], "small.py: has no Attentoin, expected one of Attention, attend"),
+        (["broken.py:A"], "broken.py: import failed: ZeroDivisionError: division by zero"),
+        (["leaves.py:A"], "the code ended its process (exit code 3) before the check was done: gone\\x1b[2J"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -181,8 +181,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     [
         (["exits.py:attend", "--embed-dim", "4"], "tried first (x) with x [2, 7, 4]: SystemExit: 0; give"),
         (["small.py:attend"], "--embed-dim: missing; it cannot be derived without weights"),
-        (["small.py:attend", "--args", ""], "attend: cannot be made with --args '': TypeError"),
-        (["makes.py:fails"], "fails: cannot be made with --args '': RuntimeError: no"),
+        (["small.py:attend", "--args", ""], "attend: cannot be built with --args '': TypeError"),
+        (["makes.py:fails"], "fails: cannot be built with --args '': RuntimeError: no"),
         (["makes.py:sometimes"], "--embed-dim: missing"),
     ],
 )
@@ -234,8 +234,8 @@ def is_locked() -> bool:
     ("end", "message"),
     [
         ("time.sleep(60)", "--timeout: the code was stopped after 1 seconds"),
-        ("1 / 0", "forks.py: fails when it is imported: ZeroDivisionError"),
-        ("os._exit(3)", "the code ended its process with 3 before there was an answer"),
+        ("1 / 0", "forks.py: import failed: ZeroDivisionError"),
+        ("os._exit(3)", "the code ended its process (exit code 3) before the check was done"),
     ],
 )
 def test_what_the_code_has_started_ends_with_it(end: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,13 +271,15 @@ def test_a_signal_ends_what_the_code_has_started(name: str) -> None:
 
 def test_code_that_ends_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "silent.py:A"]) == 2
-    assert capsys.readouterr().err.endswith("check: the code ended its process with 3 before there was an answer\n")
+    assert capsys.readouterr().err.endswith(
+        "check: the code ended its process (exit code 3) before the check was done\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("path", "name", "args", "said"),
     [
-        ("small.py", "Attention", [1], r"Attention: cannot be made with --args '1': TypeError"),
+        ("small.py", "Attention", [1], r"Attention: cannot be built with --args '1': TypeError"),
         ("small.py", "attend", [], r"embed_dim: missing; it cannot be derived without weights"),
         ("notes.txt", "A", [], r"notes.txt: is not a Python file"),
     ],
@@ -299,5 +301,5 @@ def test_arguments_are_those_of_a_call() -> None:
     command = import_module("headscope.cli._commands.check")
     assert command._parse_arguments("") == ([], {})
     assert command._parse_arguments("24, 'a', c=(1, None), d=-0.5") == ([24, "a"], {"c": (1, None), "d": -0.5})
-    with pytest.raises(Mistake, match="expected plain values"):
+    with pytest.raises(Mistake, match="expected literals"):
         command._parse_arguments("open('x')")

@@ -165,7 +165,7 @@ def test_text_shows_tokens_steps_heads_a_map_and_writes_a_page(run: Run) -> None
         assert re.search(rf"^{step} .*✓\s*$", ran.out, re.MULTILINE), f"{step} with an invariant that held"
     assert len(re.findall(r"^layer \d ", ran.out, re.MULTILINE)) == 6
     assert re.search(r"^Layer \d, head \d  the most striking head: ", ran.out, re.MULTILINE)
-    assert "Attention shows where a head reads, not why the model answered; a pattern is a resemblance.\n" in ran.out
+    assert "Attention shows where a head reads, not why the model answered.\n" in ran.out
     assert ran.out.endswith("Open in a browser: headscope-text.html (all 48 heads)\n")
     assert [path.name for path in Path().iterdir()] == ["headscope-text.html"]
     assert Path("headscope-text.html").read_text(encoding="utf-8").rstrip().endswith("</html>")

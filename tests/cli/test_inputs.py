@@ -213,7 +213,7 @@ def test_other_formats_are_not_opened(name: str, kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("command", [("image",), ("watch", "digits", "--no-page", "--image")], ids=lambda c: c[0])
 def test_a_pipe_in_the_place_of_a_picture_is_refused(command: tuple[str, ...], run: Run) -> None:
     os.mkfifo("pipe.png")
-    message = f"headscope {command[0]}: pipe.png: is no regular file, expected a PNG or a JPEG\n"
+    message = f"headscope {command[0]}: pipe.png: is not a regular file, expected a PNG or a JPEG\n"
     assert run(*command, "pipe.png") == Ran(2, "", message)
 
 

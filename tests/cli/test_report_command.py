@@ -156,7 +156,7 @@ def test_a_mistake_is_one_line(name: str, run: Run) -> None:
 @pytest.mark.usefixtures("saved")
 def test_a_pipe_in_the_place_of_a_picture_is_refused(run: Run) -> None:
     os.mkfifo("pipe.png")
-    message = "headscope report: pipe.png: is no regular file, expected a PNG or a JPEG\n"
+    message = "headscope report: pipe.png: is not a regular file, expected a PNG or a JPEG\n"
     assert run("report", "seen.safetensors", "--image", "pipe.png") == Ran(2, "", message)
 
 

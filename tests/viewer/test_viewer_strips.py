@@ -218,7 +218,7 @@ def test_weights_that_are_gone_hinder_no_server() -> None:
     with Server(Recording(HeadStats(parts), there.about)) as server:
         assert Page(server.page.decode()).data["served"] == [None, [11, 11]]
         assert [each is None for each in server.strips] == [True, False]
-        with pytest.raises(RefusedError, match=r"layer: its q and k were not kept"):
+        with pytest.raises(RefusedError, match=r"layer: expected a layer with q and k"):
             server.strip({"layer": 0, "head": 0, "i0": 0, "i1": 11})
         served = server.strip({"layer": 1, "head": 2, "i0": 0, "i1": 11})
     assert served == strips(there).codes[2].tobytes()
@@ -264,5 +264,5 @@ def test_cross_attention_has_no_strips() -> None:
     with Server(recording) as server:
         assert b'"strips":null' in server.page
         assert len(server.tile({"layer": 0, "head": 0, "i0": 0, "i1": 3, "j0": 0, "j1": 7, "size": 8})) == 2 * 3 * 7 * 4
-        with pytest.raises(RefusedError, match=r"layer: it has no strips"):
+        with pytest.raises(RefusedError, match=r"layer: expected a layer with strips"):
             server.strip({"layer": 0, "head": 0, "i0": 0, "i1": 3})

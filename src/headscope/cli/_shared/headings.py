@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headscope.tracing import Trace
 
 LETTERS = "B batch  Q queries  K keys  H heads  D head width  E model width"
-CAVEAT = "Attention shows where a head reads, not why the model answered; a pattern is a resemblance."
+CAVEAT = "Attention shows where a head reads, not why the model answered."
 """What every run ends with; ``--explain`` prints ``NOT_EXPLANATION`` instead."""
 
 
