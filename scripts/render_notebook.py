@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nbconvert import MarkdownExporter
+from nbconvert import MarkdownExporter  # pyright: ignore[reportMissingImports]  # of the docs extra
 
 NOTEBOOK = Path(__file__).parent.parent / "docs" / "getting_started" / "multi_head_attention.ipynb"
 PAGE = NOTEBOOK.with_name("notebook.md")
