@@ -122,7 +122,8 @@ def test_seconds_limit_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(line: _benchmark.Line, seconds: float, most: float = math.inf) -> _benchmark.Timing | None:
         measured.append(line.shape)
         assert seconds <= most <= 600 or most == math.inf
-        medians: dict[str, float] = {name: 1.0 for name in (_benchmark.OURS, *_benchmark.PEERS)}
+        names: list[str] = [_benchmark.OURS, *_benchmark.PEERS]
+        medians = dict.fromkeys(names, 1.0)
         return None if line.shape == middle else _benchmark.Timing(*line.shape, line.mode, line.dtype, 5, medians)
 
     monkeypatch.setattr(_benchmark, "SHAPES", (SMALL, middle, large))
