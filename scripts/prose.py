@@ -40,10 +40,10 @@ GLOSSARY = {  # a pattern -> what to write
     r"put in place whole|fetch(?:es)? ahead": "written atomically, prefetches",
 }
 US = {
-    r"colou?rs?(?<!colour)(?<!colours)": "colour",
+    r"colors?": "colour",
     r"center(?:s|ed)?": "centre",
     r"behaviors?": "behaviour",
-    r"gr[a]y": "grey",
+    r"grays?": "grey",
     r"neighbors?": "neighbour",
     r"labeled|modeled|canceled": "labelled, modelled, cancelled",
     r"initializ\w+|recogniz\w+|summariz\w+|serializ\w+|organiz\w+|minimiz\w+|maximiz\w+|renormaliz\w+": "-ise",
