@@ -530,6 +530,16 @@ def test_a_patch_whose_row_is_broken_looks_at_none(look: Any, tmp_path: Path) ->
     assert page.locator(".pinned .cell b").inner_text() == p, "no column is a sink, whatever the address says"
 
 
+def test_a_sheet_opens_on_the_head_that_was_chosen(look: Any, tmp_path: Path) -> None:
+    sheet = text(words(6))
+    for at in ((0, 2), (1, 0)):
+        page = look(save(replace(sheet, opens_on=at), tmp_path / f"{at[0]}.html"))
+        framed = page.locator(".thumb[aria-current=true]")
+        assert str(framed.get_attribute("aria-label")).startswith(f"layer {at[0]}, head {at[1]}")
+        framed.click()
+        page.get_by_role("heading", name=f"Layer {at[0]}, head {at[1]}", exact=True).wait_for()
+
+
 def patch(at: int) -> str:
     return f"row {at // 7}, column {at % 7}"
 

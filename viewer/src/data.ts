@@ -94,6 +94,7 @@ export interface Data {
   image: ImageFacts | null;
   trace: { title: string; stages: { name: string; steps: Step[] }[] } | null;
   tables: TableFacts[];
+  opensOn: [number, number] | null; // the layer and head to open first
   served: ([number, number] | null)[] | null; // of each layer with tiles on the server, the lengths of their run
 }
 

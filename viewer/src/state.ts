@@ -38,7 +38,7 @@ const small = data.layers.some((layer) => layer.map && (!layer.map.exact || (!da
 
 const DULL = ["uniform", "first", "local"];
 
-/** The head to open first: the one that matches an informative pattern best. */
+/** The head to open first where nobody chose one: the one that matches an informative pattern best. */
 function telling(): [number, number] {
   let [best, place]: [number, [number, number]] = [-1, [0, 0]];
   data.layers.forEach((layer, at) => {
@@ -51,7 +51,7 @@ function telling(): [number, number] {
   return place;
 }
 
-const [LAYER, HEAD] = telling();
+const [LAYER, HEAD] = data.opensOn ?? telling();
 
 export const FIRST: State = {
   view: "heads",

@@ -45,6 +45,7 @@ class SheetFigures:
         regions: for each layer region -> one ratio per head; 1 = chance.
         looks: for each layer the region that each head attends to most, with its ratio.
         region_maps: region -> the share of each patch that belongs to it, 0 to 1, if it is the same for all queries.
+        opens_on: the layer and head that the page opens first; None = the most striking one.
     """
 
     title: str
@@ -64,6 +65,7 @@ class SheetFigures:
     regions: Sequence[Mapping[str, Numbers]] = ()
     looks: Sequence[Sequence[Look | None]] = ()
     region_maps: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+    opens_on: tuple[int, int] | None = None
 
     @property
     def layers(self) -> int:

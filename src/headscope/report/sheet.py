@@ -48,6 +48,7 @@ class Sheet(SheetFigures):
         regions: for each layer region -> one ratio per head; 1 = chance.
         looks: for each layer the region that each head attends to most, with its ratio.
         region_maps: region -> the share of each patch that belongs to it, 0 to 1, if it is the same for all queries.
+        opens_on: the layer and head that the page opens first; None = the most striking one.
 
     Examples:
         >>> import torch

@@ -132,7 +132,8 @@ def _look(path: str | None, sample: int | None, options: HeadOptions) -> Look:
         say(f"headscope image: {each}")
     choice = choose_head(sheet, options)
     trace = trace_layer(passed, choice.layer)
-    shown = replace(sheet, trace=trace.to_dict()["rows"], trace_title=f"Layer {choice.layer}, step by step")
+    title = f"Layer {choice.layer}, step by step"
+    shown = replace(sheet, trace=trace.to_dict()["rows"], trace_title=title, opens_on=(choice.layer, choice.head))
     probabilities = passed.logits[0].float().softmax(-1).tolist()
     return Look(shown, digit, probabilities, choice, trace, save_page(shown, options.page, options.force))
 

@@ -135,7 +135,8 @@ def _read(text_input: TextInput, options: HeadOptions) -> Reading:
         say(f"headscope text: {each}")
     choice = choose_head(sheet, options, ids)
     trace = trace_layer(passed, choice.layer)
-    shown = replace(sheet, trace=trace.to_dict()["rows"], trace_title=f"Layer {choice.layer}, step by step")
+    title = f"Layer {choice.layer}, step by step"
+    shown = replace(sheet, trace=trace.to_dict()["rows"], trace_title=title, opens_on=(choice.layer, choice.head))
     page = save_page(shown, options.page, options.force)
     return Reading(shown, ids, choice, trace, _likely(passed.logits[0, -1], example.tokenizer.piece), page)
 

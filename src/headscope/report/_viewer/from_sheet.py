@@ -50,6 +50,7 @@ def shown(sheet: SheetFigures) -> Shown:
         trace=sheet.trace,
         trace_title=sheet.trace_title,
         picture=_picture(sheet),
+        opens_on=sheet.opens_on,
     )
 
 

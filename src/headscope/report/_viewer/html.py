@@ -114,6 +114,7 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
         "image": None if shown.picture is None else _picture(shown.picture),
         "trace": None if not shown.trace else {"title": _line(shown.trace_title, 160), "stages": _stages(shown.trace)},
         "tables": [_table(section) for section in shown.tables],
+        "opensOn": None if shown.opens_on is None else list(shown.opens_on),
     }
     return data, packed.content
 

@@ -86,6 +86,7 @@ class Shown:
         trace: rows of ``Trace.to_dict()``.
         trace_title: their heading.
         tables: the summary, as text.
+        opens_on: the layer and head to open first; None = the most striking one.
 
     Examples:
         >>> import torch
@@ -109,3 +110,4 @@ class Shown:
     trace_title: str = ""
     picture: Picture | None = None
     tables: Sequence[Section] = ()
+    opens_on: tuple[int, int] | None = None
