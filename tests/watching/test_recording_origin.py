@@ -126,6 +126,24 @@ def test_a_model_of_transformers_is_the_same_under_other_dtypes_and_attention_fu
         seen[0].stats.merge(seen[2].stats)
 
 
+def test_a_model_of_transformers_is_the_same_in_memory_and_loaded_from_its_file(tmp_path: Path) -> None:
+    """``model_type`` is an attribute of the class until a file has given it to the configuration."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    seen: list[Recording] = []
+    for each in (model, transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()):
+        with torch.no_grad(), watch(each) as recording:
+            each(torch.arange(7)[None])
+        seen.append(recording)
+    assert seen[0].about.origin == seen[1].about.origin
+    assert compare(*seen).moved == ()
+
+
 # ---------------------------------------------------------------- what is refused
 
 

@@ -128,8 +128,10 @@ def _entries(config: object, before: str = "", depth: int = 0) -> Iterator[tuple
     """Yield name and value of a configuration and of those within it: a mapping, or an object with attributes."""
     if depth > _DEEPEST or isinstance(config, type):
         return
-    held = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
-    for key, value in (held or {}).items():
+    held: Mapping[Any, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    if isinstance(kind := getattr(type(config), "model_type", None), str):  # its own attribute only once it was loaded
+        held = {**held, "model_type": kind}
+    for key, value in held.items():
         if not isinstance(key, str) or key.startswith("_"):
             continue
         if key.endswith("config") and not isinstance(value, (str, int, list, tuple, type(None))):

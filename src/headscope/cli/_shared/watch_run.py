@@ -114,7 +114,12 @@ def _notes(loaded: Loaded, model_input: Input, options: WatchOptions) -> Iterato
         sizes = sorted({part.shape[1] for part in model_input.parts})
         size = " or ".join(f"{n:,}" for n in sizes)
         count = f"{len(model_input.parts):,}"
-        yield f"the text is read in {count} windows of {size} tokens, each from position 0; their statistics are merged"
+        has_ends = sum(part.shape[1] for part in model_input.parts) > model_input.tokens
+        special = ", special tokens included," if has_ends else ","
+        yield (
+            f"the text is read in {count} windows of {size} tokens{special} each from position 0; their statistics are "
+            "merged"
+        )
     if loaded.takes == "image":
         yield "distance, previous and next follow the sequence of patches, not their grid"
     if loaded.paired:
