@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +96,14 @@ class Cache(ABC):
         self._v: Tensor | None = None
         self._first = 0  # the token in slot 0
         self._length = 0
+        self._staged: Staged | None = None  # of the call that wrote last, until it commits
+        self._lock = Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=Lock())
 
     # ------------------------------------------------------------ reading
 
@@ -137,24 +147,42 @@ class Cache(ABC):
 
         Raises:
             TypeError, ValueError: they do not fit the cached ones, require gradients, or exceed the capacity.
+            RuntimeError: another thread uses the cache in the meantime.
         """
         held, staged = self._stage(k, v, mask)
         self._commit(staged)
         return held
 
-    def _stage(self, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None) -> tuple[Held, Staged]:
-        """Check, mask and write k and v after the cached tokens. Only ``_commit`` makes them count: a call may fail."""
-        self._check(k, v)
+    def _stage(
+        self, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None, start: int | None = None
+    ) -> tuple[Held, Staged]:
+        """Check, mask and write k and v after the cached tokens. Only ``_commit`` makes them count: a call may fail.
+
+        Args:
+            k, v, mask: as for ``append``.
+            start: the position that k was rotated to; None = not checked.
+        """
         known = as_mask(mask)
         if self.forgets and known is not None:
             _check_reach(known)
-        keys, values, first, staged = self._place(k, v)
+        with self._exclusive():  # two threads would write their keys to the same slots
+            self._check(k, v)
+            if start is not None and start != self._length:
+                raise _shared()
+            keys, values, first, staged = self._place(k, v)
+            if not is_dynamo_compiling():
+                self._staged = staged
         return Held(keys, values, first, self._sees(known, k.shape[-2], keys.shape[-2], first, k.device)), staged
 
     def _commit(self, staged: Staged) -> None:
-        if self._length != staged.before:
-            raise RuntimeError("cache: another call added tokens while this one ran; use a cache in one call at a time")
-        _, self._k, self._v, self._first, self._length = staged
+        with self._exclusive():
+            if self._length != staged.before or (not is_dynamo_compiling() and self._staged is not staged):
+                raise _shared()
+            _, self._k, self._v, self._first, self._length = staged
+
+    def _exclusive(self) -> AbstractContextManager[object]:
+        """Keep other threads out; a compiled graph can hold no lock."""
+        return nullcontext() if is_dynamo_compiling() else self._lock
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Replace row b by row ``rows[b]``, as beam search requires; there may be more or fewer rows than before.
@@ -174,6 +202,7 @@ class Cache(ABC):
             raise ValueError(f"rows: got {rows.tolist()}, expected numbers from 0 to {len(k) - 1}")
         held = self._length - self._first
         self._k, self._v = (_reordered(each, rows, held) for each in (k, v))
+        self._staged = None  # a call that runs meanwhile has the old rows
         if self._padding:
             self._padding = tuple(self._padding[row] for row in rows.tolist())
 
@@ -195,6 +224,7 @@ class Cache(ABC):
             )
         self._padding = _counts(padding)
         self._first = self._length = 0
+        self._staged = None
 
     @abstractmethod
     def _place(self, k: Tensor, v: Tensor) -> Placed:
@@ -403,6 +433,10 @@ class RollingCache(Cache):
         reach = Band(self.window - 1, 0)
         mask = mask if keys <= self.window else reach if mask is None else reach & mask
         return super()._sees(mask, queries, keys, first, device)
+
+
+def _shared() -> RuntimeError:
+    return RuntimeError("cache: another call added tokens while this one ran; use a cache in one call at a time")
 
 
 def _check_reach(mask: Mask) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import pickle
+import sys
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -323,6 +328,56 @@ def test_tokens_of_a_call_within_a_call_are_not_taken_for_its_own(kind: str) -> 
     with torch.no_grad(), pytest.raises(RuntimeError, match="cache: another call added tokens while this one ran"):
         ours(x, cache=cache)
     assert cache.length == 1
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_keys_over_which_a_failing_call_has_written_are_not_taken_for_its_own(kind: str) -> None:
+    ours, cache, x = MultiHeadAttention(E, 2).eval(), CACHES[kind](), torch.randn(1, 4, E)
+
+    def inner(*_: object) -> None:
+        hook.remove()
+        with pytest.raises(ValueError, match="bias"):
+            ours(x[:, :2], cache=cache, bias=torch.zeros(7, 7))
+
+    hook = ours.out_proj.register_forward_hook(inner)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="cache: another call added tokens while this one ran"):
+        ours(x, cache=cache)
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize("cache", [GrowingCache(), StaticCache(300), RollingCache(400)], ids=repr)
+def test_of_two_threads_each_call_that_returns_has_its_tokens_in_the_cache(cache: Cache) -> None:
+    """Each token has a number of its own, which its keys hold: none is lost, and none is there twice."""
+    done: tuple[list[float], list[float]] = ([], [])
+
+    def work(thread: int) -> None:
+        for n in range(1, 151):
+            number = torch.full((1, 1, 1, 2), float(n if thread else -n))
+            with contextlib.suppress(RuntimeError):
+                cache.append(number, number)
+                done[thread].append(float(number[0, 0, 0, 0]))
+
+    threads, interval = [Thread(target=work, args=(n,)) for n in (0, 1)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # seconds
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(interval)
+    held = cache.keys[0, 0, :, 0].tolist()
+    assert torch.equal(cache.keys, cache.values)
+    assert ([x for x in held if x < 0], [x for x in held if x > 0]) == done
+
+
+def test_a_cache_is_copied_and_pickled() -> None:
+    cache = GrowingCache(padding=[1, 0])
+    cache.append(*torch.randn(2, 2, 1, 3, 4))
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        other.append(*torch.randn(2, 2, 1, 1, 4))
+        assert (cache.length, other.length, other.padding) == (3, 4, (1, 0))
+        assert torch.equal(other.keys[:, :, :3], cache.keys)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -388,7 +388,7 @@ class MultiHeadAttention(nn.Module):
             cos, sin = self.rotary.shared_cos_sin(places, q)
             q, k = self.rotary.turn(q, cos, sin), self.rotary.turn(k, cos, sin)
         if cache is not None:
-            (k, v, first, mask), staged = cache._stage(k, v, mask)
+            (k, v, first, mask), staged = cache._stage(k, v, mask, start)
         placement = Placement(q, k, v, mask, bias, q_of_own, staged=staged)
         if self.position_bias is None:
             return placement
