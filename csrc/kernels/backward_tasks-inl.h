@@ -85,8 +85,10 @@ void run_row_blocks(GradientTurns<T>& ordered, void* scratch, const RowRange* ro
         };
         for (int n = 0; n < count; n++) {
             if (!block[n]->process_keys(j)) continue;
-            if (pending && (processed[0]->from != block[n]->from || processed[0]->to != block[n]->to) && !add_pending())
-                return;
+            // Sums over the rows of several blocks would depend on which of them have the same range of keys.
+            const bool is_apart =
+                pending && (f.uniform || processed[0]->from != block[n]->from || processed[0]->to != block[n]->to);
+            if (is_apart && !add_pending()) return;
             processed[pending++] = block[n];
         }
         if (pending && !add_pending()) return;

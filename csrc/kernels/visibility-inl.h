@@ -100,6 +100,9 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
         end = f.keys;
         if (f.mask.spans.data) find_range_of_spans(begin, end);
         if (f.mask.rule_count) trim_range_by_rules(begin, end);
+        // Vectors of rows whose keys begin beyond the end do not join there, whatever number of keys follows.
+        UNROLL_FOR(v, QV)
+            if (vector_begin[v] >= end) vector_begin[v] = end + KEYS;
         if (f.uniform && begin < end) {  // other rows must not move the blocks
             const std::int64_t origin = first_visible_of_head();
             begin = origin + (begin - origin) / KEYS * KEYS;

@@ -7,7 +7,7 @@ import torch
 
 from headscope import attend, attention
 from headscope._attend.backends import native
-from headscope.masks import Dense, Documents, Prefix, causal, window
+from headscope.masks import Band, Dense, Documents, KeyLengths, Prefix, causal, window
 from support.invariance import Call, differences
 
 if native.extension is None:
@@ -35,6 +35,18 @@ def test_rows_that_follow_change_bits_elsewhere() -> None:
         assert longer is not None
         found += not torch.equal(call.run()["out"], longer.run()["out"][:, :, : call.q.shape[2]])
     assert found > 4
+
+
+@pytest.mark.parametrize("padding", [1, 16, 64])
+def test_padding_behind_a_window_is_not_where_sums_are_cut(padding: int) -> None:
+    """The last rows see no key. Sums of the rows before them are in the same order, whatever the number of keys."""
+    torch.manual_seed(0)
+    q, band = torch.randn(1, 2, 50, 128), Band(11, 0, offset=3)
+    k, v = torch.randn(2, 1, 2, 17, 128)
+    alone = attention(q, k, v, mask=band)
+    padded_k, padded_v = (torch.cat([x, torch.randn(1, 2, padding, 128)], 2) for x in (k, v))
+    for real in (KeyLengths([17]), Dense((torch.arange(17 + padding) < 17)[None, None, None])):
+        assert torch.equal(attention(q, padded_k, padded_v, mask=band & real), alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -10,7 +10,7 @@ import argparse
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, causal, wi
 
 DTYPES = (torch.float32,) * 4 + (torch.bfloat16,) * 2 + (torch.float16, torch.float64)
 LENGTHS = (1, 1, 2, 5, 10, 17, 33, 48, 64, 100, 150, 300)
+KINDS = ("none", "none", "causal", "window", "lengths", "causal lengths", "table", "documents", "band")
 MOST_LOGITS = 2_000_000
 Results = dict[str, Tensor]
 
@@ -42,6 +43,7 @@ class Call:
     numbers: dict[str, Any]
     train: bool
     backend: str | None
+    band: tuple[int, int, int]
     threads: int = 2
 
     @staticmethod
@@ -65,13 +67,14 @@ class Call:
             torch.randn(draw.choice(biases)).to(dtype) if draw.random() < 0.3 else None,
             torch.randn(heads).to(dtype) if draw.random() < 0.3 else None,
             torch.randn(batch, heads, queries, v_width).to(dtype),
-            draw.choice(("none", "none", "causal", "window", "lengths", "causal lengths", "table", "documents")),
+            draw.choice(KINDS),
             torch.randint(0, keys + 1, (batch,)),
             torch.rand(batch, 1, queries, keys) < 0.7,
             torch.randint(0, 3, (batch, keys)).sort(-1).values,
             {name: x for name, x in (("softcap", 20.0), ("scale", 0.3)) if draw.random() < 0.3},
             draw.random() < 0.4,
             draw.choice((None, None, "reproducible")),
+            (draw.randint(0, 20), draw.randint(0, 5), draw.randint(-10, keys)),
         )  # fmt: skip
 
     def mask(self) -> Mask | None:
@@ -82,6 +85,9 @@ class Call:
             "lengths": lambda: KeyLengths(self.lengths), "causal lengths": lambda: causal() & KeyLengths(self.lengths),
             "table": lambda: Dense(self.shown), "documents": lambda: Documents(self.ids),
             "square causal": lambda: Band(None, 0, offset=0),
+            "band": lambda: Band(*self.band[:2], offset=self.band[2]),
+            "band lengths": lambda: Band(*self.band[:2], offset=self.band[2]) & KeyLengths(self.lengths),
+            "band table": lambda: Band(*self.band[:2], offset=self.band[2]) & Dense(self.shown),
         }  # fmt: skip
         return made[self.kind]()
 
@@ -115,6 +121,7 @@ class Call:
     def with_keys(self, before: int, after: int) -> Call | None:
         """The call beside keys of padding, which a mask hides; None where its mask has no such form."""
         kinds = {"none": "table" if before else "lengths", "lengths": "lengths", "table": "table", "causal": ""}
+        kinds["band"] = "band table" if after % 2 else "band lengths"
         kind = kinds.get(self.kind, "")
         square = (
             "causal" in self.kind and self.q.shape[2] == self.k.shape[2] and not before and "lengths" not in self.kind
@@ -124,7 +131,7 @@ class Call:
         if not kind or (before and kind != "table"):
             return None
         keys = self.k.shape[2]
-        shown = torch.ones_like(self.shown) if self.kind == "none" else self.shown
+        shown = self.shown if self.kind == "table" else torch.ones_like(self.shown)
         return self.changed(
             k=_between(self.k, before, after, 2),
             v=_between(self.v, before, after, 2),
@@ -142,6 +149,15 @@ class Call:
         padding = self.grad_out.new_zeros((*self.grad_out.shape[:2], after, self.grad_out.shape[3]))
         return self.changed(q=_between(self.q, 0, after, 2), grad_out=torch.cat([self.grad_out, padding], 2), bias=bias)
 
+    def with_document(self, after: int) -> Call | None:
+        """The call beside rows and keys of another document; their gradients are 0."""
+        keys = self.with_keys(0, after)
+        both = None if keys is None or self.kind != "none" else replace(keys, kind="none").with_queries(after)
+        if both is None or self.q.shape[2] != self.k.shape[2]:
+            return None
+        ids = torch.zeros_like(self.ids)
+        return both.changed(ids=torch.nn.functional.pad(ids, (0, after), value=1), kind="documents")
+
     def with_nan(self, entry: int) -> Call:
         """The call with NaN in the queries, keys and values of one batch entry."""
         q, k, v = (x.clone() for x in (self.q, self.k, self.v))
@@ -149,7 +165,7 @@ class Call:
         return self.changed(q=q, k=k, v=v)
 
     def changed(self, **parts: Any) -> Call:
-        return Call(**{**self.__dict__, **parts})
+        return replace(self, **parts)
 
 
 def _between(x: Tensor, before: int, after: int, axis: int) -> Tensor:
@@ -200,6 +216,14 @@ def differences(seed: int) -> Iterator[str]:
                 "before other rows",
                 call.with_queries(draw.choice((1, 7, 40, 100))),
                 lambda name, x: x[:, :, :queries] if name in ("out", "lse", "dq") else x,
+                _same,
+            )
+        )
+        parts.append(
+            (
+                "beside a document",
+                call.with_document(draw.choice((1, 5, 16, 40))),
+                lambda _, x: x[:, :, :queries],
                 _same,
             )
         )
