@@ -399,6 +399,21 @@ def test_tokens_beyond_the_vocabulary_are_the_tokenizers_mistake(at: Path, run: 
     assert "expected token ids from 0 to 31, got 500; use the tokenizer of these weights, or --ids" in ran.err
 
 
+@pytest.mark.parametrize("kind", ["Bert", "T5", "Gemma2", "Llama"])
+def test_a_tokenizer_that_transformers_makes_up_is_not_used(kind: str, tmp_path: Path, run: Run) -> None:
+    """For some classes it makes an empty one for a folder without its files: each word would be an unknown token."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 16}
+    sizes = {"vocab_size": 99, "d_model": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2} if kind == "T5" else sizes
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    ran = run("watch", str(tmp_path), "--text", "hello world", "--json")
+    assert (ran.code, ran.out) == (2, "")
+    assert "has no tokenizer that can be read, expected --ids" in ran.err
+
+
 @pytest.mark.parametrize("closed", ["", "config.json", "model.safetensors"], ids=["the folder", "config", "weights"])
 def test_what_may_not_be_read_is_named(at: Path, monkeypatch: pytest.MonkeyPatch, closed: str) -> None:
     """By what the system answers, since whoever runs the tests may read everything."""

@@ -82,7 +82,8 @@ def test_a_long_text_is_read_in_windows_and_merged_exactly(folder: Path, start: 
     assert said["about"]["forwards"] == 3
     assert said["kv_budget"]["pooled"] is True
     assert said["notes"] == [
-        "the text is read in 3 windows of 24 or 25 tokens, each from position 0; their statistics are merged"
+        "the text is read in 3 windows of 24 or 25 tokens, special tokens included, each from position 0; their "
+        "statistics are merged"
     ]
 
 

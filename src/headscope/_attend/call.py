@@ -263,7 +263,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         raise ValueError(f"v: axis {v.ndim - 3} (Hkv) is {v.shape[-3]}, k has {kv_heads}; {shapes(q=q, k=k, v=v)}")
     kv_heads = max(kv_heads, v.shape[-3])
     if kv_heads == 0 or heads % kv_heads:
-        expected = f"a divisor of q's {heads} heads" if heads else "at least 1, as has q's axis H"
+        expected = f"a divisor of q's {heads} heads" if heads else "at least 1"
         name, of = ("k", k) if k.shape[-3] == kv_heads else ("v", v)
         raise ValueError(
             f"{name}: axis {of.ndim - 3} (Hkv) is {kv_heads}, expected {expected}; {shapes(q=q, k=k, v=v)}"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SHIPPED = ("text", "digits")
+MOST_SPECIAL = 1000  # tokens; above, a vocabulary has words
 MOST_TOKENS = 4096  # default context: current models allow 131072 and more
 FEW_NAMED = 3  # names of missing or unused weights in a note
 
@@ -131,6 +132,8 @@ def _hugging_face(name: str) -> Loaded:
     try:
         import transformers
     except ImportError as error:
+        if error.name != "transformers":  # it is there, and what it imports fails
+            raise Mistake(f"{name}: transformers cannot be imported: {_first(error)}") from error
         raise Mistake(
             f"{name}: a model other than {' and '.join(SHIPPED)} needs transformers: pip install transformers"
         ) from error
@@ -308,10 +311,22 @@ def _tokenizer(transformers: Any, name: str, options: dict[str, Any]) -> Any:
     """Return the tokenizer of a model, or None: --ids works without one."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        # without files, some versions return an empty tokenizer
-        return tokenizer if tokenizer("a", add_special_tokens=False)["input_ids"] else None
+        return tokenizer if _has_words(tokenizer) else None
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
         return None
+
+
+def _has_words(tokenizer: Any) -> bool:
+    """Return whether a tokenizer encodes text; transformers makes up an empty one for a folder without its files.
+
+    The vocabulary of such a tokenizer has special tokens only, some with the mark of a space or a full stop: every word
+    would be the unknown token.
+    """
+    if len(tokenizer) <= MOST_SPECIAL:
+        special = set(tokenizer.all_special_ids)
+        if sum(token not in special for token in tokenizer.get_vocab().values()) <= 1:
+            return False
+    return bool(tokenizer("a", add_special_tokens=False)["input_ids"])
 
 
 def _tokenizer_file(tokenizer: Any, name: str) -> str:
