@@ -241,7 +241,7 @@ def _observing(verdicts: Verdicts) -> str:
     """Return which observer supports these calls; ``Observe`` options can still require the portable one."""
     every = (reason for row in verdicts.values() for verdict in row.values() for reason in verdict.observer)
     reasons = "; ".join(dict.fromkeys(every))
-    return f"observe runs in Python; the native observer refuses: {reasons}" if reasons else "observe runs natively."
+    return f"observe runs in Python ({reasons})" if reasons else "observe runs natively."
 
 
 def _describe(spec: CallSpec) -> str:
