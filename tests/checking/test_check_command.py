@@ -138,6 +138,8 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
     [
         (["homework.py"], "target: got homework.py, expected FILE.py:NAME"),
         ([":x"], "target: got :x, expected FILE.py:NAME"),
+        (["homework.py"], "for example homework.py:MultiHeadAttention"),
+        (["homework.py:Attention"], """'width'; pass the arguments that build it, for example --args "512, 8\""""),
         (["exits.py:A"], "A: cannot be built without arguments: SystemExit: 0"),
         (["nothing.py:A"], "nothing.py: no such file, expected a Python file"),
         ([f"{'a' * 300}:A"], f"{'a' * 300}: no such file"),

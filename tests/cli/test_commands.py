@@ -391,6 +391,17 @@ def test_image_as_json(run: Run) -> None:
     assert ratios[chosen["layer"], chosen["head"]] == max(ratios.values())
 
 
+def test_a_region_is_named_only_where_its_ratio_is_clear(run: Run) -> None:
+    out = run("image", "--no-page").out
+    lines = out[out.index("All heads") :].splitlines()
+    named = [line.split()[2:] for line in lines if line.startswith("layer ")]
+    ratios = [[float(each) for each in line.split()[1:]] for line in lines if line.startswith(" ratio")]
+    assert len(named) == len(ratios) == 4
+    pairs = [pair for row in zip(named, ratios, strict=True) for pair in zip(*row, strict=True)]
+    assert {region == "-" for region, ratio in pairs if ratio < 1.15} == {True}
+    assert {region == "-" for region, ratio in pairs if ratio > 1.25} == {False}
+
+
 def test_what_position_explains_is_of_the_other_samples(run: Run) -> None:
     heads = answer(run("image", "--sample", "7", "--json"))["heads"]
     example = load_example("digits")

@@ -321,7 +321,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "an empty folder": (["watch", "empty", "--text", "a"], "empty: has no config.json"),
     "a name that is not there": (
         ["watch", "no/such", "--text", "a"],
-        "no/such: is neither a folder nor reachable on the Hub: ",
+        r"no/such: is neither a folder nor reachable on the Hub: HF_HUB_OFFLINE is set, .*download no/such\)",
     ),
     "page and no page": (
         ["watch", "text", "--page", "a.html", "--no-page"],

@@ -164,7 +164,9 @@ def _loaded(transformers: Any, name: str, folder: bool) -> Loaded:
 
 def _unavailable(name: str, error: OSError) -> str:
     """Return why a name is neither a folder nor on the Hub, and the remedies."""
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}  # as huggingface_hub reads it
+    from huggingface_hub import constants
+
+    offline = constants.HF_HUB_OFFLINE
     why = "HF_HUB_OFFLINE is set, and the model was not downloaded" if offline else _first(error).rstrip(".")
     download = f"unset HF_HUB_OFFLINE, or download the model first (hf download {name})"
     connect = f"check the name and the connection, or download the model first (hf download {name})"
