@@ -42,8 +42,6 @@ SHOTS = {
     "viewer_long": Shot("long", "view=head&layer=1&head=7&row=40&column=31&pool=max", height=1500),
     "viewer_narrow": Shot("text", "view=head&layer=3&head=6&row=15&column=14", width=360, height=1100),
     "viewer_dark": Shot("text", "view=head&layer=4&head=6", height=1100, width=900, scheme="dark"),
-    "text_page": Shot("text", ""),
-    "image_page": Shot("image", ""),
 }
 
 

@@ -27,7 +27,8 @@ inline Spans make_spans(std::uintptr_t data, const std::array<std::int64_t, 3>& 
 
 inline void check_memory(const char* name, const void* data, std::int64_t count) {
     if (!data && count)
-        throw std::invalid_argument(std::string(name) + ": its memory is gone: its storage holds nothing");
+        throw std::invalid_argument(std::string(name) +
+                                    ": its storage is empty, expected a tensor that holds its data");
 }
 inline void check_memory(const Forward& f) {
     check_memory("q", f.q.data, f.batch * f.heads * f.queries);

@@ -54,7 +54,8 @@ const Target* selected_target() {
             if (runs) names += std::string(names.empty() ? "" : ", ") + all[n]->name;
             if (runs && (!forced || !*forced || !std::strcmp(forced, all[n]->name))) return all[n];
         }
-        throw std::invalid_argument(std::string("HEADSCOPE_CPU_TARGET: got '") + forced + "', this CPU has " + names);
+        throw std::invalid_argument(std::string("HEADSCOPE_CPU_TARGET: got '") + forced +
+                                    "', expected a target of this CPU: " + names);
     }();
     return once;
 }

@@ -30,7 +30,8 @@ class Held(NamedTuple):
     """The keys and values that the queries of a call attend to.
 
     Attributes:
-        k: [B, Hkv, K, D]; v: [B, Hkv, K, Dv]. The call's own tokens are the last ones.
+        k: the keys, [B, Hkv, K, D]; the last ones are those of the call's own tokens.
+        v: the values, [B, Hkv, K, Dv], in the same order.
         first: how many tokens came before key 0.
         mask: which keys are visible, or None for all.
 
@@ -142,7 +143,8 @@ class Cache(ABC):
         """Append keys and values, already rotated to their positions, and return the keys that their queries attend to.
 
         Args:
-            k: [B, Hkv, T, D]; v: [B, Hkv, T, Dv].
+            k: keys of the T new tokens, [B, Hkv, T, D].
+            v: values of the same tokens, [B, Hkv, T, Dv].
             mask: which keys are visible, in addition to the order of tokens; see ``MultiHeadAttention.forward``.
 
         Raises:

@@ -120,6 +120,7 @@ def attend(
     Shapes: as ``attention``; lse is [B, H, Q]. q, k and lse determine each weight: p = exp(s - lse).
 
     Args:
+        q, k, v, mask, bias, scale, softcap, sinks, dropout, backend: as for ``attention``.
         observe: what to measure of the weights, as self-attention with default positions; ``stats`` holds the result.
             For cross-attention, or other positions, call ``observe`` with this lse.
 

@@ -44,7 +44,8 @@ def from_module(
         options: of ``MultiHeadAttention``, which replace those read from the module, such as ``num_heads``, ``rotary``.
 
     The result excludes what the module's forward does around its attention (dropout of the output, residual, norm), and
-    its hooks.
+    its hooks. Of tutorial classes it does not read the dropout either, because their attributes do not show whether it
+    drops weights or outputs: pass ``dropout=``.
 
     Raises:
         TypeError: it is not a module, or already headscope's.
@@ -81,7 +82,8 @@ def from_state_dict(
         TypeError: a state or an option of the wrong kind.
         ValueError: an unknown layout, keys that are missing or unexpected, sizes that do not fit, an option that is
             missing or contradicts the weights, a ``rotary`` that the layout does not have, an index that lists keys
-                that its files lack. FileNotFoundError: the file does not exist.
+            that its files lack.
+        FileNotFoundError: the file does not exist.
 
     Examples:
         >>> from torch import nn
@@ -100,6 +102,7 @@ def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") 
     set the number of heads, the scale, base and scaling of rotary, and dropout.
 
     Args:
+        module: the module to export; it does not change.
         layout: one of ``known()``.
         prefix: put before each key.
 

@@ -116,10 +116,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         Args:
             query, key, value: as above, all with a batch or all without.
             key_padding_mask: [N, S], or [S] without batch: True = *masked*, or numbers that are added to the logits.
-                need_weights: also return the weights, [N, L, S]: memory is then quadratic. In training they are those
-                after dropout, as in torch.
+            need_weights: whether to return the weights too, [N, L, S]; memory is then quadratic. In training, the
+                weights are those after dropout, as in torch.
             attn_mask: [L, S], or [N * num_heads, L, S]: True = *masked*, or numbers that are added to the logits.
-            average_attn_weights: the weights are the mean over heads; else [N, num_heads, L, S].
+            average_attn_weights: whether the returned weights are the mean over heads; else [N, num_heads, L, S].
             is_causal: a promise that ``attn_mask``, which is then required, is the causal mask (query i attends to keys
                 up to i). Without ``need_weights`` the module applies the promise instead of reading the mask.
 

@@ -152,5 +152,5 @@ def test_a_freed_storage_is_an_error_that_names_it(name: str) -> None:
     headscope.attention(**ordinary, backend="cpu")
     ordinary[name].untyped_storage().resize_(0)
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"{name}: its memory is gone"):
+        with pytest.raises(ValueError, match=f"{name}: its storage is empty"):
             headscope.attention(**ordinary, backend="cpu")

@@ -77,7 +77,7 @@ def test_a_bug_is_said_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["check", "homework.py:Attention", "--args", "24, heads=3, scaled=False"]) == 1
     out, err = capsys.readouterr()
     assert out.startswith("Attention: 1 wrong\n\n✗ scale-missing  wrong\n  logits are 1 · q·k, expected 0.3536 (1/√8)")
-    assert err == "headscope check: importing and running homework.py in a separate process\n"
+    assert err == "headscope check: running homework.py in a separate process\n"
 
 
 @pytest.fixture
@@ -138,7 +138,9 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
     [
         (["homework.py"], "target: got homework.py, expected FILE.py:NAME"),
         ([":x"], "target: got :x, expected FILE.py:NAME"),
-        (["exits.py:A"], "A: cannot be built with --args '': SystemExit: 0"),
+        (["homework.py"], "for example homework.py:MultiHeadAttention"),
+        (["homework.py:Attention"], """'width'; pass the arguments that build it, for example --args "512, 8\""""),
+        (["exits.py:A"], "A: cannot be built without arguments: SystemExit: 0"),
         (["nothing.py:A"], "nothing.py: no such file, expected a Python file"),
         ([f"{'a' * 300}:A"], f"{'a' * 300}: no such file"),
         (["\0:A"], "no such file, expected a Python file"),
@@ -182,7 +184,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         (["exits.py:attend", "--embed-dim", "4"], "tried first (x) with x [2, 7, 4]: SystemExit: 0; give"),
         (["small.py:attend"], "--embed-dim: missing; it cannot be derived without weights"),
         (["small.py:attend", "--args", ""], "attend: cannot be built with --args '': TypeError"),
-        (["makes.py:fails"], "fails: cannot be built with --args '': RuntimeError: no"),
+        (["makes.py:fails"], "fails: cannot be built without arguments: RuntimeError: no"),
         (["makes.py:sometimes"], "--embed-dim: missing"),
     ],
 )

@@ -77,7 +77,8 @@ def test_version(run: Run) -> None:
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
-    "no such command": (["nothing"], "No such command 'nothing'"),
+    "no such command": (["nothing"], "nothing: unknown command; expected one of bench, check, doctor"),
+    "a misspelt command": (["txt"], r"txt: unknown command; did you mean text\?"),
     "no such option": (["text", "a", "--bend"], "No such option:? '?--bend"),
     "no text": (["text"], "expected one text"),
     "two texts": (["text", "a", "--file", "given.txt"], "expected one text"),
@@ -121,7 +122,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "device": (["doctor", "--device", "tpu"], "--device: got 'tpu', expected cpu, cuda, mps or xpu"),
     "softcap": (["doctor", "--softcap", "0"], "--softcap: got 0.0, expected a finite number above 0$"),
     "dropout": (["doctor", "--dropout", "1"], "--dropout: got 1.0, expected a probability"),
-    "key/value heads": (["doctor", "--kv-heads", "3"], r"axis 1 \(Hkv\) is 3, expected a divisor of q's 8 heads"),
+    "key/value heads": (["doctor", "--kv-heads", "3"], "--kv-heads: got 3, expected a divisor of --heads 8"),
     "sizes of doctor": (["doctor", "--seq", "1000000000", "--batch", "1000000000"], r"expected fewer than 2\*\*63"),
     "mask of doctor": (["doctor", "--seq", "1000000000", "--causal"], r"expected at most 16777216 with a mask"),
 }  # fmt: skip
@@ -390,6 +391,17 @@ def test_image_as_json(run: Run) -> None:
     assert ratios[chosen["layer"], chosen["head"]] == max(ratios.values())
 
 
+def test_a_region_is_named_only_where_its_ratio_is_clear(run: Run) -> None:
+    out = run("image", "--no-page").out
+    lines = out[out.index("All heads") :].splitlines()
+    named = [line.split()[2:] for line in lines if line.startswith("layer ")]
+    ratios = [[float(each) for each in line.split()[1:]] for line in lines if line.startswith(" ratio")]
+    assert len(named) == len(ratios) == 4
+    pairs = [pair for row in zip(named, ratios, strict=True) for pair in zip(*row, strict=True)]
+    assert {region == "-" for region, ratio in pairs if ratio < 1.15} == {True}
+    assert {region == "-" for region, ratio in pairs if ratio > 1.25} == {False}
+
+
 def test_what_position_explains_is_of_the_other_samples(run: Run) -> None:
     heads = answer(run("image", "--sample", "7", "--json"))["heads"]
     example = load_example("digits")
@@ -503,7 +515,7 @@ def test_doctor_shows_the_machine_and_every_typical_call(run: Run, monkeypatch: 
         assert word in ran.out, word
     assert re.search(r"^  plain +sdpa +sdpa$", ran.out, re.MULTILINE)
     assert re.search(r"^ +sdpa does not run it: softcap", ran.out, re.MULTILINE)
-    assert "observe: portable (build: the native extension is not installed)\n" in ran.out
+    assert "observe runs in Python (build: the native extension is not installed)\n" in ran.out
     assert ran.out.startswith("No native kernels: no C++ compiler")
     assert ran.out.count("the native extension is not installed") == 1, "not at each call"
 

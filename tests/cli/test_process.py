@@ -62,7 +62,9 @@ Console.print = strike
 def test_a_native_target_that_is_not_here_is_a_mistake(arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = headscope(*arguments, cwd=tmp_path, environment={"HEADSCOPE_CPU_TARGET": "abacus"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"headscope: HEADSCOPE_CPU_TARGET: got 'abacus', this CPU has .*\n", done.stderr)
+    assert re.fullmatch(
+        r"headscope: HEADSCOPE_CPU_TARGET: got 'abacus', expected a target of this CPU: .*\n", done.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_what_is_printed_and_written(run: Run, folder: Path) -> None:
     assert recording.texts == ("<s>", *TEXT[:24])
     page = Path("headscope-report.html").read_text(encoding="utf-8")
     assert MARKER in page[:256]
-    assert "window: the smallest that, with the first token, holds 95% of the mass" in page
+    assert "window: smallest one that holds 95% of the mass, together with the first token" in page
     tables = Page(page).data["tables"]
     assert [table["title"] for table in tables if table["cells"]] == [
         "Every head", "Patterns", "Streaming", "Smaller caches"
@@ -208,7 +208,7 @@ def test_some_layers_and_less_context(folder: Path, start: Start) -> None:
 def test_many_heads_are_cut_in_the_terminal(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headscope.cli._shared.recording_view.LINES", 2)
     ran = run("watch", str(folder), "--text", "abc abc", "--no-page")
-    assert "The 2 of 6 heads with the highest scores; the page has all heads." in ran.out
+    assert "Shown: the 2 heads with the highest scores, of 6. The page shows all." in ran.out
     assert len(re.findall(r"^[01] +[012] +\w+ +[01]\.\d\d ", ran.out, re.MULTILINE)) == 2
 
 
@@ -228,7 +228,7 @@ def test_broken_rows_are_counted_and_nothing_is_told_of_none(
     model.save_pretrained(tmp_path / "broken")
     out = run("watch", str(tmp_path / "broken"), "--ids", "3,4,5,6,7,8,9,10,11,12", "--no-page").out
     assert said in out
-    assert ("Cache: of the attention mass, the best 2 keys hold" in out) == ("Cache:" in out) == (name != "wpe.weight")
+    assert ("Cache: on average over heads, the best 2 keys hold" in out) == ("Cache:" in out) == (name != "wpe.weight")
     assert ("Streaming:" in out) == (name != "wpe.weight")
     ran = run("watch", str(tmp_path / "broken"), "--ids", "3,4,5,6,7,8,9,10,11,12", "--json")
     assert answer(ran)["notes"] == [said.removesuffix(".")]
@@ -320,7 +320,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "a file": (["watch", "given.txt", "--text", "a"], "given.txt: is not a folder, expected the folder of a model"),
     "an empty folder": (["watch", "empty", "--text", "a"], "empty: has no config.json"),
-    "a name that is not there": (["watch", "no/such", "--text", "a"], "no/such: expected a folder or a name on"),
+    "a name that is not there": (
+        ["watch", "no/such", "--text", "a"],
+        r"no/such: is neither a folder nor reachable on the Hub: HF_HUB_OFFLINE is set, .*download no/such\)",
+    ),
     "page and no page": (
         ["watch", "text", "--page", "a.html", "--no-page"],
         "--no-page: got --page too, expected one of the two",
@@ -351,12 +354,12 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["watch", "text", "--against", "given.txt"],
         "--against: given.txt: is not a file of headscope",
     ),
-    "a name of 300": (["watch", "a" * 300, "--ids", "5"], "a{300}: expected a folder or a name on the hub"),
+    "a name of 300": (["watch", "a" * 300, "--ids", "5"], "a{300}: is neither a folder nor reachable on the Hub: "),
     "a path of 300": (
         ["watch", "./" + "a" * 300, "--ids", "5"],
         r"\./a{300}: is not a folder, expected the folder of a model",
     ),
-    "text with 300": (["text", "a", "--model", "a" * 300], "a{300}: expected a folder or a name on"),
+    "text with 300": (["text", "a", "--model", "a" * 300], "a{300}: is neither a folder nor reachable on the Hub: "),
     "a recording of 300": (["watch", "text", "--out", "a" * 300], "--out: a{300}: cannot be written: File name too"),
     "no name of a model": (
         ["watch", "", "--ids", "5"],

@@ -629,8 +629,11 @@ def test_a_cache_of_fixed_size() -> None:
 
 
 SIZES_WRONG: dict[str, tuple[type[Exception], tuple[Any, Any], dict[str, Any]]] = {
-    "num_heads: embed_dim 12 is not divisible by num_heads 5, so d_k = d_model / h is not a whole number; "
-    "choose a divisor of 12, or pass head_dim": (ValueError, (12, 5), {}),
+    "num_heads: embed_dim 12 is not divisible by num_heads 5; choose a divisor of 12, or pass head_dim": (
+        ValueError,
+        (12, 5),
+        {},
+    ),
     "num_heads: got 0, expected a whole number from 1": (ValueError, (12, 0), {}),
     "embed_dim: got -4, expected a whole number from 1": (ValueError, (-4, 2), {}),
     "num_heads: got str, expected a whole number": (TypeError, (12, "3"), {}),

@@ -52,6 +52,31 @@ def test_plots_draw_the_weights(pyplot: Any) -> None:
         np.testing.assert_array_equal(axes[1, 0].images[0].get_array(), weights[2].double().numpy())
 
 
+def test_the_map_of_a_long_text_is_not_black(pyplot: Any) -> None:
+    from headscope.report.plots import plot_grid
+
+    noise = torch.randn(1, 2, 1000, 1000, dtype=torch.float64).masked_fill(
+        torch.ones(1000, 1000).triu(1) > 0, -torch.inf
+    )
+    weights = noise.softmax(-1)
+    weights[0, 1, 500] = torch.nan
+    axes = plot_grid(weights)
+    for head, ax in enumerate(axes[0]):
+        drawn = ax.images[0]
+        values = np.asarray(drawn.get_array(), dtype=float)
+        assert values.shape == (128, 128)
+        colours = np.asarray(drawn.norm(values))
+        assert np.median(colours[np.tril_indices(128, -1)]) > 0.3, "the weights of most pairs are visible"
+        assert (colours[np.triu_indices(128, 1)] == 0).all(), "masked pairs have the darkest colour"
+        assert ax.get_title() == f"0.{head} (log, ≤{values.max():.2g})"
+    block = np.asarray(axes[0, 0].images[0].get_array(), dtype=float)[10, 3]
+    rows, columns = (slice(n * 1000 // 128, (n + 1) * 1000 // 128) for n in (10, 3))
+    assert block == pytest.approx(float(weights[0, 0, rows, columns].mean()))
+    stats = observe(torch.randn(1, 2, 300, 8), torch.randn(1, 2, 300, 8), mask=masks.causal(), what=Observe(map=16))
+    assert "log" in plot_grid(stats)[0, 0].get_title(), "bins of several tokens"
+    assert plot_grid(torch.zeros(1, 1, 80, 80))[0, 0].get_title() == "0.0 (0–0)"
+
+
 def test_plots_of_statistics_and_patches(pyplot: Any) -> None:
     from headscope.report.plots import plot_patches, plot_statistics
 

@@ -45,7 +45,7 @@ def test_a_wrong_module_fails_where_it_is_wrong(wrong: type[MultiHeadAttention],
     found = trace(wrong(15, 3), torch.randn(2, 7, 15))
     assert [row.step for row in found.failed] == steps
     assert found.held is False
-    assert f"did not hold: {', '.join(steps)}" in found.summary
+    assert f"failed: {', '.join(steps)}" in found.summary
     assert "✗" in printed(found)
 
 

@@ -95,7 +95,7 @@ def test_the_table_fits_the_terminal(width: int, explain: bool) -> None:
         assert (words(row.mistake)[:40] in flat) is explain
         assert (words(row.why)[:40] in flat) is explain
     assert "unusual" in text
-    assert "all 17 invariants held" in text
+    assert "all 17 invariants hold" in text
 
 
 def test_a_terminal_that_knows_only_ascii() -> None:

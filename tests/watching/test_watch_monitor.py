@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 import pickle
 import warnings
 from collections.abc import Callable
@@ -148,6 +149,17 @@ def test_alarms(steps: list[tuple[float, bool]], limits: Limits, wanted: str) ->
     assert {(alarm.layer, alarm.head) for alarm in alarms} == {("Steered", 0), ("Steered", 1)}
     assert len(alarms) == 2, "once, as long as it lasts"
     assert str(alarms[0]).startswith(f"step {alarms[0].step}, layer Steered, head 0: {wanted}: ")
+
+
+def test_a_warning_names_the_line_that_called_the_model() -> None:
+    model = Steered()
+    with watch(model, alarms=Limits(max_logit=5)):
+        run(model, 1.0)
+        with pytest.warns(AttentionWarning) as caught:
+            run(model, 8.0)
+    assert {each.filename for each in caught} == {__file__}
+    called = {linecache.getline(each.filename, each.lineno).strip() for each in caught}
+    assert called == {"model(torch.tensor(sharp), torch.tensor(first))"}
 
 
 def test_alarms_are_saved_loaded_and_copied(tmp_path: Path) -> None:

@@ -286,6 +286,7 @@ def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Int
     """Return a call of ``torch.nn.functional.scaled_dot_product_attention`` by its arguments.
 
     Args:
+        args, kwargs: the arguments.
         convert: ``masks.split``, or a cached version of it.
 
     Raises:

@@ -142,8 +142,10 @@ def describe_unrecorded(
     calls. A fused operator counts anywhere.
 
     Args:
+        modules: path -> module.
         noted: module -> the fused operator that it attends by; None: it multiplied the result of a softmax with what
             may be values.
+        observed: modules with observed calls.
         missing: modules that are reported as errors.
     """
     texts: dict[str, str] = {}
@@ -200,7 +202,9 @@ def kind_of_call(name: str, call: InterceptedCall, choices: Kinds, before: Kind 
     also if the module is named so.
 
     Args:
-        said: pattern -> kind.
+        name: the module's path.
+        call: the call.
+        choices: the caller's kinds: pattern of paths -> kind.
         before: the kind of this layer's previous call.
     """
     for pattern, kind in choices.items():

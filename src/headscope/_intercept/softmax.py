@@ -72,6 +72,7 @@ def attends(waiting: list[Weights], function: Any, args: Sequence[Any], kwargs: 
 
     Args:
         waiting: the softmaxes that the module has computed so far; changed in place.
+        function, args, kwargs: the call.
     """
     if function in SOFTMAX:
         wait(waiting, function, args, kwargs)
@@ -109,6 +110,8 @@ def join(
 
     Args:
         waiting: the softmaxes that the module has computed so far; changed in place.
+        function, args, kwargs: the call.
+        out: its result.
     """
     operands = [*args, *kwargs.values()]
     if function in CAT | STACK:

@@ -157,7 +157,8 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, i
     """Convert the masks of ``nn.MultiheadAttention`` (True = masked, or numbers to add) to mask and bias of headscope.
 
     Args:
-        attn_mask: [Q, K] or [B * H, Q, K]; padding: [B, K], or [K].
+        attn_mask: [Q, K] or [B * H, Q, K].
+        padding: [B, K], or [K].
         sizes: B and H.
 
     Raises:

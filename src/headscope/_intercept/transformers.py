@@ -187,10 +187,10 @@ def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str,
     """Return an attention function's call as arguments of headscope.
 
     The function determines which options count: one that does not name ``softcap`` or ``position_bias``, or does not
-    read ``module.sinks``, does not use it. A function without readable code is assumed not to use them; the comparison
-    of outputs then reveals it if it does.
+    read ``module.sinks``, does not use it. A function without readable code is assumed not to use them.
 
     Args:
+        attend, name, frame: the attention function, its name in the configuration, and the module that calls it.
         arguments: of the call, by name, and those that partials bind.
 
     Raises:

@@ -21,8 +21,10 @@ def multiply(
     """Write ``x @ weight.T + bias`` into out. Each row is summed in one order, whatever the other rows and threads.
 
     Args:
-        x: read with these strides over rows and depth.
-        weight: read with these strides over columns and depth.
+        x: read with ``x_strides``.
+        x_strides: of x over rows and depth.
+        weight: read with ``weight_strides``.
+        weight_strides: of weight over columns and depth.
         bias: contiguous, a number for each column.
         out: of the same dtype as the others.
         sizes: rows, depth, columns.

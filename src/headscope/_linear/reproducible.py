@@ -150,7 +150,7 @@ def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else readable(bias.detach()).contiguous()
     for name, x in (("x", rows), ("weight", weight), ("bias", bias)):
         if x is not None and not x.data_ptr():
-            raise ValueError(f"{name}: its memory is gone: its storage holds nothing")
+            raise ValueError(f"{name}: its storage is empty, expected a tensor that holds its data")
     out = torch.empty((len(rows), outs), dtype=dtype, device="cpu")
     strides = (1, weight.stride(1)) if turned else (weight.stride(0), 1)
     multiply(rows, (width, 1), weight, strides, bias, out, (len(rows), width, outs))

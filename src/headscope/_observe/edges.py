@@ -62,6 +62,7 @@ def largest_edges(k: int, scene: Scene, maxima: Tensor) -> Candidates:
 
     Args:
         k: the number of weights, from 1.
+        scene: the observed call.
         maxima: the largest weight of each row [B, H, R]; NaN where a row does not count.
     """
     call = scene.call

@@ -28,7 +28,8 @@ class Reductions:
     """The reductions of each tile of weights, in numbers.
 
     Attributes:
-        rows: the row quantities; argmax: also the key of each row's largest weight.
+        rows: the row quantities.
+        argmax: the key of each row's largest weight.
         received: received and eligible of each key.
         bins: of the map; 0 = none.
         edges, top: the number of largest weights of a head and of a row; 0 = none.

@@ -43,6 +43,7 @@ def fit_local_slopes(follow: Callable[[Tensor], Heads | None], inputs: list[Tens
 
     Args:
         follow: gives the heads for an input.
+        inputs: where the slopes are fitted.
 
     Returns:
         The slopes of all inputs along the first axis; None where no head fits.

@@ -117,6 +117,7 @@ def fit_row_factors(heads: Heads, keys: Tensor) -> tuple[Tensor, Tensor] | None:
     """Fit log p of each row as a linear function of q·k.
 
     Args:
+        heads: the weights and q·k of all heads.
         keys: the keys that are counted, broadcasting to [B, H, Q, K].
 
     Returns:
@@ -147,6 +148,7 @@ def judge_row_factors(heads: Heads, moved: Heads | None) -> Verdict:
     """Judge rows that are linear in q·k with different factors.
 
     Args:
+        heads: the heads.
         moved: the heads after token 0 was changed.
     """
     others = torch.arange(heads.p.shape[-1]) > 0

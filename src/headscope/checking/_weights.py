@@ -203,6 +203,7 @@ def fit_slope(one: Heads, two: Heads, allowed: Tensor | None) -> Slope | str:
     """Fit the difference between two inputs, in which a bias cancels; or return why the fit fails.
 
     Args:
+        one, two: the heads for each input.
         allowed: pairs that are counted, broadcasting to [B, H, Q, K]; None = those that are visible.
     """
     both = visible_pairs(one.p) & visible_pairs(two.p)
@@ -263,6 +264,7 @@ def judge_mask(
         mask: the pairs that it leaves visible (True = attend), [B, Q, K].
         before: the pairs that are visible without it, [B, H, Q, K].
         plain: the weights without it, or None.
+        tolerance: the relative error of a weight; ten times as much counts as a difference.
     """
     visible = visible_pairs(p)
     expected, inverted = before & mask[:, None], before & ~mask[:, None]

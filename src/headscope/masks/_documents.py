@@ -46,8 +46,8 @@ class Documents(Mask):
         """Return the mask of packed sequences [1, total, ...] by their offsets: 0, 3, 5 are tokens 0 to 2, and 3 and 4.
 
         Args:
-            q: cumulative lengths of the queries' sequences, integers [n + 1] from 0, as in flash-attention. k: those of
-                the keys' sequences, equally many; by default those of the queries.
+            q: cumulative lengths of the queries' sequences, integers [n + 1] from 0, as in flash-attention.
+            k: cumulative lengths of the keys' sequences, integers [n + 1] from 0; by default those of the queries.
 
         Raises:
             TypeError, ValueError: they are not cumulative lengths.

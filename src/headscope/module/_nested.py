@@ -20,6 +20,8 @@ def forward_nested(
 
     Args:
         attend: the forward pass of ordinary tensors.
+        x: the queries' tokens.
+        context: the keys' tokens, nested too; None = x.
         mask: ``causal()``, ``window(n)`` or another combination of bands.
         restart: whether to pass positions that restart from 0 in each row.
         others: arguments that nested tensors do not support, unless None or False.

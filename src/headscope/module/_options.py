@@ -24,8 +24,8 @@ def check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | N
     """Raise unless the width divides among the heads, and the query heads among the key/value heads."""
     if head_dim is None and embed_dim % num_heads:
         raise ValueError(
-            f"num_heads: embed_dim {embed_dim} is not divisible by num_heads {num_heads}, so d_k = d_model / h is "
-            f"not a whole number; choose a divisor of {embed_dim}, or pass head_dim"
+            f"num_heads: embed_dim {embed_dim} is not divisible by num_heads {num_heads}; choose a divisor of "
+            f"{embed_dim}, or pass head_dim"
         )
     if num_heads % kv_heads:
         raise ValueError(f"kv_heads: got {kv_heads}, expected a divisor of num_heads {num_heads}")

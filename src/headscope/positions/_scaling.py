@@ -65,9 +65,9 @@ class YaRN:
         original_length: of the texts that the model was trained on.
         beta_fast: pairs with more turns than this over ``original_length`` do not change.
         beta_slow: pairs with fewer turns are interpolated.
-        attention_factor: the factor of cos and sin, above 0; by default 0.1 ln(factor) + 1, or, with both of the next
-            two, (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1), as in DeepSeek. mscale,
-            mscale_all_dim: see ``attention_factor``; both or none.
+        attention_factor: the factor of cos and sin, above 0; by default 0.1 ln(factor) + 1, or, with ``mscale`` and
+            ``mscale_all_dim``, (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1), as in DeepSeek.
+        mscale, mscale_all_dim: numbers above 0 in the default of ``attention_factor``; both or none.
         truncate: round the ends of the ramp to whole pairs, outwards.
 
     Source: Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", equations 17 to 22.

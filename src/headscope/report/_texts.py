@@ -11,8 +11,8 @@ from headscope.stats._layer import LayerStats
 __all__ = ["NOT_EXPLANATION", "broken_layers", "few", "visible"]
 
 NOT_EXPLANATION = (
-    "Attention weights show where a head read from, not why the model answered as it did: attention is not "
-    "explanation. A pattern is a likeness, measured by a score; it does not say what a head is for."
+    "Attention weights show where a head reads. They do not explain the model's answer: attention is not explanation. "
+    "A score measures how closely a head matches a pattern. It does not show what the head is for."
 )
 
 FEW = 8

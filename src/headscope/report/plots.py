@@ -23,6 +23,15 @@ __all__ = ["plot_grid", "plot_head", "plot_patches", "plot_statistics"]
 MOST_LABELS = 40
 """With more tokens than this, the axes show numbers only."""
 
+LINEAR = 64
+"""Maps of more queries or keys than this have a logarithmic colour scale in ``plot_grid``."""
+
+DECADES = 1e-4
+"""Where a logarithmic scale starts, relative to the largest weight, as on the page."""
+
+MOST_BINS = 128
+"""A longer axis of a map is drawn by this many bins in ``plot_grid``."""
+
 CHANNELS = (1, 3, 4)
 """Sizes of an image's third axis."""
 
@@ -78,7 +87,9 @@ def plot_grid(
 ) -> NDArray[Any]:
     """Draw the map of every head: a row of axes for each layer, a column for each head.
 
-    Each map has its own colour scale, from 0 to its largest weight, which is in its title.
+    Each map has its own colour scale; its title has the largest value. The scale is linear from 0 for maps of up to 64
+    queries and keys, and logarithmic over four decades for larger maps and for bins of several tokens: there, a few
+    weights near 1 would leave all others black. Above 128 queries or keys, a map shows the means of 128 bins.
 
     Shapes: weights [H, Q, K] for each layer, or [layers, H, Q, K]; axes [layers, H].
 
@@ -100,11 +111,13 @@ def plot_grid(
         >>> axes.shape, [ax.get_title() for ax in axes[0]]
         ((1, 2), ['0.0 (0–1)', '0.1 (0–1)'])
     """
+    pooled: list[bool] = []
     if isinstance(weights, (Tensor, np.ndarray)):
         weights = [*_weights("weights", weights, "[layers, H, Q, K]", 4)]
     elif not isinstance(weights, Sequence):
-        weights = _maps(weights)
+        weights, pooled = _maps(weights)
     layers = [_weights(f"weights[{n}]", layer, "[H, Q, K]", 3) for n, layer in enumerate(weights)]
+    pooled = pooled or [max(layer.shape[1:]) > LINEAR for layer in layers]
     sizes = (len(layers), max((len(layer) for layer in layers), default=0))
     if 0 in sizes:
         raise ValueError(f"weights: expected at least 1 {'head' if layers else 'layer'}, got none")
@@ -119,12 +132,37 @@ def plot_grid(
             unused.set_axis_off()
         for head, p in enumerate(layer):
             ax: Axes = axes[number, head]
-            ax.imshow(p, cmap="magma", vmin=0, interpolation="nearest")
+            ax.set_title(f"{number}.{head} {_draw_map(ax, p, pooled[number])}", fontsize="small", pad=2)
             ax.set_xticks([])
             ax.set_yticks([])
-            largest = p.max(initial=0.0, where=np.isfinite(p))
-            ax.set_title(f"{number}.{head} (0–{largest:.2g})", fontsize="small", pad=2)
     return axes
+
+
+def _draw_map(ax: Axes, p: NDArray[np.float64], log: bool) -> str:
+    """Draw one map with its own colour scale, and return the scale as text."""
+    if log:
+        p = _bin_means(_bin_means(p, 0), 1)
+    largest = p.max(initial=0.0, where=np.isfinite(p))
+    if not log or largest == 0:
+        ax.imshow(p, cmap="magma", vmin=0, interpolation="nearest")
+        return f"(0–{largest:.2g})"
+    from matplotlib.colors import LogNorm
+
+    least = DECADES * largest  # smaller weights, and 0, have the darkest colour
+    ax.imshow(np.maximum(p, least), cmap="magma", norm=LogNorm(least, largest), interpolation="nearest")
+    return f"(log, ≤{largest:.2g})"
+
+
+def _bin_means(p: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    """Return the means of ``MOST_BINS`` bins along an axis that is longer; NaN and infinity count only where alone."""
+    length = p.shape[axis]
+    if length <= MOST_BINS:
+        return p
+    starts = np.arange(MOST_BINS) * length // MOST_BINS
+    finite = np.isfinite(p)
+    total = np.add.reduceat(np.where(finite, p, 0.0), starts, axis=axis)
+    count = np.add.reduceat(finite.astype(np.int64), starts, axis=axis)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def plot_statistics(
@@ -280,15 +318,20 @@ def _stats(name: str, observed: HeadStats | ObservedModel) -> HeadStats:
     return stats
 
 
-def _maps(observed: HeadStats | ObservedModel) -> list[NDArray[np.float64]]:
-    """Return the bin means of each layer, [H, rows, columns], without bins that have no query or no key."""
+def _maps(observed: HeadStats | ObservedModel) -> tuple[list[NDArray[np.float64]], list[bool]]:
+    """Return the bin means of each layer, [H, rows, columns], without bins that have no query or no key.
+
+    Also return whether each layer's map is large, or has bins of several tokens.
+    """
     maps: list[NDArray[np.float64]] = []
+    pooled: list[bool] = []
     for name, part in _stats("weights", observed).parts.items():
         if part.map is None:
             raise ValueError(f"weights: {name} has no map; observe with Observe(map=64)")
         rows, columns = standing(part.map.bins, part.lengths)
         maps.append(_array(name, part.map.mean, "[H, n, n]", 3)[:, rows][:, :, columns])
-    return maps
+        pooled.append(part.lengths is None or max(part.lengths) > min(part.map.bins, LINEAR))
+    return maps, pooled
 
 
 def _axes(ax: Axes | None) -> Axes:

@@ -13,7 +13,8 @@ class Section:
     """One table of a page.
 
     Attributes:
-        title, says: what the table shows; caption: the text below it.
+        title, says: what the table shows.
+        caption: the text below the table.
         columns, cells: headings and lines, as text.
         words: the columns that hold words instead of numbers.
 

@@ -371,5 +371,5 @@ def _caption(sheet: Sheet, looked: Values, query: int | None) -> str:
     best = int(np.nanargmax(looked))
     value = float(looked.flat[best])
     times = value * looked.size
-    strongest = f"{sheet.tokens[best]} with {value:.3f}, {times:.1f} times an even spread"
+    strongest = f"{sheet.tokens[best]} with {value:.3f}, {times:.1f} times the average patch"
     return f"The image, and where {who}. Strongest: {strongest}."

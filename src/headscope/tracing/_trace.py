@@ -55,11 +55,11 @@ class Trace:
     def summary(self) -> str:
         """The number of invariants that held, or why none was checked, in one line."""
         if self.held is None:
-            return "○ sizes only, nothing was computed; pass a module and an input to check the invariants"
+            return "○ sizes only, nothing was computed; to check the invariants, pass a module and an input"
         if self.failed:
             names = ", ".join(row.step for row in self.failed)
-            return f"✗ {len(self.failed)} of {len(self.rows)} invariants did not hold: {names}"
-        return f"✓ all {len(self.rows)} invariants held; errors are measured against the same step in float64"
+            return f"✗ {len(self.failed)} of {len(self.rows)} invariants failed: {names}"
+        return f"✓ all {len(self.rows)} invariants hold; the values are compared with the same steps in float64"
 
     @property
     def code(self) -> str:

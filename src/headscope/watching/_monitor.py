@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headscope._support.text import visible
+from headscope._support.user_line import user_stacklevel
 from headscope.stats._layer import LayerStats
 
 Write = Callable[[dict[str, float], int], None]
@@ -76,8 +77,9 @@ class Alarm:
         step: the forward pass, counted from 0.
         layer, head: where.
         what: "entropy collapse", "growing logits" or "rising sink".
-        value: of the quantity in this step; limit: the limit that it exceeded, or fell below; reference: its earlier
-            value.
+        value: the quantity in this step.
+        limit: the limit that the value exceeded, or fell below.
+        reference: the earlier value that it is compared with.
 
     Examples:
         >>> import warnings
@@ -164,6 +166,7 @@ class Monitor:
         """Start to fetch the values of a step, and pass on those that have arrived; do nothing while a writer runs.
 
         Args:
+            number: the forward pass, counted from 0.
             parts: layer -> its statistics in this step only, in the order of the model.
         """
         if self._writing:  # the writer runs the model itself: passing that on would never end
@@ -223,7 +226,7 @@ class Monitor:
             self._raised.add(at)
             alarm = Alarm(step, at[0], at[1], what, value, limit, reference)
             self.alarms.append(alarm)
-            warnings.warn(str(alarm), AttentionWarning, stacklevel=2)
+            warnings.warn(str(alarm), AttentionWarning, stacklevel=user_stacklevel())
 
 
 def _fetch(number: int, parts: Mapping[str, LayerStats], layers: Mapping[str, int]) -> _Step:

@@ -46,6 +46,7 @@ from headscope._intercept import (
     transformers_refusal,
 )
 from headscope._support.arguments import check_type, whole
+from headscope._support.user_line import user_stacklevel
 from headscope.stats import HeadStats, Observe
 from headscope.stats._layer import LayerStats
 from headscope.watching._about import about_of
@@ -211,7 +212,7 @@ class Watch:
                 "watch: ended while a forward pass was running in another thread; the rest of that pass is not "
                 "recorded",
                 WatchWarning,
-                stacklevel=3,
+                stacklevel=user_stacklevel(),
             )
 
     def _check(self) -> None:
@@ -338,7 +339,7 @@ class Watch:
             warnings.warn(
                 f'watch: {text}, which the recording does not include; unseen="ignore" silences this warning',
                 WatchWarning,
-                stacklevel=2,
+                stacklevel=user_stacklevel(),
             )
 
     def _warn_of_unknown_ids(self) -> None:
@@ -350,7 +351,7 @@ class Watch:
             'watch: tokens="inputs": the ids of cached keys are unknown, because no watched step computed these '
             'keys; duplicate and induction exclude such steps; unseen="ignore" silences this warning',
             WatchWarning,
-            stacklevel=2,
+            stacklevel=user_stacklevel(),
         )
 
 

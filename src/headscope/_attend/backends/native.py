@@ -297,7 +297,7 @@ def to_kernel_call(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0)
     sinks = readable(inputs.sinks.detach().to(dtype)).contiguous() if inputs.sinks is not None else None
     for name, x in (("bias", bias), ("sinks", sinks)):
         if x is not None and x.numel() and not x.data_ptr():  # address 0 would mean that the tensor is absent
-            raise ValueError(f"{name}: its memory is gone: its storage holds nothing")
+            raise ValueError(f"{name}: its storage is empty, expected a tensor that holds its data")
     spans, spans_at, rules = None, (0, 0, 0), _Rules()
     if plan is not None and not plan.everything:
         spans = readable(plan.spans.to(torch.int32)).contiguous()

@@ -50,7 +50,7 @@ def probe_overflow(case: Case) -> None:
         case.not_tested["float16"] = f"bfloat16 fails: {brain}"
     elif isinstance(half, str):
         if "overflow" in half or "Half" not in half:
-            case.report("fp16-overflow", f"float16 fails where bfloat16 does not: {half}")
+            case.report("fp16-overflow", f"float16 raises an error, bfloat16 does not: {half}")
         else:
             case.not_tested["float16"] = half
     elif not half and brain:

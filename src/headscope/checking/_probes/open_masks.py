@@ -34,6 +34,8 @@ def _describe_change(case: Case, mask: WorkingMask, shown: Tensor, plain: Tensor
     """Describe how outputs change with a mask that leaves all of ``shown`` visible; "" if they do not.
 
     Args:
+        case: the case under test.
+        mask: the mask.
         shown: the pairs that are visible without a mask, or all pairs: [B, 1, Q, K].
         plain: the outputs without a mask.
     """

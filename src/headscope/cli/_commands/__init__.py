@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -25,6 +26,20 @@ TARGET = "HEADSCOPE_CPU_TARGET:"  # the start of the message about a target that
 
 class Commands(click.Group):
     """The group of all commands."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Return the command that the first argument names.
+
+        Raises:
+            Mistake: no command has that name; the message names the nearest one.
+        """
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            every = self.list_commands(ctx)
+            near = get_close_matches(name, every, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(every)}"
+            raise Mistake(f"{name}: unknown command; {hint}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command.

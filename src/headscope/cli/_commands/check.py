@@ -73,7 +73,7 @@ def check(target: str, arguments: str | None, timeout: int, as_json: bool, **opt
     args, kwargs = _parse_arguments(arguments or "")
     if (scale := options["scale"]) is not None and not (math.isfinite(scale) and scale > 0):
         raise Mistake(f"--scale: got {scale:g}, expected a finite number above 0")
-    say(f"headscope check: importing and running {visible(str(path))} in a separate process")
+    say(f"headscope check: running {visible(str(path))} in a separate process")
     request = {
         "path": str(path.resolve()), "name": name, "args": args, "kwargs": kwargs, "arguments": arguments,
         "options": {key: value for key, value in options.items() if value is not None},
@@ -96,13 +96,19 @@ def check(target: str, arguments: str | None, timeout: int, as_json: bool, **opt
 def _parse_target(target: str) -> tuple[Path, str]:
     file, colon, name = target.rpartition(":")
     if not file or not colon or not name.isidentifier():
-        raise Mistake(f"target: got {target}, expected FILE.py:NAME, as homework.py:MultiHeadAttention")
+        raise Mistake(f"target: got {target}, expected FILE.py:NAME, for example {_example(target)}")
     if os.path.isdir(file):  # False where Path.is_dir raises: a name can be too long
         raise Mistake(f"{file}: is a directory, expected a Python file")
     if not os.path.isfile(file):
         problem = "is not a regular file" if os.path.exists(file) else "no such file"
         raise Mistake(f"{file}: {problem}, expected a Python file")
     return Path(file), name
+
+
+def _example(target: str) -> str:
+    """Return a target that follows FILE.py:NAME, with the file of this one if it has one."""
+    file = target.partition(":")[0]
+    return f"{file if file.endswith('.py') else 'homework.py'}:MultiHeadAttention"
 
 
 def _parse_arguments(arguments: str) -> tuple[list[Any], dict[str, Any]]:

@@ -45,6 +45,7 @@ OWN_CALL = (
     click.option("--lse", is_flag=True, help="Return the log-sum-exp of each row."),
     click.option("--grad", is_flag=True, help="Compute gradients (training), also of bias and sinks."),
 )
+SHOWN = {"threads": "intra-op threads", "threads between operations": "inter-op threads"}  # --json has the longer names
 NATIVE = "cpu"  # the backend of the native kernels
 FIELDS = {"seq": "queries", "context_seq": "keys"}
 
@@ -90,6 +91,8 @@ def doctor(
     specs = _doctor.TYPICAL
     if specified:
         specs = {"this call": _doctor.CallSpec(**{FIELDS.get(name, name): value for name, value in own.items()})}
+    if own["kv_heads"] is not None and own["heads"] % own["kv_heads"]:
+        raise Mistake(f"--kv-heads: got {own['kv_heads']}, expected a divisor of --heads {own['heads']}")
     try:
         verdicts = {
             title: {name: _doctor.judge(spec, _doctor.DTYPES[name], device) for name in dtypes}
@@ -190,12 +193,11 @@ def _print(machine: dict[str, dict[str, Any]], device: str, specs: dict[str, Cal
     for section, properties in ({} if single else machine).items():
         table = Table.grid(padding=(0, 2))
         for name, value in properties.items():
-            table.add_row(Text(f"  {name}"), Text(visible(_word(value))))
+            table.add_row(Text(f"  {SHOWN.get(name, name)}"), Text(visible(_word(value))))
         out.print(Text(section, style="bold"))
         out.print(table)
         out.print()
-    which = "this call" if single else "the call"
-    title = f"Which implementation runs (first choice that supports {which}; device: {device})"
+    title = f"Backend that runs {'this call' if single else 'each call'} (device: {device})"
     out.print(Text(title, style="bold"))
     sizes = _describe(next(iter(specs.values())))
     out.print(Padding(Text(sizes if single else f"{sizes}, unless a line specifies otherwise"), (0, 0, 0, 2)))
@@ -239,7 +241,7 @@ def _observing(verdicts: Verdicts) -> str:
     """Return which observer supports these calls; ``Observe`` options can still require the portable one."""
     every = (reason for row in verdicts.values() for verdict in row.values() for reason in verdict.observer)
     reasons = "; ".join(dict.fromkeys(every))
-    return f"observe: portable ({reasons})" if reasons else "observe: native"
+    return f"observe runs in Python ({reasons})" if reasons else "observe runs natively."
 
 
 def _describe(spec: CallSpec) -> str:

@@ -15,6 +15,7 @@ from headscope.cli._shared.console import INDEX, console, print_json, say
 from headscope.cli._shared.headings import attention_in_words, heading, meanings, show_closing, show_steps
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.observation import (
+    CLEAR,
     OF_OBJECT,
     Choice,
     HeadOptions,
@@ -185,7 +186,7 @@ def _print(look: Look, explain: bool) -> None:
         out.print(Text(visible("; ".join(digit.done)), style="dim"))
     out.print(_digit_and_classes(look))
     show_steps(out, look.trace, choice.layer, sheet.layers, explain)
-    heading(out, "All heads", "where each looks most; ratio 1 = chance, 4 = the maximum")
+    heading(out, "All heads", f"where each looks most: ratio 1 = chance, 4 = maximum; - = below {CLEAR:g}")
     out.print(terminal.statistics_table(sheet) if explain else HeadGrid(sheet, choice))
     out.print(meanings(REGIONS if explain else SHOWN, REGIONS))
     heading(out, f"All heads of layer {choice.layer}", "where the 64 patches look, on average")

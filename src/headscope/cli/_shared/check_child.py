@@ -81,7 +81,12 @@ def _build(factory: Any, request: dict[str, Any]) -> Any:
     try:
         return factory(*request["args"], **request["kwargs"])
     except (Exception, SystemExit) as error:
-        problem = f"cannot be built with --args {request['arguments'] or ''!r}: {_line(error)}"
+        if request["arguments"] is None:
+            problem = f"cannot be built without arguments: {_line(error)}"
+            if isinstance(error, TypeError):
+                problem += '; pass the arguments that build it, for example --args "512, 8"'
+        else:
+            problem = f"cannot be built with --args {request['arguments']!r}: {_line(error)}"
         raise MistakeError(f"{request['name']}: {problem}") from error
 
 

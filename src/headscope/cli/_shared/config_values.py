@@ -127,6 +127,8 @@ def explain_key_error(transformers: Any, name: str, config: dict[str, Any], erro
     """Return the message for a name in a configuration that is not in a table of transformers; None if it is not one.
 
     Args:
+        transformers: the package.
+        name: the model's name, as the user gave it.
         config: as a dictionary.
         error: raised while the model was built.
     """

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
-from headscope.cli._shared.observation import Choice, strongest
+from headscope.cli._shared.observation import CLEAR, Choice, strongest
 from headscope.report import Sheet
 from headscope.report.terminal import statistics_table
 from headscope.report.words import strength
@@ -61,14 +61,16 @@ class HeadGrid:
         def spread(layer: int, head: int) -> Text:
             return _number(self.sheet.statistics[layer]["effective_keys"][head], 1)
 
-        return {"pattern": pattern, "score": score, "keys": spread}
+        return {"pattern": pattern, "score": score, "spread": spread}
 
     def _image(self) -> dict[str, Figure]:
         """Return the lines of a cell for an image: the object's region with the largest ratio, and ratios to chance."""
 
         def region(layer: int, head: int) -> Text:
             look = strongest(self.sheet, layer, head)
-            return Text("-") if look is None else Text(look.region, "bold" if look.ratio >= FAR_FROM_CHANCE else "")
+            if look is None or look.ratio < CLEAR:
+                return Text("-")
+            return Text(look.region, "bold" if look.ratio >= FAR_FROM_CHANCE else "")
 
         def ratio(layer: int, head: int) -> Text:
             look = strongest(self.sheet, layer, head)

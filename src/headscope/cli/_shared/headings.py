@@ -39,7 +39,7 @@ def show_steps(out: Console, trace: Trace, layer: int, layers: int, explain: boo
     """Print the steps of one layer's attention, one line each or in full."""
     from rich.text import Text
 
-    heading(out, f"Layer {layer}, step by step", f"one of {layers} layers: how each position reads from the others")
+    heading(out, f"Layer {layer}, step by step", f"how positions read from each other; layer {layer} of 0–{layers - 1}")
     if explain:
         out.print(trace.table(explain=True))
         return

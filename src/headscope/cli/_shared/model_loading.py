@@ -155,7 +155,7 @@ def _loaded(transformers: Any, name: str, folder: bool) -> Loaded:
     except OSError as error:
         if folder:
             raise Mistake(f"{name}: cannot be loaded: {_first(error)}") from error
-        raise Mistake(f"{name}: expected a folder or a name on the hub, and it is neither: {_first(error)}") from error
+        raise Mistake(f"{name}: {_unavailable(name, error)}") from error
     except Exception as error:  # transformers raises many types for damaged folders and those of other versions
         if "trust_remote_code" in str(error):
             raise Mistake(
@@ -163,6 +163,18 @@ def _loaded(transformers: Any, name: str, folder: bool) -> Loaded:
                 "and use headscope.watch"
             ) from error
         raise Mistake(f"{name}: cannot be loaded: {type(error).__name__}: {_first(error)}") from error
+
+
+def _unavailable(name: str, error: OSError) -> str:
+    """Return why a name is neither a folder nor on the Hub, and the remedies."""
+    from huggingface_hub import constants
+
+    offline = constants.HF_HUB_OFFLINE
+    why = "HF_HUB_OFFLINE is set, and the model was not downloaded" if offline else _first(error).rstrip(".")
+    download = f"unset HF_HUB_OFFLINE, or download the model first (hf download {name})"
+    connect = f"check the name and the connection, or download the model first (hf download {name})"
+    remedy = f"pass the path of a folder, {download if offline else connect}"
+    return f"is neither a folder nor reachable on the Hub: {why}; {remedy}"
 
 
 def _first(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from headscope.cli._shared.observation import strongest
+from headscope.cli._shared.observation import CLEAR, strongest
 from headscope.report import Sheet
 from headscope.report.terminal import Ink, ability, brightness, largest, looked_at, patches
 
@@ -50,8 +50,7 @@ class Gallery:
 
     def _title(self, head: int, wide: int) -> Text:
         look = strongest(self.sheet, self.layer, head)
-        title = Text(
-            f"{self.layer}.{head}" + ("" if look is None else f" {look.region} {look.ratio:.1f}"), style="bold"
-        )
+        named = "" if look is None or look.ratio < CLEAR else f" {look.region} {look.ratio:.1f}"
+        title = Text(f"{self.layer}.{head}{named}", style="bold")
         title.truncate(wide)
         return title

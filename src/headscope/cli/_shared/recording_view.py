@@ -37,12 +37,12 @@ def show(out: Console, result: WatchResult, recording: str | None, page: str | N
     out.print(Text(visible(f"headscope watch: {_title(result)}"), style="dim"))
     out.print(Text(visible(_lead(result))))
     rows = "a sample of the queries" if result.recording.stats.sampled else "all queries"
-    heading(out, "All heads", f"best-matching pattern, and means over {rows}")
+    heading(out, "All heads", f"best-matching pattern of each, and means over {rows}")
     cells = _cells(result)
     shown = _striking(cells)
     out.print(_table(shown, result))
     if len(shown) < len(cells):
-        left = f"The {len(shown)} of {len(cells)} heads with the highest scores; the page has all heads."
+        left = f"Shown: the {len(shown)} heads with the highest scores, of {len(cells)}. The page shows all."
         out.print(Text(left, style="dim"))
     out.print(_reading(result))
     if broken := broken_layers(result.recording.stats.parts):
@@ -144,7 +144,7 @@ def _reading(result: WatchResult) -> object:
     matched = {each.pattern for each in result.patterns.best}
     explained = meanings((name for name in PATTERNS if name in matched), PATTERNS)
     most = result.budget.budgets[0]
-    top = f"top {most:,}: mass on the {_keys(most)} with the most"
+    top = f"top {most:,}: mass on the {_keys(most)} that {'receives' if most == 1 else 'receive'} the most"
     columns = f"{visible(note)}{_columns()} · {top}"
     return Text("\n").join([explained, Text(columns, style="dim")] if explained else [Text(columns, "dim")])
 
@@ -154,7 +154,7 @@ def _columns() -> str:
     return (
         "score: 1 = exact match, 0 = no closer than chance · "
         "normalized entropy: entropy / ln n, 1 = spread evenly, 0 = one token · first: mass on the first token · "
-        "distance: mean, in positions · window: the smallest that, with the first token, holds 95% of the mass"
+        "distance: mean, in positions · window: smallest one that holds 95% of the mass, together with the first token"
     )
 
 
@@ -170,8 +170,8 @@ def _conclusions(result: WatchResult) -> list[str]:
         every = result.streaming.heads
         sentences.append(
             f"Streaming: {len(result.streaming.streaming)} of {len(every)} heads hold {result.streaming.keep:.0%} of "
-            f"their mass in a window plus the first token{f' ({windows} positions)' if windows else ''}; "
-            f"at most {_keys(max(head.sees for head in every))} are visible to a query."
+            f"their mass in a window plus the first token{f' ({windows} positions)' if windows else ''}. "
+            f"A query attends to at most {_keys(max(head.sees for head in every))}."
         )
     sentences += _cache_sentences(result)
     pairs, closest = result.duplicates.pairs, result.duplicates.closest
@@ -202,12 +202,13 @@ def _cache_sentences(result: WatchResult) -> list[str]:
         shares = [head.kept[at] for head in heads if not math.isnan(head.kept[at])]
         if shares:
             hold = "holds" if budget == 1 else "hold"
-            lines.append(f"{_keys(budget)} {hold} {sum(shares) / len(shares):.0%} (worst head {min(shares):.0%})")
+            lines.append(f"{_keys(budget)} {hold} {sum(shares) / len(shares):.0%} (lowest head: {min(shares):.0%})")
     if not lines:
         return []
     pooled = ", once for all windows" if result.budget.pooled else ""
-    sample = "; too high if few queries are sampled" if result.budget.basis.sampled else ""
-    return [f"Cache: of the attention mass, the best {'; '.join(lines)}; chosen in hindsight{pooled}{sample}."]
+    sample = " The shares are too high if few queries are sampled." if result.budget.basis.sampled else ""
+    held = f"on average over heads, the best {'; the best '.join(lines)} of the attention mass"
+    return [f"Cache: {held}. The keys are chosen after the run{pooled}.{sample}"]
 
 
 def _keys(count: int) -> str:
