@@ -16,7 +16,6 @@ from headscope.cli._shared.headings import attention_in_words, heading, meanings
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.observation import (
     CLEAR,
-    OF_OBJECT,
     Choice,
     HeadOptions,
     check_range,
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from headscope.tracing import Trace
 
 SAMPLE = 3
-SHOWN = (*OF_OBJECT, "layout", "near")
 BAR = 20  # characters of a probability of 1
 
 
@@ -173,7 +171,7 @@ def _print(look: Look, explain: bool) -> None:
 
     from headscope.cli._shared.head_grid import HeadGrid
     from headscope.cli._shared.pictures import Gallery
-    from headscope.report import terminal
+    from headscope.report import regions, terminal
     from headscope.report.words import REGIONS
 
     sheet, choice, digit = look.sheet, look.choice, look.digit
@@ -188,7 +186,7 @@ def _print(look: Look, explain: bool) -> None:
     show_steps(out, look.trace, choice.layer, sheet.layers, explain)
     heading(out, "All heads", f"where each looks most: ratio 1 = chance, 4 = maximum; - = below {CLEAR:g}")
     out.print(terminal.statistics_table(sheet) if explain else HeadGrid(sheet, choice))
-    out.print(meanings(REGIONS if explain else SHOWN, REGIONS))
+    out.print(meanings(REGIONS if explain else regions.REGIONS, REGIONS))
     heading(out, f"All heads of layer {choice.layer}", "where the 64 patches look, on average")
     out.print(Gallery(sheet, choice.layer))
     heading(out, f"Layer {choice.layer}, head {choice.head}", choice.why)

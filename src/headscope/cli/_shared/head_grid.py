@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
-from headscope.cli._shared.observation import CLEAR, Choice, strongest
+from headscope.cli._shared.observation import CLEAR, Choice
 from headscope.report import Sheet
 from headscope.report.terminal import statistics_table
 from headscope.report.words import strength
@@ -64,22 +64,19 @@ class HeadGrid:
         return {"pattern": pattern, "score": score, "spread": spread}
 
     def _image(self) -> dict[str, Figure]:
-        """Return the lines of a cell for an image: the object's region with the largest ratio, and ratios to chance."""
+        """Return the lines of a cell for an image: the region that the page names, and its ratio to chance."""
 
         def region(layer: int, head: int) -> Text:
-            look = strongest(self.sheet, layer, head)
-            if look is None or look.ratio < CLEAR:
+            look = self.sheet.looks[layer][head]
+            if look is None or look[1] < CLEAR:
                 return Text("-")
-            return Text(look.region, "bold" if look.ratio >= FAR_FROM_CHANCE else "")
+            return Text(look[0], "bold" if look[1] >= FAR_FROM_CHANCE else "")
 
         def ratio(layer: int, head: int) -> Text:
-            look = strongest(self.sheet, layer, head)
-            return _number(None if look is None else look.ratio, 1)
+            look = self.sheet.looks[layer][head]
+            return _number(None if look is None else look[1], 1)
 
-        def of(name: str) -> Figure:
-            return lambda layer, head: _number(self.sheet.regions[layer][name][head], 1)
-
-        return {"region": region, "ratio": ratio, "layout": of("layout"), "near": of("near")}
+        return {"region": region, "ratio": ratio}
 
 
 def _number(value: float | None, decimals: int) -> Text:

@@ -221,7 +221,7 @@ def _striking_over_text(sheet: Sheet, places: list[tuple[int, int]], ids: list[i
 
 
 def _striking_over_image(sheet: Sheet, places: list[tuple[int, int]]) -> Choice:
-    looks = {at: look for at in places if (look := strongest(sheet, *at)) is not None}
+    looks = {at: look for at in places if (look := _most_on_object(sheet, *at)) is not None}
     if not looks:
         return Choice(*places[0], "the image has no object")
     best = max(looks, key=lambda at: looks[at].ratio)
@@ -237,7 +237,7 @@ class OnObject(NamedTuple):
     ratio: float
 
 
-def strongest(sheet: Sheet, layer: int, head: int) -> OnObject | None:
+def _most_on_object(sheet: Sheet, layer: int, head: int) -> OnObject | None:
     """Return the region of the object with the largest ratio; None where the image has no such regions."""
     ratios = {name: values[head] for name, values in sheet.regions[layer].items() if name in OF_OBJECT}
     looks = [OnObject(name, ratio) for name, ratio in ratios.items() if ratio is not None]

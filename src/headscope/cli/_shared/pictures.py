@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from headscope.cli._shared.observation import CLEAR, strongest
+from headscope.cli._shared.observation import CLEAR
 from headscope.report import Sheet
 from headscope.report.terminal import Ink, ability, brightness, largest, looked_at, patches
 
@@ -49,8 +49,8 @@ class Gallery:
             yield table
 
     def _title(self, head: int, wide: int) -> Text:
-        look = strongest(self.sheet, self.layer, head)
-        named = "" if look is None or look.ratio < CLEAR else f" {look.region} {look.ratio:.1f}"
+        look = self.sheet.looks[self.layer][head]
+        named = "" if look is None or look[1] < CLEAR else f" {look[0]} {look[1]:.1f}"
         title = Text(f"{self.layer}.{head}{named}", style="bold")
         title.truncate(wide)
         return title
