@@ -47,7 +47,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 cases = []
 for queries, keys, depth, spread in SIZES:
-    size, batch = (queries, keys, depth, spread), 2048 // queries + 256
+    size, batch = (queries, keys, depth, spread), 2048 // queries + 64
     q, grad = torch.randn(batch, 1, queries, depth) * spread, torch.randn(batch, 1, queries, depth)
     k, v = torch.randn(batch, 1, keys, depth) * spread, torch.randn(batch, 1, keys, depth)
     inputs = (q, k, v, BIAS * torch.randn(batch, 1, 1, keys))
@@ -107,7 +107,7 @@ def test_small_shapes_are_as_accurate_as_torch(spread: float) -> None:
     compare(sizes, (2.0,) * 5)
 
 
-@pytest.mark.parametrize("spread", [5.0, 10.0, 30.0])
+@pytest.mark.parametrize("spread", [5.0, 30.0])
 def test_gradients_beside_a_large_bias_are_as_accurate_as_torch(spread: float) -> None:
     """One weight is close to 1: the rounding of lse, which is then above 16, would be the largest error of dV."""
     compare([(17, 300, 64, 1.0), (128, 128, 64, 1.0)], (2.0,) * 5, bias=spread)
