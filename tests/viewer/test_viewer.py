@@ -472,7 +472,27 @@ def test_a_patch_is_chosen_on_an_image(look: Any, tmp_path: Path) -> None:
     page.locator(".patches").nth(1).press("ArrowLeft")
     assert readout.inner_text() == "Hover over a patch to read its weight."
     assert "What row 3, column 3 attends to." in page.locator("figcaption").nth(1).inner_text()
-    assert "times as much as an even spread" in page.locator(".beside").inner_text()
+    assert "The line marks × 1, an even spread." in page.locator(".beside").inner_text()
+
+
+def test_a_sentence_names_the_region_that_a_head_looks_at(look: Any, tmp_path: Path) -> None:
+    """Where the ratio to chance is shown as 1.2 or more; the thumbnail then has the region, too."""
+    sheet = picture()
+    looks: list[Any] = [("edges", 1.16), ("far", 1.14), None][: sheet.heads]
+    page = look(save(replace(sheet, looks=[looks] * sheet.layers), tmp_path / "sheet.html"))
+    names = [
+        str(each.get_attribute("aria-label")).partition(", ")[2].partition(", ")[2]
+        for each in page.locator(".thumb").all()
+    ]
+    assert names[:2] == ["edges × 1.2", "–"]
+    for head, sentence in enumerate(
+        (
+            "Looks most at edges: 1.2 times as much as an even spread.",
+            "Looks at none of the regions much more than an even spread does.",
+        )
+    ):
+        page = look(tmp_path / "sheet.html", f"view=head&layer=0&head={head}")
+        assert page.locator(".likeness").inner_text() == sentence
 
 
 def test_keys_before_the_patches_are_no_patches(look: Any, tmp_path: Path) -> None:

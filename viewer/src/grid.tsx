@@ -9,8 +9,8 @@ import { save } from "./map";
 import { drawPatches, received, rowOf, topOf } from "./picture";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { figure, files, grid } from "./texts";
-import { layerName, nameOf, parts, statistic } from "./words";
+import { figure, files, grid, NO_VALUE } from "./texts";
+import { isClear, layerName, nameOf, parts, statistic } from "./words";
 
 export interface Place {
   layer: number;
@@ -49,7 +49,7 @@ export function chosen(state: State): Place[] {
 
 export function bestPattern({ layer, head }: Place): string {
   const look = data.image?.looks[layer]?.[head];
-  if (look) return grid.region(look[0], look[1]);
+  if (look) return isClear(look) ? grid.region(look[0], look[1]) : NO_VALUE;
   const best = data.patterns[layer]?.[head]?.[0];
   return best ? grid.match(best[0], best[1]) : "";
 }
@@ -57,7 +57,7 @@ export function bestPattern({ layer, head }: Place): string {
 /** Whether the best match of a head is a weak one. */
 function weak({ layer, head }: Place): boolean {
   const look = data.image?.looks[layer]?.[head];
-  return look ? look[1] < 1.2 : (data.patterns[layer]?.[head]?.[0]?.[1] ?? 0) < 0.3;
+  return look ? !isClear(look) : (data.patterns[layer]?.[head]?.[0]?.[1] ?? 0) < 0.3;
 }
 
 interface Props {

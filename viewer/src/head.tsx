@@ -12,7 +12,7 @@ import { Meanings } from "./table";
 import { asField, isExact, served, type Tile } from "./tiles";
 import * as texts from "./texts";
 import { counted, figure, fill, percent, whole } from "./texts";
-import { bin, binAt, binning, mapValue, nameOf, pair } from "./words";
+import { bin, binAt, binning, isClear, mapValue, nameOf, pair } from "./words";
 
 interface Props {
   state: State;
@@ -104,8 +104,16 @@ const WEAK = 0.3; // below this score no pattern fits
 /** What patterns count: tokens, or patches where all keys are. */
 const UNIT = data.image?.special === 0 ? "patch" : "token";
 
+/** The region of the image that the head looks at most, in a sentence. */
+function Region({ look }: { look: [string, number] | null | undefined }) {
+  const { mostRegion, noRegion } = texts.image;
+  if (!isClear(look)) return <p class="likeness">{noRegion}</p>;
+  return <p class="likeness" title={data.image!.regionWords[look[0]].meaning}>{fill(mostRegion(look[1]), { region: <b>{look[0]}</b> })}</p>;
+}
+
 /** The pattern that the head matches best, in a sentence. */
 function Likeness({ layer, head }: { layer: number; head: number }) {
+  if (data.image && data.image.looks.length > 0) return <Region look={data.image.looks[layer]?.[head]} />;
   const best = data.patterns[layer]?.[head]?.[0];
   if (!best) return null;
   const [name, score, rows] = best;

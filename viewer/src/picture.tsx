@@ -233,16 +233,14 @@ function Pane({ state, theme, chosen, values, caption, picture, head, pin, say }
 
 /** Regions of the image and how much weight falls on each, compared with an even spread. */
 export function Regions({ layer, head }: { layer: number; head: number }) {
-  const { regionWords, looks } = data.image!;
+  const { regionWords } = data.image!;
   const aside = ["distance_ratio", "layout_r2"];
   const shown = Object.keys(regionWords).filter((name) => !aside.includes(name) && data.statistics[layer][name]?.mean[head] != null);
   if (shown.length === 0) return null;
   const most = Math.max(4, ...shown.map((name) => data.statistics[layer][name].mean[head]!));
-  const best = looks[layer]?.[head];
   return (
     <div>
       <h3>{texts.regions}</h3>
-      {best && <p>{fill(texts.mostRegion(best[1]), { region: <b>{best[0]}</b> })}</p>}
       <ul class="regions">
         {shown.map((name) => {
           const ratio = data.statistics[layer][name].mean[head]!;

@@ -287,7 +287,8 @@ export const image = {
   scale: "Each picture has its own colour scale, from 0 to its largest patch.",
   outline: "The line is the outline of the object.",
   regions: "What it looks at",
-  mostRegion: (ratio: number) => `Most at {region}: ${ratio.toFixed(2)} times as much as an even spread.`,
+  mostRegion: (ratio: number) => `Looks most at {region}: ${ratio.toFixed(1)} times as much as an even spread.`,
+  noRegion: "Looks at none of the regions much more than an even spread does.",
   ratio: (ratio: number) => `× ${ratio.toFixed(2)}`,
   even: "The line marks × 1, an even spread. Regions overlap.",
 };

@@ -102,3 +102,10 @@ export function statistic(layer: number, head: number, name: string): number | n
   if (name === "score") return data.patterns[layer]?.[head]?.[0]?.[1] ?? null;
   return data.statistics[layer][name]?.mean[head] ?? null;
 }
+
+const CLEAR = 1.2; // ratios to chance from which a region is named, as in the terminal
+
+/** Whether a head looks at a region clearly more than by chance; by the ratio as it is shown. */
+export function isClear(look: [string, number] | null | undefined): look is [string, number] {
+  return !!look && Number(look[1].toFixed(1)) >= CLEAR;
+}

@@ -68,7 +68,7 @@ class HeadGrid:
 
         def region(layer: int, head: int) -> Text:
             look = self.sheet.looks[layer][head]
-            if look is None or look[1] < CLEAR:
+            if look is None or round(look[1], 1) < CLEAR:
                 return Text("-")
             return Text(look[0], "bold" if look[1] >= FAR_FROM_CHANCE else "")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SHARP = ("previous", "next", "self", "duplicate", "induction")  # patterns of single tokens
 OF_OBJECT = ("centre", "edges", "boundary", "texture")  # regions that depend on the image, not only on positions
-CLEAR = 1.2  # ratios to chance from which a head's region is named
+CLEAR = 1.2  # ratios to chance, as shown with one decimal, from which a head's region is named
 
 Command = TypeVar("Command", bound=Callable[..., None])
 

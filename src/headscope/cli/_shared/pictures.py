@@ -50,7 +50,7 @@ class Gallery:
 
     def _title(self, head: int, wide: int) -> Text:
         look = self.sheet.looks[self.layer][head]
-        named = "" if look is None or look[1] < CLEAR else f" {look[0]} {look[1]:.1f}"
+        named = "" if look is None or round(look[1], 1) < CLEAR else f" {look[0]} {look[1]:.1f}"
         title = Text(f"{self.layer}.{head}{named}", style="bold")
         title.truncate(wide)
         return title
