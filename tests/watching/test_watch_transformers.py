@@ -496,6 +496,21 @@ def test_padding_reaches_the_registered_function() -> None:
     torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("padding", [PADDING, None], ids=["padded", "whole"])
+def test_a_model_with_the_registered_function_compiles_in_one_graph(padding: Tensor | None) -> None:
+    """Its masks are then tensors whose numbers nobody can read."""
+    register_transformers()
+    model, rows = model_of("llama", "headscope"), slice(None) if padding is None else padding.bool()
+    options: dict[str, Any] = {"attention_mask": padding, "use_cache": False}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            got, wanted = (each(IDS, **options).logits[rows] for each in (compiled, model))
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    got.square().sum().backward()
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "t5", "whisper"])
 def test_accelerate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows of the model's own function are enough to know its rule."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from headscope._attend.blocks import slices
 from headscope._support.tensor_classes import ORDINARY, has_own_functions, is_causal_bias
@@ -36,7 +37,7 @@ def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
     if bias.requires_grad:  # it may be all 0 and yet be learned
         return None, bias
     hidden = bias == -math.inf
-    if mask.device.type == "cpu" and bool((hidden | (bias == 0)).all()):  # elsewhere reading would wait
+    if _is_readable(mask) and bool((hidden | (bias == 0)).all()):
         return to_rule(~hidden), None
     return None, bias
 
@@ -90,13 +91,9 @@ def to_rule(visible: Tensor) -> Mask:
     would read a tensor again; a rule is not read at all.
     """
     dense = Dense(visible)
-    if (
-        visible.device.type != "cpu"
-        or visible.ndim != 4
-        or visible.shape[1] != 1
-        or 0 in visible.shape
-        or visible.shape[2] == 1
-    ):
+    if not _is_readable(visible) or visible.ndim != 4:
+        return dense
+    if visible.shape[1] != 1 or 0 in visible.shape or visible.shape[2] == 1:
         return dense
     visible = visible[:, 0]  # [B, Q, K]
     keys = visible.any(1)  # [B, K]
@@ -107,6 +104,11 @@ def to_rule(visible: Tensor) -> Mask:
     band = causal() if first == 0 else Band(length - 1 - first, 0)
     rule = band if bool(keys.all()) else band & keys_mask(keys, queries)
     return rule if _same(rule, visible) else dense
+
+
+def _is_readable(mask: Tensor) -> bool:
+    """Return whether code may depend on the numbers: a GPU would be waited for, and a graph has no numbers."""
+    return mask.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(mask, FakeTensor)
 
 
 def _same(rule: Mask, visible: Tensor) -> bool:

@@ -9,7 +9,7 @@ import click
 
 from headscope._support.progress import progress_line
 from headscope._support.text import visible
-from headscope.cli._shared.console import console, print_json, say
+from headscope.cli._shared.console import DtypeName, console, print_json, say
 from headscope.cli._shared.mistakes import Mistake
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ SHORT = {"forward + backward": "training"}  # modes whose name would make a line
     help="Time limit in all; lines that do not fit are skipped.  [default: none, 0.5 s a line]",
 )
 @click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16"]), multiple=True, help="May be repeated.  [default: fp32, bf16]"
+    "--dtype", type=DtypeName(["fp32", "bf16"]), multiple=True, help="May be repeated.  [default: fp32, bf16]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 def bench(seconds: float | None, dtype: tuple[str, ...], as_json: bool) -> None:

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from headscope._support.progress import progress_line
 from headscope._support.text import visible
-from headscope.cli._shared.console import SIZE, console, print_json
+from headscope.cli._shared.console import SIZE, DtypeName, console, print_json
 from headscope.cli._shared.mistakes import Mistake, name_options
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ def _own_call(command: Command) -> Command:
 
 @click.command(short_help="Show whether calls run natively, and what this machine has.")
 @_own_call
-@click.option(
-    "--dtype", type=click.Choice(DTYPES), multiple=True, help="May be repeated.  [default: float32, bfloat16]"
-)
+@click.option("--dtype", type=DtypeName(DTYPES), multiple=True, help="May be repeated.  [default: float32, bfloat16]")
 @click.option(
     "--device", default="cpu", metavar="TYPE", help="cpu, cuda, mps or xpu; need not be present.  [default: cpu]"
 )

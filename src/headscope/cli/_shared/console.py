@@ -79,6 +79,15 @@ class Index(Integer):
             raise Mistake(f"{name}: got {value}, expected a whole number from 0") from None
 
 
+class DtypeName(click.Choice[str]):
+    """A dtype by one of the names that a command lists, or by its other one: fp32 is float32."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+        other = short | {name: long for long, name in short.items()}
+        return super().convert(value if value in self.choices else other.get(value, value), param, ctx)
+
+
 SIZE = Whole(1)
 INDEX = Index()
 
