@@ -126,12 +126,10 @@ def probe_structure(case: Case) -> None:
         case.skip_without_heads("weights")
         return
     expected, heads = case.options.heads, run.heads
-    case.understood.append(f"{heads.count} heads of width {heads.width}")
+    split = f"{heads.count} {'head' if heads.count == 1 else 'heads'} of width {heads.width}"
+    case.understood.append(split)
     if expected is not None and heads.count != expected:
-        evidence = (
-            f"{heads.count} {'head' if heads.count == 1 else 'heads'} of width {heads.width}, expected {expected}"
-        )
-        case.report("heads-not-split", evidence)
+        case.report("heads-not-split", f"{split}, expected {expected}")
     ids = run.record.out_ids
     if ids is not None and heads.count > 1 and run.record.holds_heads(ids):
         case.report("no-output-projection", "the output is the heads' outputs side by side")
