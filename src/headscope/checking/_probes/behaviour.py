@@ -84,9 +84,8 @@ def probe_layout(case: Case) -> None:
         elif case.options.batch_first:
             case.report("batch-and-length-swapped", evidence)
         elif case.options.batch_first is None and not subject.torch_like:
-            case.report(
-                "batch-and-length-swapped", f"{evidence}; pass batch_first=False if this is intended", "unusual"
-            )
+            remedy = "pass batch_first=False (--length-first) if this is intended"
+            case.report("batch-and-length-swapped", f"{evidence}; {remedy}", "unusual")
         case.understood.append("input is [T, B, E], length first")
         return
     case.understood.append("input is [B, T, E], batch first")
