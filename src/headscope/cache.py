@@ -18,12 +18,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 
-from headscope._support.arguments import kind, shapes, whole
+from headscope._support.arguments import counts, kind, shapes, whole
 from headscope.masks import Band, Documents, Mask, as_mask, causal
 
 __all__ = ["Cache", "GrowingCache", "Held", "RollingCache", "StaticCache"]
 
 LEAST = 64  # tokens for which a growing cache makes room at first
+SHARED = "cache: another call added tokens while this one ran; use a cache in one call at a time"
 
 
 class Held(NamedTuple):
@@ -92,7 +93,7 @@ class Cache(ABC):
     """Whether it drops keys, so that key j no longer belongs to token j."""
 
     def __init__(self, *, padding: Tensor | Sequence[int] | None = None) -> None:
-        self._padding = _counts(padding)
+        self._padding = counts("padding", padding)
         self._k: Tensor | None = None
         self._v: Tensor | None = None
         self._first = 0  # the token in slot 0
@@ -155,14 +156,10 @@ class Cache(ABC):
         self._commit(staged)
         return held
 
-    def _stage(
-        self, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None, start: int | None = None
-    ) -> tuple[Held, Staged]:
-        """Check, mask and write k and v after the cached tokens. Only ``_commit`` makes them count: a call may fail.
+    def _stage(self, k: Tensor, v: Tensor, mask: Mask | Tensor | None, start: int | None = None) -> tuple[Held, Staged]:
+        """Check, mask and write k and v, rotated to position ``start`` if it is known, after the cached tokens.
 
-        Args:
-            k, v, mask: as for ``append``.
-            start: the position that k was rotated to; None = not checked.
+        Only ``_commit`` makes them count: a call may fail.
         """
         known = as_mask(mask)
         if self.forgets and known is not None:
@@ -170,7 +167,7 @@ class Cache(ABC):
         with self._exclusive():  # two threads would write their keys to the same slots
             self._check(k, v)
             if start is not None and start != self._length:
-                raise _shared()
+                raise RuntimeError(SHARED)
             keys, values, first, staged = self._place(k, v)
             if not is_dynamo_compiling():
                 self._staged = staged
@@ -179,7 +176,7 @@ class Cache(ABC):
     def _commit(self, staged: Staged) -> None:
         with self._exclusive():
             if self._length != staged.before or (not is_dynamo_compiling() and self._staged is not staged):
-                raise _shared()
+                raise RuntimeError(SHARED)
             _, self._k, self._v, self._first, self._length = staged
 
     def _exclusive(self) -> AbstractContextManager[object]:
@@ -224,7 +221,7 @@ class Cache(ABC):
                 "padding: expected the padding of the next tokens, because the cache has padding "
                 f"{list(self._padding)}; pass reset(padding=[…]), or padding=[0, …] for none"
             )
-        self._padding = _counts(padding)
+        self._padding = counts("padding", padding)
         self._first = self._length = 0
         self._staged = None
 
@@ -305,7 +302,6 @@ class Cache(ABC):
         self._k = self._v = None  # after a reset the buffers are empty: allocate others
 
     def _mismatch(self, k: Tensor, v: Tensor) -> TypeError | ValueError | None:
-        """Return the error of keys and values, four axes each, that do not fit the buffers; None if they fit."""
         for name, new, held in (("k", k, self._k), ("v", v, self._v)):
             if held is None:
                 continue
@@ -437,10 +433,6 @@ class RollingCache(Cache):
         return super()._sees(mask, queries, keys, first, device)
 
 
-def _shared() -> RuntimeError:
-    return RuntimeError("cache: another call added tokens while this one ran; use a cache in one call at a time")
-
-
 def _check_reach(mask: Mask) -> None:
     if not all(isinstance(leaf, Band) and leaf.offset is None for leaf in mask.leaves()):
         raise ValueError(
@@ -456,15 +448,3 @@ def _reordered(buffer: Tensor, rows: Tensor, held: int) -> Tensor:
             buffer = buffer.new_empty((len(rows), *buffer.shape[1:]))
     buffer[:, :, :held] = chosen
     return buffer
-
-
-def _counts(padding: Tensor | Sequence[int] | None) -> tuple[int, ...]:
-    if padding is None:
-        return ()
-    counts: Tensor = torch.as_tensor(padding, device="cpu")
-    if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.ndim != 1:
-        raise TypeError(f"padding: got {kind(counts)} {list(counts.shape)}, expected integers [B]")
-    numbers = tuple(int(count) for count in counts)
-    if any(count < 0 for count in numbers):
-        raise ValueError(f"padding: got {list(numbers)}, expected numbers from 0")
-    return numbers if any(numbers) else ()

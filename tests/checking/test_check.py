@@ -923,7 +923,7 @@ def test_an_example_input_gives_the_only_length_there_is() -> None:
                 raise ValueError("expected 11 tokens")
             return super().forward(x)
 
-    with pytest.raises(CheckError, match=r"no way to call it was found; tried first \(x\) with x \[2, 7, 24\].*11 tok"):
+    with pytest.raises(CheckError, match=r"module: every call fails, the first was \(x\) with x \[2, 7, 24\].*11 tok"):
         check(Fixed(24, 3))
     assert check(Fixed(24, 3), inputs=torch.zeros(1, 11, 24)).names == ()
 
@@ -1089,8 +1089,8 @@ def test_the_page_lists_every_finding() -> None:
 def test_tests_that_wait_for_a_finding_are_one_line() -> None:
     found = check(Packed(24, 3, bug="view without transpose"))
     assert found.names == ("heads-split-wrong",)
-    evidence = "one query attends to tokens 0, 0, 0, 1, 1, 1, 2 in one head instead of tokens 0–6 once each"
-    assert found["heads-split-wrong"].seen == evidence
+    evidence = "in one head, the keys of a query come from tokens 0, 0, 0, 1, 1, 1, 2"
+    assert found["heads-split-wrong"].seen == f"{evidence}, expected one from each of the tokens 0–6"
     waiting = [test for test, reason in found.not_tested.items() if reason.endswith("(heads-split-wrong)")]
     assert {"weights", "softmax", "scale", "built-in mask", "number range"} <= set(waiting)
     lines = str(found).splitlines()

@@ -55,6 +55,16 @@ def fails(): raise RuntimeError("no")
 def sometimes(x=None): return x
 """
 IN_PYTHON = "; give --embed-dim, or use headscope.check with inputs= or call="
+UNDIVIDED = """
+from torch import nn
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.q = heads, nn.Linear(width, width)
+    def forward(self, x):
+        q = self.q(x).view(*x.shape[:2], self.heads, -1)
+        return (q @ q.mT).softmax(-1).sum((-1, -2))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +80,8 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("exits.py").write_text(
         "import sys\nclass A:\n    def __init__(self): sys.exit(0)\ndef attend(x): sys.exit(0)\n"
     )
+    Path("stops.py").write_text("import sys\nsys.exit()\n")
+    Path("undivided.py").write_text(UNDIVIDED)
     Path("leaves.py").write_text("import os, sys\nprint('gone\\x1b[2J', file=sys.stderr)\nos._exit(3)\n")
 
 
@@ -163,6 +175,7 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         (["endless.py:A", "--timeout", "1"], "--timeout: the code was stopped after 1 seconds"),
         (["small.py:Attentoin"], "small.py: has no Attentoin, expected one of Attention, attend"),
         (["broken.py:A"], "broken.py: import failed: ZeroDivisionError: division by zero"),
+        (["stops.py:A"], "headscope check: stops.py: the file calls sys.exit() when it is imported"),
         (["leaves.py:A"], "the code ended its process (exit code 3) before the check was done: gone\\x1b[2J"),
     ],
 )
@@ -186,6 +199,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         (["small.py:attend", "--args", ""], "attend: cannot be built with --args '': TypeError"),
         (["makes.py:fails"], "fails: cannot be built without arguments: RuntimeError: no"),
         (["makes.py:sometimes"], "--embed-dim: missing"),
+        (
+            ["undivided.py:Attention", "--args", "512, 7"],
+            "7168; check the sizes that it was built with, or use headscope.check with inputs= or call=",
+        ),
     ],
 )
 def test_a_mistake_of_the_code_is_one_line_and_exit_code_2(

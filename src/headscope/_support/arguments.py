@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 
 import torch
@@ -48,6 +48,23 @@ def whole(name: str, value: object, least: int = 1, otherwise: str = "") -> int:
     if integer < least:
         raise ValueError(f"{name}: got {integer}, {expected}")
     return integer
+
+
+def counts(name: str, value: Tensor | Sequence[int] | None) -> tuple[int, ...]:
+    """Return integers [B] from 0 as a tuple; empty if there are none, or all are 0.
+
+    Raises:
+        TypeError, ValueError: they are something else.
+    """
+    if value is None:
+        return ()
+    integers: Tensor = torch.as_tensor(value, device="cpu")
+    if integers.dtype.is_floating_point or integers.dtype == torch.bool or integers.ndim != 1:
+        raise TypeError(f"{name}: got {kind(integers)} {list(integers.shape)}, expected integers [B]")
+    numbers = tuple(int(each) for each in integers)
+    if any(each < 0 for each in numbers):
+        raise ValueError(f"{name}: got {list(numbers)}, expected numbers from 0")
+    return numbers if any(numbers) else ()
 
 
 def number(name: str, value: object) -> float:

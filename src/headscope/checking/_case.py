@@ -34,10 +34,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Observation:
-    """The evidence of one mistake, with its numbers and positions, and the severity."""
+    """The evidence of one mistake, with its numbers and positions, and the severity.
+
+    Attributes:
+        remedy: how to fix it, in words and as a line of code, where the catalogue's remedy does not fit the cause.
+    """
 
     severity: Severity
     evidence: str
+    remedy: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,11 @@ class Case:
     allowed: Tensor | None = None
     masks: list[WorkingMask] = field(default_factory=list[WorkingMask])
 
-    def report(self, name: str, evidence: str, severity: Severity | None = None) -> None:
+    def report(
+        self, name: str, evidence: str, severity: Severity | None = None, remedy: tuple[str, str] | None = None
+    ) -> None:
         """Record an observation; the first of a name counts."""
-        self.observations.setdefault(name, Observation(severity or CATALOGUE[name].severity, evidence))
+        self.observations.setdefault(name, Observation(severity or CATALOGUE[name].severity, evidence, remedy))
 
     def skip(self, test: str, reason: str, cause: str = "") -> None:
         """Record a test that could not be run; ``cause`` is the finding that prevented it, or ""."""

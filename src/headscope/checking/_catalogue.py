@@ -18,6 +18,9 @@ class CatalogueEntry:
     code: str
 
 
+FILL = "scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)"
+"""The fill without another finding: -inf gives NaN in a row without visible keys, and -1e9 overflows in float16."""
+
 CATALOGUE: dict[str, CatalogueEntry] = {
     # ------------------------------------------------------------ layout
     "heads-split-wrong": CatalogueEntry(
@@ -232,7 +235,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     "scale-unusual": CatalogueEntry(
         "unusual",
         "A scale other than 1/√D makes the weights sharper or flatter than usual.",
-        "Pass scale= if this is intended; otherwise divide by the square root of the head width.",
+        "Pass scale= (--scale) if this is intended; otherwise divide by the square root of the head width.",
         "scores = q @ k.transpose(-2, -1) * D**-0.5",
     ),
     "scale-not-uniform": CatalogueEntry(
@@ -247,7 +250,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "wrong",
         "In training, the model copies the next token instead of predicting it; in use, that token does not exist yet.",
         "Mask every later key before the softmax.",
-        "scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float('-inf'))",
+        "scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), torch.finfo(scores.dtype).min)",
     ),
     "sees-one-ahead": CatalogueEntry(
         "wrong",
@@ -273,25 +276,25 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "Keys that should be masked are visible, and keys that should be visible are masked. SDPA: True = "
         "attend; nn.MultiheadAttention: True = masked.",
         "Invert the mask where it is applied.",
-        "scores = scores.masked_fill(~visible, float('-inf'))",
+        FILL,
     ),
     "mask-after-softmax": CatalogueEntry(
         "wrong",
         "Masked keys take their share of the softmax before it is discarded, so weights sum to less than 1.",
         "Mask keys before the softmax.",
-        "p = scores.masked_fill(~visible, float('-inf')).softmax(dim=-1)",
+        "p = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(dim=-1)",
     ),
     "mask-fill-too-small": CatalogueEntry(
         "wrong",
         "A masked key whose logit is an ordinary number gets an ordinary weight.",
-        "Fill with -inf, not with 0 or a small number.",
-        "scores = scores.masked_fill(~visible, float('-inf'))",
+        "Fill with the lowest number of the dtype, not with 0 or a small number.",
+        FILL,
     ),
     "bool-mask-added": CatalogueEntry(
         "wrong",
         "Added as a number, True raises a logit by 1 and hides nothing.",
-        "Use masked_fill for a boolean mask; add only masks that hold 0 and -inf.",
-        "scores = scores.masked_fill(~visible, float('-inf'))",
+        "Use masked_fill for a boolean mask; add only masks that hold 0 and the lowest number of the dtype.",
+        FILL,
     ),
     "mask-on-some-heads": CatalogueEntry(
         "wrong",
@@ -315,19 +318,19 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "wrong",
         "The mask is accepted but has no effect.",
         "Apply it before the softmax.",
-        "scores = scores.masked_fill(~visible, float('-inf'))",
+        FILL,
     ),
     "mask-applied-wrong": CatalogueEntry(
         "wrong",
         "Other keys are masked than the mask specifies, or the code path for a mask computes something else.",
         "Bring the mask to [B, 1, Q, K] before you apply it, and compute the rest as without one.",
-        "scores = scores.masked_fill(~visible, float('-inf'))",
+        FILL,
     ),
     "nan-on-empty-row": CatalogueEntry(
         "wrong",
         "One NaN spreads to the whole model in the next layer, and to all weights in the backward pass.",
-        "Set the weights of a row without visible keys to 0.",
-        "p = scores.softmax(dim=-1).masked_fill(~visible.any(-1, keepdim=True), 0.0)",
+        "Fill with the lowest number of the dtype instead of -inf, or set the weights of such a row to 0.",
+        FILL,
     ),
     "returned-weights-differ": CatalogueEntry(
         "wrong",
@@ -375,8 +378,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     "fp16-overflow": CatalogueEntry(
         "wrong",
         "float16 ends at 65,504; the same input works in bfloat16.",
-        "Scale before the product, and fill with -inf or torch.finfo(dtype).min.",
-        "scores = (q * D**-0.5) @ k.transpose(-2, -1)",
+        "Fill masked scores with the lowest number of their own dtype.",
+        FILL,
     ),
     "decoding-differs": CatalogueEntry(
         "wrong",
@@ -423,3 +426,9 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "out = headscope.attention(q, k, v)  # or F.scaled_dot_product_attention",
     ),
 }
+
+OVERFLOWING_SCORES = (
+    "Scale before the product, and subtract the row's maximum before exp, as torch.softmax does.",
+    "scores = (q * D**-0.5) @ k.transpose(-2, -1)",
+)
+"""The remedy of ``fp16-overflow`` where scores overflow, not the number that fills masked ones."""

@@ -197,7 +197,8 @@ def _sort_findings(case: Case) -> tuple[Finding, ...]:
     findings: list[Finding] = []
     for name in sorted(names, key=lambda name: rank[observations[name].severity]):
         observation, entry = observations[name], CATALOGUE[name]
-        findings.append(Finding(name, observation.severity, observation.evidence, entry.why, entry.fix, entry.code))
+        fix, code = observation.remedy or (entry.fix, entry.code)
+        findings.append(Finding(name, observation.severity, observation.evidence, entry.why, fix, code))
     return tuple(findings)
 
 

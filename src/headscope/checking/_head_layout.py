@@ -209,16 +209,18 @@ def _all_in_place(part: _Rows, length: int) -> bool:
 
 def _split_fault(query: int, tokens: list[int], features: list[int], length: int) -> Fault:
     """Describe a query whose keys are not one head's part of each token."""
-    whole = f"tokens 0–{length - 1} once each" if len(tokens) == length else "each token once"
+    whole = f"one from each of the tokens 0–{length - 1}" if len(tokens) == length else "one from each token"
     positions, distinct = _format_positions(tokens, length), set(tokens)
     if query == MIXED:
         evidence = "a query of one head holds numbers of several tokens, expected one token"
     elif distinct == {MIXED}:
         evidence = "each key of one head holds numbers of several tokens, expected one token"
     elif len(distinct) == 1:
-        evidence = f"one query attends {len(tokens)} times to token {tokens[0] % length} in one head instead of {whole}"
+        evidence = (
+            f"in one head, all {len(tokens)} keys of a query come from token {tokens[0] % length}, expected {whole}"
+        )
     elif MIXED in distinct or len(distinct) < len(tokens):
-        evidence = f"one query attends to tokens {positions} in one head instead of {whole}"
+        evidence = f"in one head, the keys of a query come from tokens {positions}, expected {whole}"
     else:
         parts = len(set(features))
         evidence = f"the keys of one query come from {parts} different parts of the projection, expected one head"

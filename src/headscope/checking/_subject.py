@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -176,10 +177,12 @@ def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, input
     caches = cache_names(copied), cache_flags(copied)
     batch = 2 if inputs is None else max(2, inputs.shape[0])
     failures: list[tuple[list[int], str]] = []
+    errors: set[str] = set()
+    widths = _possible_widths(copied, embed_dim, inputs)
     for dtype in (torch.float64, torch.float32):
         copied = convert_dtype(copied, dtype)
         trial = convert_dtype(copy_target(copied), dtype)  # the returned copy stays uncalled
-        calls = _list_calls(copied, call, _possible_widths(copied, embed_dim, inputs), inputs)
+        calls = _list_calls(copied, call, widths, inputs)
         for length, width, pattern in islice(calls, MOST_PATTERNS):
             subject = Subject(copied, call, pattern, width, batch, length, dtype, names, masks, *caches)
             try:
@@ -188,8 +191,14 @@ def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, input
             except CODE_ERRORS as error:  # whatever it raises, this pattern does not fit
                 attempt = f"{pattern.text} with x [{batch}, {length}, {width}]: {describe_error(error)}"
                 failures.append((_call_depth(error), attempt))
+                errors.add(re.sub(r"\d+", "0", describe_error(error)))
             else:
                 return subject
+    if len(errors) == len(widths) == 1 and embed_dim is None and inputs is None:  # another width would not help
+        raise CheckError(
+            f"module: every call fails, the first was {failures[0][1]}; check the sizes that it was built with, or "
+            "give inputs= or call=lambda module, x, mask: ..."
+        )
     (_, first), (_, furthest) = failures[0], max(failures, key=lambda each: each[0])  # of ties, the first
     attempts = first if first == furthest else f"{first}; the attempt that got furthest was {furthest}"
     raise CheckError(

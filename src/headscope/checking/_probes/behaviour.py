@@ -84,9 +84,8 @@ def probe_layout(case: Case) -> None:
         elif case.options.batch_first:
             case.report("batch-and-length-swapped", evidence)
         elif case.options.batch_first is None and not subject.torch_like:
-            case.report(
-                "batch-and-length-swapped", f"{evidence}; pass batch_first=False if this is intended", "unusual"
-            )
+            remedy = "pass batch_first=False (--length-first) if this is intended"
+            case.report("batch-and-length-swapped", f"{evidence}; {remedy}", "unusual")
         case.understood.append("input is [T, B, E], length first")
         return
     case.understood.append("input is [B, T, E], batch first")
@@ -126,12 +125,10 @@ def probe_structure(case: Case) -> None:
         case.skip_without_heads("weights")
         return
     expected, heads = case.options.heads, run.heads
-    case.understood.append(f"{heads.count} heads of width {heads.width}")
+    split = f"{heads.count} {'head' if heads.count == 1 else 'heads'} of width {heads.width}"
+    case.understood.append(split)
     if expected is not None and heads.count != expected:
-        evidence = (
-            f"{heads.count} {'head' if heads.count == 1 else 'heads'} of width {heads.width}, expected {expected}"
-        )
-        case.report("heads-not-split", evidence)
+        case.report("heads-not-split", f"{split}, expected {expected}")
     ids = run.record.out_ids
     if ids is not None and heads.count > 1 and run.record.holds_heads(ids):
         case.report("no-output-projection", "the output is the heads' outputs side by side")

@@ -81,8 +81,8 @@ def probe_mask_arguments(case: Case) -> None:
     subject = case.subject
     if not subject.mask_names:
         function = "forward()" if subject.module is not None else "the function"
-        why = f"{function} has no argument with mask or pad in its name; use call= if it takes a mask"
-        case.not_tested["masks"] = why
+        why = f"{function} has no argument with mask or pad in its name"
+        case.not_tested["masks"] = f"{why}; if it takes a mask, rename it, or use headscope.check with call="
         return
     if case.random or case.heads is None:
         case.skip_without_heads("masks")
@@ -254,7 +254,7 @@ def _report_working_mask(case: Case, name: str, form: Form, verdict: Verdict) ->
         evidence = f"{verdict.evidence or 'False hides'}; expected True = {'attend' if hides else 'masked'}"
         case.report("mask-inverted", f"{name}= {form.text}: {evidence}")
     elif hides and means is None and not torch_like:
-        evidence = f"{name}= {form.text}: True hides; pass mask_means='hide' if this is intended"
+        evidence = f"{name}= {form.text}: True hides; pass mask_means='hide' (--mask-means hide) if this is intended"
         case.report("mask-inverted", evidence, "unusual")
 
     def build(allowed: Tensor) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case
+from headscope.checking._catalogue import OVERFLOWING_SCORES
 from headscope.checking._copies import CODE_ERRORS, convert_dtype, copy_target, describe_error, list_tensors
 from headscope.checking._probes.behaviour import differ
 from headscope.checking._probes.mask_arguments import follow_with_mask
@@ -55,7 +56,9 @@ def probe_overflow(case: Case) -> None:
             case.not_tested["float16"] = half
     elif not half and brain:
         evidence = f"logits that differ by about {PEAKED:.0f} give NaN or infinity in float16"
-        case.report("fp16-overflow", f"{evidence}, but not in bfloat16")
+        small = subject.input(1, case.size * 1e-2)
+        cause = OVERFLOWING_SCORES if _is_finite_in(case, small, torch.float16) is True else None
+        case.report("fp16-overflow", f"{evidence}, but not in bfloat16", remedy=cause)
 
 
 def _is_finite_in(case: Case, x: Tensor, dtype: torch.dtype) -> bool | str:
@@ -92,8 +95,8 @@ def probe_decoding(case: Case) -> None:
         return
     if decode is None and not subject.cache_names:
         function = "forward()" if subject.module is not None else "the function"
-        why = f"{function} has no argument with cache or past in its name; use decode= if it has a cache"
-        case.not_tested[what] = why
+        why = f"{function} has no argument with cache or past in its name"
+        case.not_tested[what] = f"{why}; if it has a cache, use headscope.check with decode="
         return
     if decode is None and not case.causal:
         case.not_tested[what] = "the module is not causal"

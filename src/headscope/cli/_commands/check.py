@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from headscope.checking import Findings
 
 PROBLEMS = 1  # exit code
-IN_PYTHON = "; give --embed-dim, or use headscope.check with inputs= or call="
+IN_PYTHON = {
+    "give embed_dim=, inputs=, or call=lambda module, x, mask: ...": "give --embed-dim, or use headscope.check with "
+    "inputs= or call=",
+    "give inputs= or call=lambda module, x, mask: ...": "use headscope.check with inputs= or call=",
+}
+"""Remedies of the library that no option replaces, and the same for the command line."""
 CHILD = """
 import sys
 root = sys.argv[1]  # so that the child imports this very package
@@ -81,9 +86,9 @@ def check(target: str, arguments: str | None, timeout: int, as_json: bool, **opt
     with progress_line("checking"):
         answer = _ask_child(request, timeout)
     if "mistake" in answer:
-        message = str(answer["mistake"]).replace(
-            "; give embed_dim=, inputs=, or call=lambda module, x, mask: ...", IN_PYTHON
-        )
+        message = str(answer["mistake"])
+        for remedy, on_the_command_line in IN_PYTHON.items():
+            message = message.replace(remedy, on_the_command_line)
         raise Mistake(name_options(message, {"embed_dim": "--embed-dim"}))
     findings = answer["findings"]
     if as_json:

@@ -122,20 +122,22 @@ def _load(path: Path, name: str) -> Any:
     sys.path.insert(0, str(path.parent))  # for imports of other files in its folder
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise MistakeError(f"{path}: is not a Python file")
+        raise MistakeError(f"{path.name}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.argv = [str(path)]
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise MistakeError(f"{path}: import failed: {_line(error)}") from error
+    except SystemExit as error:
+        raise MistakeError(f"{path.name}: the file calls sys.exit() when it is imported") from error
+    except Exception as error:
+        raise MistakeError(f"{path.name}: import failed: {_line(error)}") from error
     subject = getattr(module, name, None)
     if subject is None:
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         raise MistakeError(
-            f"{path}: has no {name}, expected one of {', '.join(own)}"
+            f"{path.name}: has no {name}, expected one of {', '.join(own)}"
             if own
-            else f"{path}: defines no class or function, expected {name}"
+            else f"{path.name}: defines no class or function, expected {name}"
         )
     return subject
