@@ -134,7 +134,7 @@ def judged(times: dict[str, list[float]], name: str) -> dict[str, Any]:
     total = {each: sum(found) for each, found in times.items()}
     theirs = (HF_DYNAMIC, HF_STATIC)
     return {
-        "dtype": name, "median_s": median, "total_s": total, "expected": BARS[name],
+        "dtype": name, "median_s": median, "total_s": total, "target": BARS[name],
         "ratio": {each: median[STATIC] / median[each] for each in theirs},
         "total_ratio": {each: total[STATIC] / total[each] for each in theirs}, "seconds": times,
     }  # fmt: skip
@@ -144,7 +144,7 @@ def markdown(made: dict[str, Any]) -> str:
     """The same as a page."""
     machine = ", ".join(f"{name} {value}" for name, value in made["machine"].items())
     names = list(made["rows"][0]["median_s"])
-    head = ["dtype", *names, f"static / {HF_DYNAMIC}", f"static / {HF_STATIC}", "expected"]
+    head = ["dtype", *names, f"static / {HF_DYNAMIC}", f"static / {HF_STATIC}", "target"]
     lines = [
         "# Decoding, interleaved with Hugging Face's caches",
         "",
@@ -152,10 +152,10 @@ def markdown(made: dict[str, Any]) -> str:
         f"D {WIDTH}), {made['tokens']} tokens after {made['context']}. Medians of a step in ms: append a key and a "
         "value, and attend. In brackets: the ratio of all steps together.",
         "",
-        f"`{HF_DYNAMIC}` and `{HF_STATIC}` are transformers' `DynamicCache`, which it takes unless told otherwise, and "
-        "`StaticCache`, with its SDPA function, which packs the query heads of a group into rows where there is a mask "
-        "(the static cache) and leaves them to SDPA where there is none. "
-        f"`{READ}` adds up the keys and values that are held: no step can be shorter.",
+        f"`{HF_DYNAMIC}` and `{HF_STATIC}` are the `DynamicCache` (the default) and the `StaticCache` of transformers, with "
+        "its SDPA function. With a mask, as for the static cache, this function packs the query heads of a group into "
+        "rows. Without one, it leaves the groups to SDPA. "
+        f"`{READ}` adds up the cached keys and values: no step can be shorter.",
         "",
         f"| {' | '.join(head)} |",
         f"|{' --- |' * len(head)}",
@@ -163,7 +163,7 @@ def markdown(made: dict[str, Any]) -> str:
     for row in made["rows"]:
         cells = [row["dtype"], *(f"{row['median_s'][each] * 1e3:.3g}" for each in names)]
         cells += [f"{row['ratio'][each]:.3f} ({row['total_ratio'][each]:.3f})" for each in (HF_DYNAMIC, HF_STATIC)]
-        lines.append(f"| {' | '.join(cells)} | <= {row['expected']:g} |")
+        lines.append(f"| {' | '.join(cells)} | <= {row['target']:g} |")
     return "\n".join([*lines, ""])
 
 

@@ -40,7 +40,7 @@ def test_ratios_are_of_medians_and_of_sums() -> None:
     found = decode.judged(times, "bf16")
     assert found["ratio"] == {"HF dynamic": 0.1, "HF static": 1.0}
     assert found["total_ratio"] == {"HF dynamic": 0.2, "HF static": 1.0}
-    assert found["expected"] == 0.1
+    assert found["target"] == 0.1
 
 
 def test_a_wrong_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
