@@ -152,9 +152,9 @@ def markdown(made: dict[str, Any]) -> str:
         f"D {WIDTH}), {made['tokens']} tokens after {made['context']}. Medians of a step in ms: append a key and a "
         "value, and attend. In brackets: the ratio of all steps together.",
         "",
-        f"`{HF_DYNAMIC}` and `{HF_STATIC}` are the `DynamicCache` (the default) and the `StaticCache` of transformers, with "
-        "its SDPA function. With a mask, as for the static cache, this function packs the query heads of a group into "
-        "rows. Without one, it leaves the groups to SDPA. "
+        f"`{HF_DYNAMIC}` and `{HF_STATIC}` are the `DynamicCache` (the default) and the `StaticCache` of transformers, "
+        "with its SDPA function. With a mask, as for the static cache, it packs the query heads of a group into rows. "
+        "Without one, it leaves the groups to SDPA. "
         f"`{READ}` adds up the cached keys and values: no step can be shorter.",
         "",
         f"| {' | '.join(head)} |",
