@@ -65,6 +65,7 @@ def tests(session: nox.Session) -> None:
     install(session, "test", tools=("cmake", "ninja"))
     use_openmp_of_torch(session)
     session.run("pytest", *session.posargs)
+    session.run("pytest", "-m", "long", "-n0", "tests/docs/test_notebook.py")
 
 
 @nox.session

@@ -56,6 +56,7 @@ def run(*command: Path | str, env: dict[str, str] | None = None) -> subprocess.C
     return subprocess.run(line, env=env, capture_output=True, text=True, encoding="utf-8", timeout=LIMIT, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT + 60)
 def test_the_notebook_runs_and_says_what_is_stored(tmp_path: Path) -> None:
     out = tmp_path / "executed.ipynb"
