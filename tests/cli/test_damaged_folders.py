@@ -399,6 +399,19 @@ def test_tokens_beyond_the_vocabulary_are_the_tokenizers_mistake(at: Path, run: 
     assert "expected token ids from 0 to 31, got 500; use the tokenizer of these weights, or --ids" in ran.err
 
 
+def test_positions_that_begin_after_that_of_padding_shorten_the_context(tmp_path: Path, run: Run) -> None:
+    import transformers
+
+    config = transformers.RobertaConfig(
+        vocab_size=60, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=66, pad_token_id=1,
+    )  # fmt: skip
+    transformers.RobertaModel(config).save_pretrained(tmp_path)
+    for tokens, windows in ((64, 1), (65, 2), (132, 3)):
+        ran = run("watch", str(tmp_path), "--ids", ",".join(["5"] * tokens), "--json", "--no-page")
+        assert (ran.code, json.loads(ran.out)["about"]["options"]["input"]["windows"]) == (0, windows)
+
+
 @pytest.mark.parametrize("kind", ["Bert", "T5", "Gemma2", "Llama"])
 def test_a_tokenizer_that_transformers_makes_up_is_not_used(kind: str, tmp_path: Path, run: Run) -> None:
     """For some classes it makes an empty one for a folder without its files: each word would be an unknown token."""

@@ -296,7 +296,7 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
             return tokenizer.decode([token])
 
     return Loaded(
-        model, label, "text", _context(config, tokenizer), model.get_input_embeddings().num_embeddings,
+        model, label, "text", _context(model, config, tokenizer), model.get_input_embeddings().num_embeddings,
         None if tokenizer is None else encode, ends, None if tokenizer is None else piece, run, paired,
         getattr(config, "num_key_value_heads", None),
     )  # fmt: skip
@@ -358,11 +358,15 @@ def _tokenizer_errors(problem: str, remedy: str = "") -> Generator[None]:
         raise Mistake(f"{problem}: {_first(error)}{remedy}") from error
 
 
-def _context(config: Any, tokenizer: Any) -> int:
+def _context(model: Any, config: Any, tokenizer: Any) -> int:
     """Return the context: what the model and its tokenizer allow, up to ``MOST_TOKENS``."""
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
     limits = [getattr(config, name, None) for name in names]
     limits += [None if tokenizer is None else tokenizer.model_max_length]
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    for table in tables:  # RoBERTa and its family count positions from padding_idx + 1
+        if getattr(table, "padding_idx", None) is not None:
+            limits.append(table.num_embeddings - table.padding_idx - 1)
     return int(min([MOST_TOKENS, *(n for n in limits if isinstance(n, (int, float)) and n > 0)]))
 
 
