@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
-from headscope.cli._shared.observation import CLEAR, Choice
+from headscope.cli._shared.observation import Choice, is_clear
 from headscope.report import Sheet
 from headscope.report.terminal import statistics_table
 from headscope.report.words import strength
@@ -68,7 +68,7 @@ class HeadGrid:
 
         def region(layer: int, head: int) -> Text:
             look = self.sheet.looks[layer][head]
-            if look is None or round(look[1], 1) < CLEAR:
+            if not is_clear(look):
                 return Text("-")
             return Text(look[0], "bold" if look[1] >= FAR_FROM_CHANCE else "")
 

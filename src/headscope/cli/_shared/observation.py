@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import click
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from headscope import MultiHeadAttention
     from headscope.masks import Mask
     from headscope.report import Sheet
+    from headscope.report.sheet import Look
     from headscope.tracing import Trace
 
 SHARP = ("previous", "next", "self", "duplicate", "induction")  # patterns of single tokens
 OF_OBJECT = ("centre", "edges", "boundary", "texture")  # regions that depend on the image, not only on positions
-CLEAR = 1.2  # ratios to chance, as shown with one decimal, from which a head's region is named
+CLEAR = 1.2  # ratios to chance from which a head's region is named
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -242,6 +243,11 @@ def _most_on_object(sheet: Sheet, layer: int, head: int) -> OnObject | None:
     ratios = {name: values[head] for name, values in sheet.regions[layer].items() if name in OF_OBJECT}
     looks = [OnObject(name, ratio) for name, ratio in ratios.items() if ratio is not None]
     return max(looks, key=lambda look: look.ratio, default=None)
+
+
+def is_clear(look: Look | None) -> TypeGuard[Look]:
+    """Return whether a head looks at a region clearly more than by chance, by the ratio as it is shown."""
+    return look is not None and round(look[1], 1) >= CLEAR
 
 
 def heads_as_dict(sheet: Sheet, choice: Choice) -> dict[str, Any]:

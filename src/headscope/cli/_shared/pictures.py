@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from headscope.cli._shared.observation import CLEAR
+from headscope.cli._shared.observation import is_clear
 from headscope.report import Sheet
 from headscope.report.terminal import Ink, ability, brightness, largest, looked_at, patches
 
@@ -50,7 +50,7 @@ class Gallery:
 
     def _title(self, head: int, wide: int) -> Text:
         look = self.sheet.looks[self.layer][head]
-        named = "" if look is None or round(look[1], 1) < CLEAR else f" {look[0]} {look[1]:.1f}"
+        named = f" {look[0]} {look[1]:.1f}" if is_clear(look) else ""
         title = Text(f"{self.layer}.{head}{named}", style="bold")
         title.truncate(wide)
         return title
