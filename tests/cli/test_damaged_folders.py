@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -424,7 +425,21 @@ def test_a_tokenizer_that_transformers_makes_up_is_not_used(kind: str, tmp_path:
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
     ran = run("watch", str(tmp_path), "--text", "hello world", "--json")
     assert (ran.code, ran.out) == (2, "")
-    assert "has no tokenizer that can be read, expected --ids" in ran.err
+    assert "has no tokenizer that can be read (no tokenizer.json in the folder); use --ids" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("{}", "no 'added_tokens'"), ("{not json", "Expecting property name"), ("[]", "cannot be interpreted")],
+)
+def test_a_damaged_tokenizer_is_named_with_its_reason(content: str, reason: str, at: Path, run: Run) -> None:
+    (at / "tokenizer.json").write_text(content)
+    ran = run("watch", str(at), "--text", "hello world", "--json")
+    assert (ran.code, ran.out) == (2, "")
+    named = re.search(r"has no tokenizer that can be read \((?P<files>[^:]*): (?P<reason>.*)\); use --ids", ran.err)
+    assert named is not None, ran.err
+    assert named["files"].startswith("tokenizer.json")
+    assert reason in named["reason"]
 
 
 @pytest.mark.parametrize("closed", ["", "config.json", "model.safetensors"], ids=["the folder", "config", "weights"])

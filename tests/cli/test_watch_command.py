@@ -653,6 +653,6 @@ def test_what_a_broken_model_did_is_in_no_statistic(run: Run, folder: Path, tmp_
 def test_what_text_cannot_show_is_said(run: Run, folder: Path, tmp_path: Path) -> None:
     at = save(gpt2(), tmp_path / "bare", tokenizer=False)
     ran = run("text", "a", "--model", str(at))
-    assert (ran.code, "has no readable tokenizer; use headscope watch --ids" in ran.err) == (2, True)
+    assert (ran.code, "has no tokenizer that can be read (" in ran.err) == (2, True)
     ran = run("text", "a", "--model", str(folder), "--layer", "2")
     assert (ran.code, "--layer: got 2, expected 0 to 1" in ran.err) == (2, True)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SHIPPED = ("text", "digits")
 MOST_SPECIAL = 1000  # tokens; above, a vocabulary has words
 MOST_TOKENS = 4096  # default context: current models allow 131072 and more
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 FEW_NAMED = 3  # names of missing or unused weights in a note
 
 
@@ -53,6 +54,7 @@ class Loaded:
         prepare: returns the input for the path of a picture.
         samples: returns the shipped pictures, the default input.
         notes: what the user has to know about the model.
+        without_tokenizer: the reason why there is none.
     """
 
     model: nn.Module
@@ -69,6 +71,7 @@ class Loaded:
     prepare: Callable[[str], Tensor] | None = None
     samples: Callable[[], Tensor] | None = None
     notes: tuple[str, ...] = ()
+    without_tokenizer: str = ""
 
 
 def load(name: str) -> Loaded:
@@ -269,7 +272,7 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
     import torch
 
     with _tokenizer_errors(f"{name}: the tokenizer cannot be read"):
-        tokenizer = _tokenizer(transformers, name, options)
+        tokenizer, reason = _tokenizer(transformers, name, options)
         ends = _ends(tokenizer)
 
     config = model.config.get_text_config()
@@ -298,7 +301,7 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
     return Loaded(
         model, label, "text", _context(model, config, tokenizer), model.get_input_embeddings().num_embeddings,
         None if tokenizer is None else encode, ends, None if tokenizer is None else piece, run, paired,
-        getattr(config, "num_key_value_heads", None),
+        getattr(config, "num_key_value_heads", None), without_tokenizer=reason,
     )  # fmt: skip
 
 
@@ -319,13 +322,19 @@ def _is_paired(model: Any, parameters: Collection[str], name: str) -> bool:
     )
 
 
-def _tokenizer(transformers: Any, name: str, options: dict[str, Any]) -> Any:
-    """Return the tokenizer of a model, or None: --ids works without one."""
+def _tokenizer(transformers: Any, name: str, options: dict[str, Any]) -> tuple[Any, str]:
+    """Return the tokenizer of a model, or None and the reason: --ids works without one."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        return tokenizer if _has_words(tokenizer) else None
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
-        return None
+        if _has_words(tokenizer):
+            return tokenizer, ""
+        reason = "has no words"
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
+        reason = f"no {_first(error)}" if isinstance(error, KeyError) else _first(error)
+    files = [file for file in TOKENIZER_FILES if os.path.isfile(os.path.join(name, file))]
+    if not files and os.path.isdir(name):
+        return None, "no tokenizer.json in the folder"
+    return None, f"{', '.join(files)}: {reason}" if files else reason
 
 
 def _has_words(tokenizer: Any) -> bool:

@@ -58,7 +58,10 @@ def read(loaded: Loaded, text: str) -> Passed:
         what = "reads images" if loaded.takes != "text" else "has an encoder and a decoder"
         raise Mistake(f"--model: {loaded.name} {what}, expected a decoder or an encoder of text; use headscope watch")
     if loaded.encode is None:
-        raise Mistake(f"--model: {loaded.name} has no readable tokenizer; use headscope watch --ids")
+        raise Mistake(
+            f"--model: {loaded.name} has no tokenizer that can be read ({loaded.without_tokenizer}); use headscope "
+            "watch --ids"
+        )
     before, after = loaded.ends
     every = loaded.encode(text)
     room = min(MOST, loaded.context) - len(before) - len(after)

@@ -77,7 +77,7 @@ def _tokens(loaded: Loaded, text: str | None, file: str | None, ids: str | None,
         every, ends, source = _numbers(ids), ([], []), "token ids"
     else:
         if loaded.encode is None:
-            raise Mistake(f"{loaded.name}: has no tokenizer that can be read, expected --ids")
+            raise Mistake(f"{loaded.name}: has no tokenizer that can be read ({loaded.without_tokenizer}); use --ids")
         read = read_whole(text, file)
         every, ends, source = loaded.encode(read.text), loaded.ends, describe_source(read, text)
         if not every:
