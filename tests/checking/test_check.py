@@ -587,6 +587,18 @@ def test_a_flag_is_no_mask() -> None:
     assert found.not_tested["masks"].startswith("forward() has no argument with mask or pad in its name")
 
 
+def test_an_error_where_a_mask_is_applied_is_named() -> None:
+    class Misspelt(SixSteps):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            if mask is not None:
+                raise AttributeError("'Tensor' object has no attribute 'masked_fil'")
+            return super().forward(x)
+
+    reason = check(Misspelt(24, 3)).not_tested["mask="]
+    assert reason.startswith("none of the mask shapes that were tried fits; the first error was AttributeError: ")
+    assert reason.endswith("'masked_fil'")
+
+
 def test_masks_that_may_not_be_none() -> None:
     class Needing(Packed):
         def forward(self, x: Tensor, mask: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

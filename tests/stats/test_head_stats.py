@@ -282,6 +282,11 @@ def test_indexing() -> None:
             stats[at]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
+def test_quantities_that_need_tokens_say_so() -> None:
+    with pytest.raises(KeyError, match="induction: is neither .*; it needs the option tokens="):
+        observe(*tensors(1))["induction"]
+
+
 def test_histograms_hold_every_row_in_its_bin() -> None:
     stats = stats_of()
     for name in stats.names:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headscope import __version__
+from headscope._support.arguments import check_type
 from headscope.report import regions
 from headscope.report._figures import Look, Numbers, SheetFigures
 from headscope.report._texts import NOT_EXPLANATION, broken_layers, few, visible
@@ -211,6 +212,7 @@ def versions() -> str:
 
 def _map(layer: int, weight: Tensor, tokens: int) -> Tensor:
     """Return the weights of a layer as [1, H, T, T] on the host, float32."""
+    check_type("weights: each entry", weight, Tensor, "a tensor [H, T, T]")
     shape = list(weight.shape)
     if weight.ndim == 3:
         weight = weight[None]

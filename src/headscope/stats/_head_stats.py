@@ -108,7 +108,8 @@ class HeadStats:
             if at in self.parts:
                 return at
             known = ", ".join((*self.names, *self.layers)) or "nothing"
-            raise KeyError(f"{at}: is neither a quantity nor a layer; expected one of {known}")
+            needs = "; it needs the option tokens=" if at in ("induction", "duplicate") else ""
+            raise KeyError(f"{at}: is neither a quantity nor a layer; expected one of {known}{needs}")
         number = as_whole(at)
         if number is None:
             raise TypeError(f"layer: got {kind(at)}, expected a number or a name")

@@ -102,10 +102,11 @@ def _probe_argument(case: Case, name: str) -> None:
     means, own = case.options.mask_means, case.subject.call is not None
     first: tuple[Form, Verdict] | None = None
     ran: tuple[Form, Verdict] | None = None
+    refusals: list[str] = []
     for form in _list_forms(name, own, case.subject.dtype, means):
         if form.kind == "keys" and first is not None and first[0].kind != "keys":
             continue
-        verdict = _judge_form(case, name, form)
+        verdict = _judge_form(case, name, form, refusals)
         if verdict is None:
             continue
         if verdict.outcome in ("hidden", "mask-inverted") and not (form.adds and verdict.outcome == "mask-inverted"):
@@ -119,7 +120,8 @@ def _probe_argument(case: Case, name: str) -> None:
             first = (form, verdict)
     best = first or ran
     if best is None:
-        case.not_tested[f"{name}="] = "none of the mask shapes that were tried fits"
+        first_error = f"; the first error was {refusals[0]}" if refusals else ""
+        case.not_tested[f"{name}="] = f"none of the mask shapes that were tried fits{first_error}"
         return
     form, verdict = best
     if own and verdict.outcome == "none":
@@ -133,12 +135,12 @@ def _probe_argument(case: Case, name: str) -> None:
     case.report(finding, f"{name}= {form.text}: {verdict.evidence or 'the weights are the same as without the mask'}")
 
 
-def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
-    """Judge how a mask of this form is applied; None if the module refuses it."""
+def _judge_form(case: Case, name: str, form: Form, refusals: list[str]) -> Verdict | None:
+    """Judge how a mask of this form is applied; None if the module refuses it, with an error in ``refusals``."""
     subject, heads = case.subject, case.heads
     assert heads is not None
     mask, allowed = build_test_pattern(form.kind, subject.batch, subject.length)
-    run = _run_with_mask(case, name, form.build(allowed))
+    run = _run_with_mask(case, name, form.build(allowed), refusals)
     assert case.base is not None
     if run is None or run.out.shape != case.base.out.shape:
         return None
@@ -196,7 +198,7 @@ def _is_added(case: Case, name: str, form: Form) -> bool:
     """Return whether a mask is added: minus infinity also masks where it is not added, as in (1 - mask) * -10."""
     assert case.heads is not None
     mask, allowed = build_test_pattern(form.kind, case.subject.batch, case.subject.length)
-    run = _run_with_mask(case, name, form.build(allowed).clamp_min(-0.5))
+    run = _run_with_mask(case, name, form.build(allowed).clamp_min(-0.5), [])
     if run is None or run.heads is None or run.heads.p.shape != case.heads.p.shape:
         return True
     p, plain = case.without_added(run.heads).p, case.without_added(case.heads).p
@@ -207,10 +209,11 @@ def _is_added(case: Case, name: str, form: Form) -> bool:
     return any(math.isclose(by, 0.5 * factor, rel_tol=1e-3) for factor in factors)
 
 
-def _run_with_mask(case: Case, name: str, mask: Any) -> Run | None:
+def _run_with_mask(case: Case, name: str, mask: Any, refusals: list[str]) -> Run | None:
     try:
         return case.subject.follow(case.x, **{name: mask})
-    except CODE_ERRORS:  # the module refuses this form: the next one is tried, and that none works is reported
+    except CODE_ERRORS as error:  # the module refuses this form: the next one is tried
+        refusals.append(describe_error(error))
         return None
 
 

@@ -31,7 +31,14 @@ if TYPE_CHECKING:
 SHIPPED = ("text", "digits")
 MOST_SPECIAL = 1000  # tokens; above, a vocabulary has words
 MOST_TOKENS = 4096  # default context: current models allow 131072 and more
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer_config.json",
+)
 FEW_NAMED = 3  # names of missing or unused weights in a note
 
 
