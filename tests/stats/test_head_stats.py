@@ -283,7 +283,7 @@ def test_indexing() -> None:
 
 
 def test_quantities_that_need_tokens_say_so() -> None:
-    with pytest.raises(KeyError, match="induction: is neither .*; it needs the option tokens="):
+    with pytest.raises(KeyError, match=r"induction: is neither .*; it needs the option tokens="):
         observe(*tensors(1))["induction"]
 
 
