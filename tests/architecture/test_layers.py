@@ -26,7 +26,7 @@ LAYERS = [
     "functional decisions comparing _layouts",
     "_observe _analysis _linear",
     "_attend stats cache",
-    "masks positions _provenance",
+    "masks positions _provenance _dataflow",
     "_support",
 ]
 MOST_LINES = 450  # of a file

@@ -6,6 +6,7 @@ import torch
 from torch._C import (
     _are_functorch_transforms_active,
     _get_dispatch_mode,
+    _get_dispatch_stack_at,
     _is_tracing,
     _len_torch_dispatch_stack,
     _TorchDispatchModeKey,
@@ -24,10 +25,17 @@ def is_traced() -> bool:
     """
     return (
         is_dynamo_compiling()  # a constant for the compiler, which then stops tracing here
-        or _len_torch_dispatch_stack() > 0
+        or (_len_torch_dispatch_stack() > 0 and not _are_modes_transparent())
         or _are_functorch_transforms_active()
         or _is_tracing()
         or forward_ad._current_level >= 0
+    )
+
+
+def _are_modes_transparent() -> bool:
+    """Return whether the modes of this thread only read what operations compute: headscope's own."""
+    return all(
+        getattr(_get_dispatch_stack_at(at), "is_transparent", False) for at in range(_len_torch_dispatch_stack())
     )
 
 

@@ -1,0 +1,121 @@
+"""An attention that running code has written out, with its tensors brought into the order of headscope."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from headscope._dataflow.axes import Axis, Piece, Source, size_of
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenAttention:
+    """One call of attention that was computed as product, softmax and product.
+
+    Shapes: scores [B, H, Q, K]; v [B, H, K, Dv]; out [B, H, Q, Dv].
+
+    Attributes:
+        scores: the input of the softmax: scaled, masked, with any bias.
+        v: the values; None if one product holds some of the heads only.
+        sinks: [H], logits beside those of the keys, whose weights were cut off; None: none.
+        out: the product with the values; None if dropout changed the weights before it.
+        same_tokens: whether queries and keys come from the same tokens; None: unknown.
+        scope: what encloses its operations from the scores on, the outermost first.
+        needed_scope: what also encloses the operations that its axes are known from.
+        has_heads: whether an axis of heads was found.
+    """
+
+    scores: Tensor
+    v: Tensor | None
+    sinks: Tensor | None
+    out: Tensor | None
+    same_tokens: bool | None
+    scope: tuple[Any, ...]
+    needed_scope: tuple[Any, ...]
+    has_heads: bool
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The pieces of the axes of scores by what they are; keys are one axis."""
+
+    batch: tuple[Piece, ...]
+    heads: tuple[Piece, ...]
+    queries: tuple[Piece, ...]
+    keys: tuple[Piece, ...]
+
+    @property
+    def outer(self) -> tuple[Piece, ...]:
+        """Those that scores and values share."""
+        return (*self.batch, *self.heads)
+
+
+def assign_roles(axes: Sequence[Axis], key_axis: int, query_sources: Sequence[Source], folded: bool) -> Roles:
+    """Return which piece of the scores' axes is what.
+
+    Args:
+        axes: of the scores.
+        key_axis: which of them has the keys.
+        query_sources: the sources of the product's other axis.
+        folded: whether that axis may hold a batch, too: then as many of its pieces are queries as the keys have.
+    """
+    keys = axes[key_axis]
+    batch: list[Piece] = []
+    heads: list[Piece] = []
+    queries: list[Piece] = []
+    for at, axis in enumerate(axes):
+        if at == key_axis:
+            continue
+        for piece in axis:
+            if piece.source is not None and piece.source.kind == "feature":
+                heads.append(piece)
+            elif piece.source in query_sources:
+                queries.append(piece)
+            else:
+                batch.append(piece)
+    if folded and len(queries) > max(1, len(keys)):
+        cut = len(queries) - max(1, len(keys))
+        batch, queries = batch + queries[:cut], queries[cut:]
+    if not heads and len(axes) == 4 and len(batch) == 2:  # [B, H, Q, K] from outside, in the usual order
+        heads = [batch.pop()]
+    return Roles(tuple(batch), tuple(heads), tuple(queries), keys)
+
+
+def arrange(
+    x: Tensor, axes: Sequence[Axis], groups: Sequence[Sequence[Piece]], repeated: Sequence[Piece] = ()
+) -> Tensor | None:
+    """Return a tensor with its pieces in these groups, one axis for each; None if they are not the same pieces.
+
+    Args:
+        x, axes: the tensor and its axes.
+        groups: the pieces of each axis of the result.
+        repeated: pieces that the tensor may lack: it is the same along them.
+    """
+    own = [piece for axis in axes for piece in axis]
+    ordered = [piece for group in groups for piece in group]
+    places: list[int] = []
+    lacking = [piece for piece in repeated if piece not in own]
+    for piece in ordered:
+        if piece in lacking:
+            continue
+        place = next((at for at, each in enumerate(own) if each == piece and at not in places), None)
+        if place is None:
+            return None
+        places.append(place)
+    if len(places) != len(own):
+        return None
+    split = x.reshape([piece.size for piece in own]).permute(places)
+    shape = [piece.size for piece in ordered]
+    for at, piece in enumerate(ordered):
+        if piece in lacking:
+            split = split.unsqueeze(at)
+    return split.expand(shape).reshape([math.prod(piece.size for piece in group) for group in groups])
+
+
+def sizes(groups: Sequence[Sequence[Piece]]) -> list[int]:
+    """Return the number of elements along each group."""
+    return [size_of(tuple(group)) for group in groups]
