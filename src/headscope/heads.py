@@ -18,6 +18,7 @@ from headscope._intercept import (
     InterceptedCall,
     Layout,
     Part,
+    Unfollowed,
     WatchError,
     WatchWarning,
     close_watch,
@@ -187,7 +188,7 @@ class _Acting:
         raise NotImplementedError
 
 
-class _Pass:
+class _Pass(Unfollowed):
     """One forward pass: which modules ran in it, and which of them attended."""
 
     active = True

@@ -1,4 +1,7 @@
-"""watch: a module that attends once by a fused call and once by a softmax of its own."""
+"""watch: a module that attends once by a fused call and once by a softmax of its own.
+
+It is recorded where the operations show which axis is what; else there is a warning.
+"""
 
 from __future__ import annotations
 
@@ -166,9 +169,18 @@ ATTENDS: dict[str, Own] = {
 }
 
 
+PRODUCTS_OF_HEADS = {name for name, own in ATTENDS.items() if own.__qualname__.startswith("by_head")}
+UNRECORDED = PRODUCTS_OF_HEADS | {
+    *("addbmm", "sparse softmax", "chunks of queries, written", "top-k, scattered", "a pad"),
+    *(f"weights that heads share, {how}" for how in ("repeated", "expanded", "repeat")),
+}
+"""Each product is one of one head or of a part of the weights, or the weights are not those of the softmax."""
+OTHER_LOGITS = {"gumbel_softmax", "a sink that is cut off"}
+
+
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
-@pytest.mark.parametrize("own", ATTENDS)
-def test_a_second_attention_by_hand_is_warned_of(own: str) -> None:
+@pytest.mark.parametrize("own", [name for name in ATTENDS if name in UNRECORDED])
+def test_a_second_attention_that_is_not_recorded_is_warned_of(own: str) -> None:
     for fused_inside, memory in product((False, True), (7, 3)):
         with case(fused_inside, memory):
             check_warning(own, fused_inside, memory)
@@ -183,6 +195,35 @@ def check_warning(own: str, fused_inside: bool, memory: int) -> None:
         out = model(x)
     assert torch.equal(out, expected)
     assert seen.layers == ("mixed_attention.inner" if fused_inside else "mixed_attention",)
+
+
+@pytest.mark.parametrize("own", [name for name in ATTENDS if name not in UNRECORDED])
+def test_a_second_attention_by_hand_is_recorded(own: str) -> None:
+    for fused_inside, memory in product((False, True), (7, 3)):
+        with case(fused_inside, memory):
+            check_recorded(own, fused_inside, memory)
+
+
+def check_recorded(own: str, fused_inside: bool, memory: int) -> None:
+    logits: list[Tensor] = []
+
+    def noted(s: Tensor, v: Tensor) -> Tensor:
+        logits.append(s.detach().double())
+        return ATTENDS[own](s, v)
+
+    model = Within(Both(noted, fused_inside=fused_inside, memory=memory), "mixed_attention")
+    x = torch.randn(2, 7, 15)
+    torch.manual_seed(0)
+    expected = model(x)
+    torch.manual_seed(0)
+    with watch(model, unseen="ignore") as seen:
+        out = model(x)
+    assert torch.equal(out, expected)
+    assert seen.layers == ("mixed_attention", "mixed_attention.inner" if fused_inside else "mixed_attention#2")
+    p = logits[-1].softmax(-1)
+    entropy = -(p * p.log()).sum(-1).mean((0, 2))
+    if own not in OTHER_LOGITS:
+        torch.testing.assert_close(seen["mixed_attention", "entropy"].mean, entropy, rtol=1e-5, atol=1e-6)
 
 
 def gate(s: Tensor, v: Tensor) -> Tensor:
@@ -258,7 +299,7 @@ def test_gates_and_routers_are_not_warned_of(own: str) -> None:
 
 
 def test_a_layer_is_warned_of_once_and_not_where_it_is_left_out() -> None:
-    model = Within(Both(ATTENDS["functional"]))
+    model = Within(Both(ATTENDS["linear"]))
     x = torch.randn(2, 7, 15)
     with pytest.warns(WatchWarning) as caught, watch(model):
         nn.Sequential(model, model)(x)
@@ -288,7 +329,8 @@ def test_the_command_says_so_in_one_line(
     forward = kind.forward
 
     def twice(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        (hidden_states @ hidden_states.transpose(-2, -1)).softmax(-1) @ hidden_states
+        scores = hidden_states @ hidden_states.transpose(-2, -1)
+        torch.sparse.softmax(scores.detach().to_sparse(), -1).to_dense() @ hidden_states
         return forward(self, hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(kind, "forward", twice)

@@ -1,7 +1,7 @@
 """Interception of the attention calls of a running model, and their description as headscope's own."""
 
 from headscope._intercept.edits import Choose, Layout
-from headscope._intercept.frames import Frame, running_frames
+from headscope._intercept.frames import Frame, Unfollowed, running_frames
 from headscope._intercept.intercepted_call import (
     COMPILED,
     Ids,
@@ -42,6 +42,7 @@ __all__ = [
     "Kind",
     "Layout",
     "Part",
+    "Unfollowed",
     "WatchError",
     "WatchWarning",
     "check_values",

@@ -16,6 +16,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from headscope import nn_compat
+from headscope._dataflow import Follower
 from headscope._intercept import masks, softmax
 from headscope._intercept.intercepted_call import InterceptedCall
 from headscope._support.fingerprint import Fingerprint
@@ -36,6 +37,14 @@ class Forward(Protocol):
 
     def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
         """Note that a module has made its attention call."""
+        ...
+
+    def follows(self, name: str) -> bool:
+        """Return whether the operations of a module are followed, to find attention that it writes out."""
+        ...
+
+    def note_followed(self, name: str) -> None:
+        """Note that a module has to be followed for an attention that was found inside."""
         ...
 
     def note_unrecorded(self, name: str, operator: str | None) -> None:
@@ -62,6 +71,17 @@ class Watcher(Protocol):
         ...
 
 
+class Unfollowed:
+    """A forward pass in which no operations are followed."""
+
+    def follows(self, name: str) -> bool:
+        """Return False."""
+        return False
+
+    def note_followed(self, name: str) -> None:
+        """Do nothing: no module is followed."""
+
+
 Entries = tuple[tuple[Watcher, str], ...]
 """The watchers of a module, and its name in each."""
 
@@ -75,6 +95,7 @@ class Frame:
         accelerate: headscope's kernel should attend, too.
         quiet: its attention calls are observed as a whole: calls within them are not.
         softmaxes: those that it has computed itself and not yet multiplied with values.
+        single_heads: attentions of one head that it has written out; see ``written``.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -86,6 +107,7 @@ class Frame:
         self.accelerate = False
         self.quiet = False
         self.softmaxes: list[softmax.Weights] = []
+        self.single_heads: list[Any] = []
         self._arguments: Mapping[str, Any] | None = None
 
     @property
@@ -210,12 +232,16 @@ class _Thread(threading.local):
 
     Attributes:
         stack: the modules that run, the outermost first.
+        follower: follows operations, while it is on; see ``written``.
+        written_masks: visible pairs -> their mask, by shape; see ``written``.
         masks: see ``Frame.converted``.
     """
 
     def __init__(self) -> None:
         self.stack: list[Frame] = []
+        self.follower: Follower | None = None
         # with the tensor, because ids are reused, and with its fingerprint
+        self.written_masks: dict[torch.Size, tuple[Tensor, Mask]] = {}
         self.masks: dict[Any, tuple[Tensor, Fingerprint, Mask | None, Tensor | None]] = {}
 
 

@@ -39,8 +39,8 @@ class Mode(TorchFunctionMode):
         if func in _FAST_PATH:
             return _fast_path(func, args, kwargs or {})
         if func in softmax.NOTED:
-            _note_softmax(func, args, kwargs or {})
-        elif not torch.compiler.is_compiling():
+            return _noted(func, args, kwargs or {})
+        if not torch.compiler.is_compiling():
             return _uncompiled(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -107,29 +107,39 @@ def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         qkv = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
         out = out[0] if all(x.ndim == 2 for x in qkv) else out  # as SDPA, which then has no axis of heads
     else:
-        out = F.scaled_dot_product_attention(*args, **kwargs)
+        with frame.quietly():  # beneath, it may be composed of products and a softmax
+            out = F.scaled_dot_product_attention(*args, **kwargs)
     frame.see(lambda: intercepted_call.sdpa(args, kwargs, frame.converted))
     return frame.scaled(out, -3, args[0] if args else kwargs["query"])  # [B, H, Q, Dv]
 
 
-def _note_softmax(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note a softmax, or a product that completes an attention that the module writes out."""
+def _noted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a softmax, or a product that may complete an attention that the module writes out."""
     frame = frames.innermost()
-    if frame is not None and not frame.quiet and softmax.attends(frame.softmaxes, function, args, kwargs):
+    if frame is None or frame.quiet:
+        return function(*args, **kwargs)
+    attends = softmax.attends(frame.softmaxes, function, args, kwargs)
+    follower = frames.thread.follower
+    before = 0 if follower is None else follower.completions
+    out = function(*args, **kwargs)
+    if attends and (follower is None or follower.completions == before):
         note_unrecorded(None)
+    return out
 
 
 def _uncompiled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that may be part of an attention; what dynamo cannot trace."""
-    out = function(*args, **kwargs) if kwargs else function(*args)
     frame = frames.innermost()
     if frame is None or frame.quiet:
-        return out
+        return function(*args, **kwargs) if kwargs else function(*args)
+    name = fused.operator_name(function, args, kwargs)
+    with nullcontext() if name is None else frame.quietly():
+        out = function(*args, **kwargs) if kwargs else function(*args)
     if function in softmax.UNTRACED_SOFTMAX:
         softmax.wait(frame.softmaxes, function, args, kwargs)
     elif frame.softmaxes and function in softmax.JOINED:
         softmax.join(frame.softmaxes, function, args, kwargs, out)
-    elif (name := fused.operator_name(function, args, kwargs)) is not None:
+    elif name is not None:
         note_unrecorded(name)
     return out
 
@@ -157,14 +167,14 @@ def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if {"num_heads", "out_proj_weight"} <= {*arguments}:  # without them, torch will complain
         heads = arguments["num_heads"]
         factors = frame.factors(heads, torch_modules.widths(heads, arguments["out_proj_weight"]))
-    if factors is None:
-        out = F.multi_head_attention_forward(*args, **kwargs)
-    else:  # the heads meet only in the output projection
-        changed: dict[str, Any] = {
-            **arguments,
-            "out_proj_weight": torch_modules.of_heads(arguments["out_proj_weight"], factors),
-        }
-        out = F.multi_head_attention_forward(**changed)
+    changed: dict[str, Any] = arguments
+    if factors is not None:  # the heads meet only in the output projection
+        changed = {**arguments, "out_proj_weight": torch_modules.of_heads(arguments["out_proj_weight"], factors)}
+    with frame.quietly():
+        if factors is None:
+            out = F.multi_head_attention_forward(*args, **kwargs)
+        else:
+            out = F.multi_head_attention_forward(**changed)
     frame.see(lambda: torch_modules.functional_call(arguments))
     return out
 
@@ -178,7 +188,8 @@ def _fast_path(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     frame = frame if inner is None else frame.within(inner)
     name = _FAST_PATH[operator]
     factors = frame.factors(*torch_modules.heads_of_fast_path(name, args))
-    out = operator(*(args if factors is None else torch_modules.with_factors(name, args, factors)), **kwargs)
+    with frame.quietly():
+        out = operator(*(args if factors is None else torch_modules.with_factors(name, args, factors)), **kwargs)
     frame.see(lambda: torch_modules.native_call(name, args))
     return out
 

@@ -58,7 +58,8 @@ class WatchWarning(UserWarning):
         >>> from headscope import watch
         >>> class Both(torch.nn.Module):
         ...     def forward(self, x):
-        ...         return torch.nn.functional.scaled_dot_product_attention(x, x, x) + (x @ x.mT).softmax(-1) @ x
+        ...         part = torch.nn.functional.pad((x @ x.mT).softmax(-1)[..., 1:], (1, 0))
+        ...         return torch.nn.functional.scaled_dot_product_attention(x, x, x) + part @ x
         >>> with warnings.catch_warnings(record=True, action="always") as caught, watch(model := Both()):
         ...     output = model(torch.zeros(1, 2, 4, 8))
         >>> caught[0].category.__name__, str(caught[0].message)[:30]

@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch._C import _len_torch_function_stack
 
 from headscope._attend import hook
 from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
-from headscope._intercept import dynamo, frames, function_mode, fused, intercepted_call, module_names
+from headscope._intercept import dynamo, frames, function_mode, fused, intercepted_call, module_names, written
 from headscope._intercept.frames import Entries, Forward, Frame, Watcher
 
 _FUSED = fused.Patches(function_mode.note_unrecorded)
@@ -149,16 +150,26 @@ def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries
             frame.accelerate = True
     stack.append(frame)
     try:
-        if not frame.active or function_mode.is_on():
+        with _observed(frame):
             out = original(frame.module, *frame.args, **frame.kwargs)
-        else:
-            with function_mode.MODE if _len_torch_function_stack() == 0 else function_mode.beneath():
-                out = original(frame.module, *frame.args, **frame.kwargs)
+        written.report_single_heads(frame, stack[-2] if len(stack) > 1 else None)
         finished = True
         return out
     finally:
         stack.pop()
         if not stack:
             frames.thread.masks.clear()
+            frames.thread.written_masks.clear()
         for watcher, forward in begun:
             watcher.end(forward, finished=finished)
+
+
+@contextmanager
+def _observed(frame: Frame) -> Generator[None]:
+    """Return a context under which a module runs: with the modes that observe it, unless they are on."""
+    with ExitStack() as modes:
+        if frame.active and not function_mode.is_on():
+            modes.enter_context(function_mode.MODE if _len_torch_function_stack() == 0 else function_mode.beneath())
+        if frame.active and frames.thread.follower is None and written.is_to_be_followed(frame):
+            modes.enter_context(written.followed(frame))
+        yield

@@ -5,7 +5,8 @@ from headscope.stats._origin import Origin, Part
 from headscope.watching._about import About
 from headscope.watching._monitor import Alarm, AttentionWarning, Limits
 from headscope.watching._recording import Recording
-from headscope.watching._watch import Watch, register_transformers, watch
+from headscope.watching._register import register_transformers
+from headscope.watching._watch import Watch, watch
 
 __all__ = [
     "About",

@@ -22,6 +22,7 @@ from headscope._intercept import (
     InterceptedCall,
     Kind,
     Layout,
+    Unfollowed,
     WatchError,
     WatchWarning,
     check_values,
@@ -38,7 +39,6 @@ from headscope._intercept import (
     measure,
     open_watch,
     placed,
-    register_attention,
     running_frames,
     select_modules,
     standing,
@@ -55,7 +55,7 @@ from headscope.watching._options import Options, check
 from headscope.watching._recording import Recording
 from headscope.watching._token_ids import Streams, check_texts, ids_of_keys
 
-__all__ = ["Watch", "register_transformers", "watch"]
+__all__ = ["Watch", "watch"]
 
 
 def watch(
@@ -174,6 +174,7 @@ class Watch:
         self._entered = False
         self._streams = Streams()
         self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # modules that ran and were all observed
+        self.followed: set[str] | None = None  # modules whose operations are followed; None: all, to find these
         self._errors: dict[str, tuple[Tensor, float]] = {}
         self._warned: set[str] = set()
         self._warned_of_ids = False
@@ -305,6 +306,7 @@ class Watch:
             self._running.discard(forward)
         if not finished or not forward.active or isinstance(forward, Again):
             return
+        self.followed = (self.followed or set()) | forward.to_follow
         if self.monitor is not None:
             order = self.recording._order
             parts = {layer: forward.parts[layer] for layer in sorted(forward.parts, key=order.__getitem__)}
@@ -322,8 +324,9 @@ class Watch:
         if missing:
             raise WatchError(
                 f"watch: {len(missing)} of the attention layers that ran could not be observed: "
-                f"{describe_modules(self.modules, missing)}. They do not call scaled_dot_product_attention or "
-                'another function that headscope recognises. Exclude them with layers=, or give unseen="ignore"'
+                f"{describe_modules(self.modules, missing)}. They neither call a function that "
+                "headscope recognises nor compute a softmax of products that it can follow. Exclude them with layers=, "
+                'or give unseen="ignore"'
             )
         self._complete.add(both)
 
@@ -366,10 +369,21 @@ class Pass:
         self.ran: dict[str, None] = {}
         self.observed: set[str] = set()
         self.unrecorded: dict[str, str | None] = {}  # see describe_unrecorded
+        self.to_follow: set[str] = set()
+
+    def follows(self, name: str) -> bool:
+        """Return whether a module is followed: in the first forward pass all of them are."""
+        return self.watch.followed is None or name in self.watch.followed
+
+    def note_followed(self, name: str) -> None:
+        """Note a module that the next forward passes have to follow."""
+        self.to_follow.add(name)
 
     def note_unrecorded(self, name: str, operator: str | None) -> None:
         """Note that a module attends by an operator, or perhaps by a softmax of its own (None)."""
         self.unrecorded[name] = self.unrecorded.get(name) or operator
+        if operator is None:
+            self.to_follow.add(name)
 
     def enter(self, name: str, module: nn.Module) -> bool:
         """Note that a module starts to run; headscope's kernel attends only in selected ones."""
@@ -414,30 +428,11 @@ class Pass:
             self.parts[layer] = self.parts[layer].merge(part) if layer in self.parts else part
 
 
-class Again(Pass):
+class Again(Unfollowed, Pass):
     """A piece of a forward pass that a checkpoint recomputes: by the same kernels, without observation."""
 
     def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
         """Do nothing: the call was recorded before."""
-
-
-def register_transformers(name: str = "headscope") -> None:
-    """Register headscope's attention with transformers, for ``attn_implementation=name``.
-
-    The function and its mask function are registered under the same name: without the second, transformers does not
-    pass a mask to the function, and padding is silently lost.
-
-    Raises:
-        ImportError: transformers is not installed, or older than 5.
-
-    Examples:
-        >>> from headscope.watching import register_transformers
-        >>> register_transformers()
-        >>> from transformers import AttentionInterface
-        >>> "headscope" in AttentionInterface()
-        True
-    """
-    register_attention(name)
 
 
 Watch.__module__ = "headscope.watching"  # its public path
