@@ -446,8 +446,8 @@ class GPT2CachedAttention(nn.Module):
     def _attn(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         w = torch.matmul(q, k)
         w = w / math.sqrt(v.size(-1))
-        nd, ns = w.size(-2), w.size(-1)
-        b = self.bias[:, :, ns - nd : ns, :ns]
+        keys_before, ns = w.size(-2), w.size(-1)
+        b = self.bias[:, :, ns - keys_before : ns, :ns]
         w = w * b - 1e10 * (1 - b)
         w = nn.Softmax(dim=-1)(w)
         return torch.matmul(w, v)
