@@ -527,8 +527,11 @@ def test_a_model_that_fails_is_one_line(run: Run, folder: Path, monkeypatch: pyt
 
 
 def test_a_layer_that_cannot_be_seen_is_told_with_the_option_for_it(run: Run, tmp_path: Path) -> None:
-    gptj = transformers.GPTJConfig(n_embd=24, n_layer=1, n_head=3, n_positions=16, rotary_dim=4, **SIZES)
-    at = save(transformers.GPTJForCausalLM(gptj), tmp_path / "gptj", tokenizer=False)
+    sizes: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
+    config = transformers.LongformerConfig(
+        **SIZES, **sizes, intermediate_size=32, max_position_embeddings=32, attention_window=[4], pad_token_id=1
+    )
+    at = save(transformers.LongformerModel(config), tmp_path / "longformer", tokenizer=False)
     ran = run("watch", str(at), "--ids", "3 4")
     assert ran.code == 2
     assert re.search(
