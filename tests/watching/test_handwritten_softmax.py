@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import ablate, watch
+from headscope._intercept import written
 from headscope.watching import WatchWarning
 from support.cases import case
 from support.commands import Run
@@ -30,6 +31,13 @@ tensordot: Callable[..., Tensor] = torch.tensordot  # its stub has the overloads
 chain_matmul: Callable[..., Tensor] = torch.chain_matmul
 aten: Any = torch.ops.aten
 private_torch: Any = torch
+
+
+@pytest.fixture(autouse=True)
+def follow_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch on what is off by default; see ``headscope._intercept.written``."""
+    monkeypatch.setattr(written, "IS_ON", True)
+
 
 Own = Callable[[Tensor, Tensor], Tensor]
 """Logits [B, H, Q, K] and values [B, H, K, D] -> [B, H, Q, D]."""
@@ -108,7 +116,7 @@ def one_by_one(s: Tensor, v: Tensor) -> Tensor:
     return torch.stack([p[:, head] @ v[:, head] for head in range(s.shape[1])], 1)
 
 
-def written(s: Tensor, v: Tensor) -> Tensor:
+def written_in_chunks(s: Tensor, v: Tensor) -> Tensor:
     p = torch.zeros_like(s)
     for n in range(0, s.shape[-2], 3):
         p[..., n : n + 3, :] = s[..., n : n + 3, :].softmax(-1)
@@ -160,7 +168,7 @@ ATTENDS: dict[str, Own] = {
     "chunks of queries, cat": lambda s, v: torch.cat([each.softmax(-1) for each in s.split(3, -2)], -2) @ v,
     "heads, stack": lambda s, v: torch.stack([s[:, head].softmax(-1) for head in range(s.shape[1])], 1) @ v,
     "heads, one by one": one_by_one,
-    "chunks of queries, written": written,
+    "chunks of queries, written": written_in_chunks,
     "top-k, scattered": scattered,
     "weights that heads share, repeated": lambda s, v: s[:, :1].softmax(-1).repeat_interleave(s.shape[1], 1) @ v,
     "weights that heads share, expanded": lambda s, v: s[:, :1].softmax(-1).expand_as(s) @ v,
@@ -184,6 +192,13 @@ def test_a_second_attention_that_is_not_recorded_is_warned_of(own: str) -> None:
     for fused_inside, memory in product((False, True), (7, 3)):
         with case(fused_inside, memory):
             check_warning(own, fused_inside, memory)
+
+
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+@pytest.mark.parametrize("own", ATTENDS)
+def test_without_following_operations_all_are_warned_of(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written, "IS_ON", False)
+    check_warning(own, False, 7)
 
 
 def check_warning(own: str, fused_inside: bool, memory: int) -> None:

@@ -324,9 +324,8 @@ class Watch:
         if missing:
             raise WatchError(
                 f"watch: {len(missing)} of the attention layers that ran could not be observed: "
-                f"{describe_modules(self.modules, missing)}. They neither call a function that "
-                "headscope recognises nor compute a softmax of products that it can follow. Exclude them with layers=, "
-                'or give unseen="ignore"'
+                f"{describe_modules(self.modules, missing)}. They do not call scaled_dot_product_attention or "
+                'another function that headscope recognises. Exclude them with layers=, or give unseen="ignore"'
             )
         self._complete.add(both)
 
