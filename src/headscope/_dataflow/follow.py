@@ -29,6 +29,7 @@ from headscope._dataflow.roles import (
     Weights,
 )
 from headscope._dataflow.table import Table, is_followed
+from headscope._support.torch_operations import PRODUCTS, is_composite
 
 MOST_WAITING = 64  # softmaxes that wait for values, with their scores
 
@@ -71,7 +72,7 @@ class Follower(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused() or not isinstance(func, OpOverload):  # a higher-order operator attends as a whole
             return func(*args, **kwargs)
-        if operands.is_composite(func):
+        if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
         if operands.is_view(func):
@@ -104,7 +105,7 @@ class Follower(TorchDispatchMode):
     def _note(
         self, name: str, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], before: list[list[Axis]]
     ) -> None:
-        if name in operands.PRODUCTS:
+        if name in PRODUCTS:
             self._note_product(name, out, args)
         elif name in ("_softmax", "_safe_softmax", "_log_softmax"):
             self._note_softmax(name, out, args)
@@ -130,7 +131,7 @@ class Follower(TorchDispatchMode):
             self.table.assign(out, fresh_axes(out, self.scope(), range(out.ndim)), PARAMETER)
 
     def _note_product(self, name: str, out: Tensor, args: tuple[Any, ...]) -> None:
-        left, right = operands.PRODUCTS[name](args)
+        left, right = PRODUCTS[name](args)
         if not is_followed(left) or not is_followed(right):
             return
         result = multiply(self.table, left, right, out, self.scope())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,18 +10,12 @@ from torch import Tensor
 
 from headscope._dataflow.table import is_followed
 
-PRODUCTS: dict[str, Callable[[tuple[Any, ...]], tuple[Tensor, Tensor]]] = {
-    "mm": lambda args: (args[0], args[1]),
-    "bmm": lambda args: (args[0], args[1]),
-    "addmm": lambda args: (args[1], args[2]),
-    "baddbmm": lambda args: (args[1], args[2]),
-}
 MOVES = {
     *("clone", "_to_copy", "contiguous", "index_select", "gather", "repeat", "flip", "roll", "constant_pad_nd"),
     *("expand_copy", "_reshape_copy", "view_copy", "permute_copy", "cat", "stack", "index"),
 }
 TRIANGLES = {"tril", "triu"}
-_OF_IMAGES = ("convolution", "pool", "batch_norm", "group_norm", "upsample", "cudnn_convolution")
+_OF_IMAGES = ("convolution", "pool", "batch_norm", "group_norm", "upsample")
 
 
 @functools.cache
@@ -30,12 +23,6 @@ def name_of(func: Any) -> str:
     """Return the name of an operation; one that writes in place has that of the one that does not."""
     name = func.overloadpacket.__name__
     return name[:-1] if name.endswith("_") and not name.startswith("_") else name
-
-
-@functools.cache
-def is_composite(func: Any) -> bool:
-    """Return whether an operation is composed of others: without autograd it arrives whole."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 @functools.cache

@@ -45,26 +45,19 @@ def multiply(table: Table, left: Tensor, right: Tensor, out: Tensor, scope: tupl
         rows = fresh_axis(out.shape[-2], "feature", scope)
         return Result([*outer, rows, b[-1]], right_role if isinstance(right_role, Scores) else None)
     if left_role == PARAMETER:  # queries that are learned
-        return Result([*outer, _as_rows(out.shape[-2], scope), columns])
-    for role, p_axes, v_axes, p, v, is_left in (
-        (left_role, a, b, left, right, True),
-        (right_role, b, a, right, left, False),
-    ):
+        return Result([*outer, fresh_axis(out.shape[-2], "row", scope), columns])
+    for role, p_axes, p, v, is_left in ((left_role, a, left, right, True), (right_role, b, right, left, False)):
         if isinstance(role, Weights):
             axes = [*outer, a[-2], b[-1]]
             if role.softmax.scores is None:
                 return Result(axes, attends=True)
-            completion = _attention(role, p, p_axes, v, v_axes, out, is_left, scope)
+            completion = _attention(role, p, p_axes, v, out, is_left, scope)
             return Result(axes, completion=completion, attends=completion is not None)
     product = Product(
         renewed(a[-2], scope), renewed(b[-1], scope), tuple(sources(a[-2])), tuple(sources(b[-1])),
         not outer, scope,
     )  # fmt: skip
     return Result([*outer, product.rows, product.columns], Scores(product))
-
-
-def _as_rows(size: int, scope: tuple[Any, ...]) -> Axis:
-    return fresh_axis(size, "row", scope)
 
 
 def _merged(a: Axis, b: Axis) -> Axis:
@@ -77,8 +70,7 @@ def _merged(a: Axis, b: Axis) -> Axis:
 
 
 def _attention(
-    role: Weights, p: Tensor, p_axes: Sequence[Axis], v: Tensor, v_axes: Sequence[Axis], out: Tensor,
-    is_left: bool, scope: tuple[Any, ...],
+    role: Weights, p: Tensor, p_axes: Sequence[Axis], v: Tensor, out: Tensor, is_left: bool, scope: tuple[Any, ...],
 ) -> Completion | None:  # fmt: skip
     """Return the attention that a product of weights with values completes; None if it is something else."""
     softmax, product = role.softmax, role.softmax.product
@@ -113,7 +105,7 @@ def _attention(
         return None
     if p.numel() == logits.numel():
         if not is_left:
-            v, v_axes, out = v.transpose(-2, -1), v_axes, out.transpose(-2, -1)
+            v, out = v.transpose(-2, -1), out.transpose(-2, -1)
         values = _values(v, p_axes, shared, sizes(shared))
         if not role.dropped:
             result = _output(out, p_axes, is_left, shared, roles.queries)
@@ -138,15 +130,8 @@ def _sinks(logits: Tensor) -> Tensor | None:
 def _lacks_heads_only(p: Tensor, roles: Roles) -> bool:
     """Return whether weights are those of some heads, with all sequences, queries and keys."""
     batch, queries, keys = sizes((roles.batch, roles.queries, roles.keys))
-    return (
-        bool(roles.heads)
-        and p.numel() % (batch * queries * keys) == 0
-        and p.shape[-2:]
-        in (
-            (queries, keys),
-            (keys, queries),
-        )
-    )
+    matrices = p.shape[-2:] in ((queries, keys), (keys, queries))
+    return bool(roles.heads) and matrices and p.numel() % (batch * queries * keys) == 0
 
 
 def _shares(axis: Axis, other: Axis) -> bool:

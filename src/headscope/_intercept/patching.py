@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -148,9 +148,14 @@ def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries
         frame.forwards[watcher] = (outer, name)
         if outer.active and outer.enter(name, frame.module):
             frame.accelerate = True
+    mode, follower = nullcontext(), nullcontext()
+    if frame.active and not function_mode.is_on():
+        mode = function_mode.MODE if _len_torch_function_stack() == 0 else function_mode.beneath()
+    if frame.active and frames.thread.follower is None and written.is_to_be_followed(frame):
+        follower = written.followed(frame)
     stack.append(frame)
     try:
-        with _observed(frame):
+        with mode, follower:
             out = original(frame.module, *frame.args, **frame.kwargs)
         written.report_single_heads(frame, stack[-2] if len(stack) > 1 else None)
         finished = True
@@ -162,14 +167,3 @@ def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries
             frames.thread.written_masks.clear()
         for watcher, forward in begun:
             watcher.end(forward, finished=finished)
-
-
-@contextmanager
-def _observed(frame: Frame) -> Generator[None]:
-    """Return a context under which a module runs: with the modes that observe it, unless they are on."""
-    with ExitStack() as modes:
-        if frame.active and not function_mode.is_on():
-            modes.enter_context(function_mode.MODE if _len_torch_function_stack() == 0 else function_mode.beneath())
-        if frame.active and frames.thread.follower is None and written.is_to_be_followed(frame):
-            modes.enter_context(written.followed(frame))
-        yield

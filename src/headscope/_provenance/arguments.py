@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-PRODUCTS: dict[str, Callable[[tuple[Any, ...]], tuple[Tensor, Tensor]]] = {
-    "mm": lambda args: (args[0], args[1]),
-    "bmm": lambda args: (args[0], args[1]),
-    "addmm": lambda args: (args[1], args[2]),
-    "baddbmm": lambda args: (args[1], args[2]),
-}
 MOVES = {
     *("clone", "_to_copy", "cat", "stack", "index_select", "index", "gather", "repeat", "flip", "roll", "copy"),
     *("constant_pad_nd", "_reshape_copy", "contiguous", "expand_copy", "slice_copy", "select_copy"),
@@ -26,12 +18,6 @@ REDUCTIONS = {
 }
 FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 FACTORIES = {"empty", "zeros", "full", "new_zeros", "new_empty", "zeros_like", "empty_like", "new_full", "ones"}
-
-
-@functools.cache
-def is_composite(func: Any) -> bool:
-    """Return whether an operation is composed of others, also beneath autograd."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def list_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

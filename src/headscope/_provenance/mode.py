@@ -18,9 +18,7 @@ from headscope._provenance.arguments import (
     FACTORIES,
     FUSED_ATTENTION,
     MOVES,
-    PRODUCTS,
     REDUCTIONS,
-    is_composite,
     list_tensors,
 )
 from headscope._provenance.definition import attend_by_definition
@@ -29,6 +27,7 @@ from headscope._provenance.identities import Identities, Origin
 from headscope._provenance.products import copy_operand, record_product
 from headscope._provenance.record import INPUT, Provenance
 from headscope._provenance.shadows import is_followed
+from headscope._support.torch_operations import PRODUCTS, is_composite
 
 
 class ProvenanceMode(TorchDispatchMode):
