@@ -101,21 +101,21 @@ void pair_values(const Forward& f, std::int64_t task) {
                     [=, stride = f.v.stride[2]](int n) { return n < masked ? nullptr : first + n * stride; });
 }
 
-// Calls body(Block, first row, number of rows) for row block `number` of a head.
+// Calls body(Block, first row, number of rows) for some rows of a head.
 template <class T, class Block, class Body>
-void with_rows(const Forward& f, std::int64_t head, std::int64_t number, void* scratch, const Body& body) {
-    const auto [first, count] = rows_of_block<T>(f, number);
+void with_rows(const Forward& f, std::int64_t head, RowRange rows, void* scratch, const Body& body) {
     Arena memory{reinterpret_cast<std::uintptr_t>(scratch)};
-    body(Block(f, head / f.kv_heads, head % f.kv_heads, memory), first, count);
+    body(Block(f, head / f.kv_heads, head % f.kv_heads, memory), rows.first, rows.count);
 }
-// The same with the ForwardBlock for the number of rows.
+// The same for row block `number`, with the ForwardBlock for the number of rows.
 template <class T, class Body>
 void with_forward_block(const Forward& f, std::int64_t head, std::int64_t number, void* scratch, const Body& body) {
     constexpr int L = LANES<T>, D = MAX_DECODE_ROWS<T>;
-    const int count = rows_of_block<T>(f, number).count;
+    const RowRange rows = rows_of_block<T>(f, number);
+    const int count = rows.count;
     with_multiply_add<T>(uses_pairs(f), [&]<class Op>() {
         const auto run = [&]<int QV, int G>() {
-            with_rows<T, ForwardBlock<T, QV, G, Op>>(f, head, number, scratch, body);
+            with_rows<T, ForwardBlock<T, QV, G, Op>>(f, head, rows, scratch, body);
         };
         if (f.uniform && count <= L) return run.template operator()<1, 0>();
         if (f.uniform && QUERY_VECTORS > 2 && count <= 2 * L) return run.template operator()<2, 0>();

@@ -7,9 +7,9 @@ using ObservedBlock = ForwardBlock<T, QV, 0, Op, StatisticsObserver<T, QV>>;
 template <class T, class Body>
 void with_observed_block(const Forward& f, std::int64_t head, std::int64_t number, void* scratch, const Body& body) {
     with_multiply_add<T>(uses_pairs(f), [&]<class Op>() {
-        if (rows_of_block<T>(f, number).count <= LANES<T>)
-            return with_rows<T, ObservedBlock<T, Op, 1>>(f, head, number, scratch, body);
-        with_rows<T, ObservedBlock<T, Op, QUERY_VECTORS>>(f, head, number, scratch, body);
+        const RowRange rows = rows_of_block<T>(f, number);
+        if (rows.count <= LANES<T>) return with_rows<T, ObservedBlock<T, Op, 1>>(f, head, rows, scratch, body);
+        with_rows<T, ObservedBlock<T, Op, QUERY_VECTORS>>(f, head, rows, scratch, body);
     });
 }
 std::size_t observation_scratch(const Forward& f) {

@@ -98,8 +98,10 @@ struct QkTile {
             multiply_tile<R, SCALES, EPILOGUE>(q, k, R, depth, factor, s, row_values);
         if (keys > 12)
             multiply_tile<R, SCALES, EPILOGUE>(q, k, keys, depth, factor, s, row_values);
-        else if (keys > 8)
+        else if (keys > 10)
             multiply_tile<(R < 12 ? R : 12), SCALES, EPILOGUE>(q, k, keys, depth, factor, s, row_values);
+        else if (keys > 8)
+            multiply_tile<(R < 10 ? R : 10), SCALES, EPILOGUE>(q, k, keys, depth, factor, s, row_values);
         else if (keys > 4)
             multiply_tile<(R < 8 ? R : 8), SCALES, EPILOGUE>(q, k, keys, depth, factor, s, row_values);
         else if (keys > 2)
@@ -115,8 +117,10 @@ struct QkTile {
             multiply_tile_in_blocks<R>(q, k, R, depth, block_depth, s, epilogue, row_values);
         if (keys > 12)
             multiply_tile_in_blocks<R>(q, k, keys, depth, block_depth, s, epilogue, row_values);
-        else if (keys > 8)
+        else if (keys > 10)
             multiply_tile_in_blocks<(R < 12 ? R : 12)>(q, k, keys, depth, block_depth, s, epilogue, row_values);
+        else if (keys > 8)
+            multiply_tile_in_blocks<(R < 10 ? R : 10)>(q, k, keys, depth, block_depth, s, epilogue, row_values);
         else if (keys > 4)
             multiply_tile_in_blocks<(R < 8 ? R : 8)>(q, k, keys, depth, block_depth, s, epilogue, row_values);
         else if (keys > 0)
