@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import MultiHeadAttention, watch
@@ -15,66 +11,16 @@ from headscope._attend.backends import native
 from headscope._linear import reproducible_linear, reproducible_sigmoid
 from headscope.cache import GrowingCache
 from headscope.masks import KeyLengths, causal
-from headscope.positions import ALiBi, Rotary, T5Buckets
+from headscope.positions import Rotary
+from support.module_invariance import differences
 
 if native.extension is None:
     pytest.skip("the native extension was not built: no C++ compiler", allow_module_level=True)
 
-DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def drawn(draw: random.Random) -> MultiHeadAttention:
-    """A reproducible module of random options."""
-    kv_heads, width, dtype = draw.choice((1, 2, 4)), draw.choice((8, 12, 16, 32)), draw.choice(DTYPES)
-    heads = kv_heads * draw.choice((1, 2))
-    places: list[dict[str, Any]] = [{}, {}, {"rotary": Rotary(8)}, {"position_bias": ALiBi(heads)}]
-    places += [{"position_bias": T5Buckets()}]
-    options: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": width, **draw.choice(places)}
-    more = {
-        "v_head_dim": 40, "bias": ("q", "v"), "qk_norm": draw.choice(("rms", "layer", "rms_all")), "gate": True,
-        "sinks": True, "softcap": 10.0,
-    }  # fmt: skip
-    options |= {name: value for name, value in more.items() if draw.random() < 0.3}
-    module = MultiHeadAttention(draw.choice((24, 100, heads * width)), heads, dtype=dtype, reproducible=True, **options)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return module.eval()
-
-
-def run(module: MultiHeadAttention, x: Tensor, lengths: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The output, and the gradient of x."""
-    x = x.detach().requires_grad_()
-    out = module(x, mask=causal() & KeyLengths(lengths))
-    return out.detach(), torch.autograd.grad((out * weights).sum(), x)[0]
-
 
 @pytest.mark.parametrize("first", range(0, 60, 15))
 def test_a_row_has_the_same_bits_whatever_is_beside_it(first: int) -> None:
-    for seed in range(first, first + 15):
-        draw = random.Random(seed)
-        torch.manual_seed(seed)
-        module = drawn(draw)
-        batch, length = draw.choice((2, 3, 8)), draw.choice((1, 2, 7, 33, 64, 130))
-        dtype, width = module.out_proj.weight.dtype, module.embed_dim
-        x, weights = torch.randn(2, batch, length, width, dtype=dtype)
-        lengths = torch.randint(1, length + 1, (batch,))
-        whole = run(module, x, lengths, weights)
-        at = torch.randint(0, batch, (draw.choice((1, 2, 17)),))
-        part = run(module, x[at], lengths[at], weights[at])
-        torch.set_num_threads(1)
-        alone = run(module, x[:1], lengths[:1], weights[:1])
-        torch.set_num_threads(2)
-        after = draw.choice((1, 6, 40))  # rows of padding
-        padding = torch.randn(batch, after, width, dtype=dtype)
-        padded = [torch.cat([y, pad * padding], 1) for y, pad in ((x, 1), (weights, 0))]
-        longer = run(module, padded[0], lengths, padded[1])
-        for name, values, expected in (
-            ("in another batch", part, [y[at] for y in whole]),
-            ("alone, with one thread", alone, [y[:1] for y in whole]),
-            ("padded", [y[:, :length] for y in longer], whole),
-        ):
-            for got, right in zip(values, expected, strict=True):
-                assert torch.equal(got, right), (seed, name, module)
+    assert [words for seed in range(first, first + 15) for words in differences(seed)] == []
 
 
 def test_decoding_is_prefill() -> None:
