@@ -24,7 +24,7 @@ from support.paths import DOCS
 B, H, T, E = 3, 2, 5, 12  # batch, heads, length, width
 LENGTHS = torch.tensor([2, T, 4])
 TUTORIALS = [layout_modules.QLinear, layout_modules.ToKeys, layout_modules.QKV, layout_modules.QueryKeyValue,
-             layout_modules.WQ]  # fmt: skip
+             layout_modules.WQ, layout_modules.CapitalWQ, layout_modules.ShortWQ, layout_modules.SmallWQ]  # fmt: skip
 MASKS: dict[str, Mask | None] = {
     "none": None,
     "causal": causal(),
@@ -429,7 +429,7 @@ STATE = layout_modules.WQ(E, H).state_dict()
 @pytest.mark.parametrize(
     ("state", "options", "message"),
     [
-        (STATE, {"layout": "wq"}, r"layout: got 'wq', expected one of torch, .*, keras"),
+        (STATE, {"layout": "w"}, r"layout: got 'w', expected one of torch, .*, keras"),
         (STATE, {"layout": "w_q"}, "num_heads: missing; the weights do not contain it, and layout 'w_q' requires it"),
         (STATE, {"layout": "w_q", "num_heads": 5}, "w_q.weight: has 12 rows of q, expected a multiple of num_heads 5"),
         (STATE, {"layout": "torch"}, "does not fit layout 'torch': missing in_proj_weight, out_proj.weight; unexpected "

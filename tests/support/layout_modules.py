@@ -77,6 +77,18 @@ class WQ(Tutorial):
     heads_are = "h"
 
 
+class CapitalWQ(Tutorial):
+    names = ("W_q", "W_k", "W_v", "W_o")
+
+
+class ShortWQ(Tutorial):
+    names = ("Wq", "Wk", "Wv", "Wo")
+
+
+class SmallWQ(Tutorial):
+    names = ("wq", "wk", "wv", "wo")
+
+
 class Timm(nn.Module):
     """One linear for all three; norms of q and k for some."""
 
