@@ -67,6 +67,7 @@ void run_row_blocks(GradientTurns<T>& ordered, void* scratch, const RowRange* ro
         block[n] = new (storage[n]) Block(ordered.g, ordered.head / f.kv_heads, ordered.head % f.kv_heads, memory);
         if (n) block[n]->share_buffers(*block[0]);
         block[n]->start(rows[n].first, rows[n].count);
+        if (block[n]->begin == block[n]->end) continue;  // rows without visible keys must not move the blocks of keys
         if (block[n]->begin < begin) begin = block[n]->begin;
         if (block[n]->end > end) end = block[n]->end;
     }
