@@ -275,7 +275,7 @@ def probe_empty_rows(case: Case) -> None:
         evidence = f"without a mask, outputs at positions {', '.join(map(str, rows))} are not finite"
         heads = case.heads
         empty = heads is not None and not bool(torch.isfinite(heads.p).all())
-        case.report("nan-on-empty-row" if empty else "not-finite", evidence)
+        case.report("nan-on-empty-row" if empty else "not-finite", evidence, "wrong")  # no mask is at fault
         return
     if not case.masks:
         cause = case.causes.get("masks", "")
