@@ -29,10 +29,10 @@ class Choice:
         Raises:
             ValueError: a name is unknown, or ``only`` is empty.
         """
-        chosen = None if only is None else _to_names("only", only)
+        chosen = None if only is None else check_names("only", only)
         if chosen is not None and not chosen:
             raise ValueError("only: got no name, expected the name of at least one finding, or None for all")
-        return cls(_to_names("ignore", ignore), chosen)
+        return cls(check_names("ignore", ignore), chosen)
 
     def apply(
         self, every: tuple[Finding, ...], explain: Callable[[frozenset[str]], tuple[Finding, ...]]
@@ -47,7 +47,24 @@ class Choice:
         return tuple(finding for finding in chosen if finding.name not in self.ignore)
 
 
-def _to_names(argument: str, names: str | Iterable[str]) -> frozenset[str]:
+def check_names(argument: str, names: str | Iterable[str]) -> frozenset[str]:
+    """Check the names of findings, and return them as a set.
+
+    Args:
+        argument: the argument that they were given as, for the message.
+        names: one name, or several.
+
+    Raises:
+        ValueError: a name is unknown; the message has the nearest one, or all.
+
+    Examples:
+        >>> from headscope.checking import check_names
+        >>> sorted(check_names("ignore", ["scale-unusual", "mask-ignored"]))
+        ['mask-ignored', 'scale-unusual']
+        >>> check_names("ignore", "scale-mising")
+        Traceback (most recent call last):
+        ValueError: ignore: got scale-mising, expected the name of a finding; did you mean scale-missing?
+    """
     every = frozenset([names] if isinstance(names, str) else names)
     for name in sorted(every, key=str):
         if name not in CATALOGUE:
@@ -55,3 +72,6 @@ def _to_names(argument: str, names: str | Iterable[str]) -> frozenset[str]:
             hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(CATALOGUE)}"
             raise ValueError(f"{argument}: got {name}, expected the name of a finding; {hint}")
     return every
+
+
+check_names.__module__ = "headscope.checking"  # its public path

@@ -36,7 +36,6 @@ class Conventions:
         timeout: seconds; None = the default.
         pattern: of the files in a folder.
         options: the arguments of ``headscope.check``.
-        source: the file that they come from, if any.
     """
 
     name: str | None
@@ -45,7 +44,6 @@ class Conventions:
     timeout: int | None
     pattern: str
     options: dict[str, Any]
-    source: Path | None
 
     def to_request(self, path: Path, name: str | None, timeout: int) -> dict[str, Any]:
         """Return the request to check a file, as ``check_child`` reads it.
@@ -79,7 +77,7 @@ def combine_conventions(source: Path | None, options: Mapping[str, Any]) -> Conv
             check_value = KEYS[key.replace("_", "-")]
             values[key] = check_value(f"--{'class' if key == 'class' else key.replace('_', '-')}", value)
     own = {key: values.pop(key, None) for key in ("class", "args", "call", "timeout", "pattern")}
-    return Conventions(own["class"], own["args"], own["call"], own["timeout"], own["pattern"] or "*.py", values, source)
+    return Conventions(own["class"], own["args"], own["call"], own["timeout"], own["pattern"] or "*.py", values)
 
 
 def parse_arguments(arguments: str, where: str = "--args") -> tuple[list[Any], dict[str, Any]]:
@@ -104,7 +102,7 @@ def name_remedies(message: str) -> str:
     """Return a message of the library with options in place of its arguments."""
     for remedy, on_the_command_line in IN_PYTHON.items():
         message = message.replace(remedy, on_the_command_line)
-    return name_options(message, {"embed_dim": "--embed-dim", "ignore": "--ignore", "only": "--only"})
+    return name_options(message, {"embed_dim": "--embed-dim"})
 
 
 # ---------------------------------------------------------------- keys of the file, and options
@@ -161,7 +159,12 @@ def _check_names(where: str, value: object) -> list[str]:
     names = cast("list[object]", list(value)) if isinstance(value, (list, tuple)) else [value]
     if not names or not all(isinstance(name, str) for name in names):
         raise _refuse(where, value, 'a list of names of findings, such as ["scale-unusual"]')
-    return [str(name) for name in names]
+    from headscope.checking import check_names
+
+    try:
+        return sorted(check_names(where, [str(name) for name in names]))
+    except ValueError as error:
+        raise Mistake(str(error)) from error
 
 
 def _check_name(where: str, value: object) -> str:

@@ -100,12 +100,11 @@ def _parse_file(target: str) -> tuple[Path, str | None]:
     if os.path.isfile(target):
         return Path(target), None
     file, colon, name = target.rpartition(":")
-    if not colon and target.endswith(".py") and not os.path.exists(target):
-        raise Mistake(f"{target}: no such file or folder")
-    if not file or not colon or not name.isidentifier():
-        raise Mistake(
-            f"target: got {target}, expected FILE.py:NAME, FILE.py or a folder; for example {_example(target)}"
-        )
+    expected = f"expected FILE.py:NAME, FILE.py or a folder; for example {_example(target)}"
+    if not colon and not os.path.exists(target):
+        raise Mistake(f"{target}: no such file or folder, {expected}")
+    if not file or not name.isidentifier():
+        raise Mistake(f"target: got {target}, {expected}")
     if os.path.isdir(file):
         raise Mistake(f"{file}: is a directory, expected a Python file; --class {name} names a class for all its files")
     if not os.path.isfile(file):
