@@ -23,7 +23,7 @@ PROBLEMS = 1  # exit code
 SECONDS_OF_ONE, SECONDS_OF_EACH = 60, 30  # the default time limit of a single file, and of each of several
 
 
-@click.command(short_help="Find the mistakes in an attention module, or in a class of them.")
+@click.command(short_help="Find the mistakes in an attention module, or in a folder of them.")
 @click.argument("targets", metavar="FILE.py[:NAME]|FOLDER...", nargs=-1, required=True)
 @click.option("--args", metavar="ARGS", help='Arguments that build the module: --args "512, 8, causal=True".')
 @click.option("--class", "class_", metavar="NAME", help="What to check in each file.  [default: its only module class]")
