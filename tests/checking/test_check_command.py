@@ -16,6 +16,7 @@ import pytest
 
 from headscope import Findings
 from headscope.cli import main
+from headscope.cli._check.conventions import parse_arguments
 from headscope.cli._shared import check_child
 from headscope.cli._shared.mistakes import Mistake
 
@@ -54,7 +55,7 @@ def with_defaults(width=24, **rest): return Attention(width, 3, scaled=False)
 def fails(): raise RuntimeError("no")
 def sometimes(x=None): return x
 """
-IN_PYTHON = "; give --embed-dim, or use headscope.check with inputs= or call="
+IN_PYTHON = "; give --embed-dim or --call, or use headscope.check with inputs="
 UNDIVIDED = """
 from torch import nn
 class Attention(nn.Module):
@@ -82,6 +83,10 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
     Path("stops.py").write_text("import sys\nsys.exit()\n")
     Path("undivided.py").write_text(UNDIVIDED)
+    Path("several.py").write_text("from torch import nn\nclass First(nn.Module): pass\nclass Second(nn.Module): pass\n")
+    Path("asks.py").write_text("name = input()\n")
+    Path("hw.ipynb").write_text("{}")
+    Path("crashes.py").write_text("import ctypes\nctypes.string_at(0)\n")
     Path("leaves.py").write_text("import os, sys\nprint('gone\\x1b[2J', file=sys.stderr)\nos._exit(3)\n")
 
 
@@ -148,9 +153,24 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["homework.py"], "target: got homework.py, expected FILE.py:NAME"),
+        (["homework"], "homework: no such file or folder, expected FILE.py:NAME, FILE.py or a folder; for example"),
         ([":x"], "target: got :x, expected FILE.py:NAME"),
-        (["homework.py"], "for example homework.py:MultiHeadAttention"),
+        (["homework.py:1"], "for example homework.py:MultiHeadAttention"),
+        (["nothing.py"], "nothing.py: no such file or folder"),
+        (["small.py"], "small.py: defines no class of nn.Module, expected one; name a function or a module with small"),
+        (["several.py"], "several.py: has 2 module classes: First, Second; choose one with several.py:NAME or --class"),
+        (["asks.py:A"], "asks.py: import failed: EOFError: EOF when reading a line; call input() only below if __name"),
+        (["hw.ipynb:A"], "hw.ipynb: is not a Python file; jupyter nbconvert --to python writes one from a notebook"),
+        (["crashes.py:A"], "the code ended its process (SIGSEGV) before the check was done"),
+        (
+            ["homework.py", "--ignore", "scale-mising"],
+            "--ignore: got scale-mising, expected the name of a finding; did",
+        ),
+        (["homework.py", "--only", "x" * 9], "--only: got xxxxxxxxx, expected the name of a finding; they are heads-s"),
+        (["homework.py", "--json", "--csv"], "--json: got --csv as well, expected one of --table, --json and --csv"),
+        (["homework.py", "--call", "lambda m, x, mask: m(x)"], "--call: got lambda m, x, mask: m(x), expected an exp"),
+        (["homework.py", "--call", "module("], "--call: got module(, expected an expression of module, x and mask"),
+        (["homework.py", "--class", "a b"], "--class: got a b, expected the name of a class, function or module"),
         (["homework.py:Attention"], """'width'; pass the arguments that build it, for example --args "512, 8\""""),
         (["exits.py:A"], "A: cannot be built without arguments: SystemExit: 0"),
         (["nothing.py:A"], "nothing.py: no such file, expected a Python file"),
@@ -161,7 +181,7 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
             "/dev/null: is not a regular file, expected a Python file",
             marks=pytest.mark.skipif(not os.path.exists("/dev/null"), reason="this system has no /dev/null"),
         ),
-        ([".:A"], ".: is a directory, expected a Python file"),
+        ([".:A"], ".: is a directory, expected a Python file; --class A names a class for all its files"),
         (["homework.py:Attention", "--args", "25, 5", "--embed-dim", "24"], IN_PYTHON),
         (["small.py:attend", "--scale", "nan"], "--scale: got nan, expected a finite number above 0"),
         (["small.py:attend", "--scale", "inf"], "--scale: got inf, expected a finite number above 0"),
@@ -201,7 +221,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         (["makes.py:sometimes"], "--embed-dim: missing"),
         (
             ["undivided.py:Attention", "--args", "512, 7"],
-            "7168; check the sizes that it was built with, or use headscope.check with inputs= or call=",
+            "7168; check the sizes that it was built with, or give --call, or use headscope.check with inputs=",
         ),
     ],
 )
@@ -317,8 +337,7 @@ def test_code_that_cannot_be_checked(
 
 
 def test_arguments_are_those_of_a_call() -> None:
-    command = import_module("headscope.cli._commands.check")
-    assert command._parse_arguments("") == ([], {})
-    assert command._parse_arguments("24, 'a', c=(1, None), d=-0.5") == ([24, "a"], {"c": (1, None), "d": -0.5})
+    assert parse_arguments("") == ([], {})
+    assert parse_arguments("24, 'a', c=(1, None), d=-0.5") == ([24, "a"], {"c": (1, None), "d": -0.5})
     with pytest.raises(Mistake, match="expected literals"):
-        command._parse_arguments("open('x')")
+        parse_arguments("open('x')")

@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Severity = Literal["wrong", "unusual", "slow"]
+Severity = Literal["wrong", "fragile", "unusual", "slow"]
 
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """The fixed part of a finding."""
+    """The fixed part of a finding.
+
+    Attributes:
+        condition: when a fragile module breaks, as a clause behind "if"; "" for all other severities.
+    """
 
     severity: Severity
     why: str
     fix: str
     code: str
+    condition: str = ""
 
 
 FILL = "scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)"
@@ -169,10 +174,11 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "p = scores.softmax(dim=-1)",
     ),
     "softmax-overflows": CatalogueEntry(
-        "wrong",
+        "fragile",
         "exp of a large logit is infinite, and infinity / infinity is NaN: training fails at the first peaked head.",
         "Subtract the row's maximum first; torch.softmax does.",
         "p = torch.softmax(scores, dim=-1)",
+        "a logit exceeds about 11 in float16, 88 in float32 or 709 in float64",
     ),
     "dropout-before-softmax": CatalogueEntry(
         "wrong",
@@ -327,10 +333,11 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         FILL,
     ),
     "nan-on-empty-row": CatalogueEntry(
-        "wrong",
+        "fragile",
         "One NaN spreads to the whole model in the next layer, and to all weights in the backward pass.",
         "Fill with the lowest number of the dtype instead of -inf, or set the weights of such a row to 0.",
         FILL,
+        "a mask hides every key of a query, as in an entry that is all padding",
     ),
     "returned-weights-differ": CatalogueEntry(
         "wrong",
@@ -376,10 +383,11 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "p = scores.softmax(dim=-1)  # without .detach()",
     ),
     "fp16-overflow": CatalogueEntry(
-        "wrong",
+        "fragile",
         "float16 ends at 65,504; the same input works in bfloat16.",
         "Fill masked scores with the lowest number of their own dtype.",
         FILL,
+        "the module runs in float16, by .half() or autocast",
     ),
     "decoding-differs": CatalogueEntry(
         "wrong",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from headscope.checking._case import Case, MaskMeans, Observation, Options, follow_forward_passes
 from headscope.checking._catalogue import CATALOGUE
+from headscope.checking._choice import Choice
 from headscope.checking._copies import CODE_ERRORS, CheckError, describe_error
-from headscope.checking._findings import Finding, Findings
+from headscope.checking._findings import SEVERITIES, Finding, Findings
 from headscope.checking._probes.behaviour import (
     probe_batch_of_one,
     probe_dependence,
@@ -53,6 +54,9 @@ def check(
     call: Callable[..., Any] | None = None,
     decode: Callable[..., Any] | None = None,
     reproducible: bool = False,
+    strict: bool = False,
+    ignore: str | Iterable[str] = (),
+    only: str | Iterable[str] | None = None,
 ) -> Findings:
     """Find mistakes in an attention module or function, by what it computes for self-attention of [B, T, E].
 
@@ -77,12 +81,16 @@ def check(
             [B, 1, T, T], True = attend, or None.
         decode: ``decode(module, x)`` returns the output [B, T, E], computed token by token with its cache.
         reproducible: whether an entry must have the same bits in every batch, which most modules do not guarantee.
+        strict: whether a fragile finding counts as well: the result is then true where anything is wrong or fragile.
+        ignore: names of findings that are not reported, nor is what follows from them.
+        only: names of the findings to report; by default, all.
 
     Returns:
         The findings, causes first, and the tests that could not be run with their reasons.
 
     Raises:
         TypeError: ``module`` is not callable.
+        ValueError: ``ignore`` or ``only`` has a name that no finding has.
         CheckError: no call pattern works.
 
     Examples:
@@ -91,6 +99,7 @@ def check(
         >>> print(check(torch.nn.MultiheadAttention(24, 3), heads=4)["heads-not-split"].seen)
         3 heads of width 8, expected 4
     """
+    choice = Choice.of(ignore, only)
     options = Options(heads, causal, batch_first, mask_means, scale, length, decode, reproducible)
     with (
         torch.random.fork_rng(devices=[]),
@@ -104,8 +113,11 @@ def check(
         for probe in PROBES:
             _run_probe(case, probe)
     name = getattr(module, "__name__", None) or type(module).__name__
-    findings = _sort_findings(case)
-    return Findings(str(name), findings, tuple(case.understood), _list_not_tested(case, findings))
+    every = _sort_findings(case, case.observations)
+    findings = choice.apply(every, lambda names: _sort_findings(case, names))
+    omitted = tuple(f.name for f in every if f not in findings)
+    rest = _list_not_tested(case, every)
+    return Findings(str(name), findings, tuple(case.understood), rest, strict, omitted)
 
 
 def _use_cpu() -> AbstractContextManager[object]:
@@ -180,25 +192,30 @@ EXPLAINS: dict[str, set[str]] = {
                    *IDLE},
 }  # fmt: skip
 """Finding -> findings that follow from it and are not reported separately."""
+EXPLAINS_DECODING = {"batch-and-length-swapped"}
+"""Findings from which ``decoding-differs`` can follow, besides all that are wrong."""
 
 
-def _sort_findings(case: Case) -> tuple[Finding, ...]:
-    """Return the findings that do not follow from another one, the most severe first."""
+def _sort_findings(case: Case, names: Container[str]) -> tuple[Finding, ...]:
+    """Return the findings with one of the names that do not follow from another of them, the most severe first."""
     observations = dict(case.observations)
-    explained = {other for name in observations for other in EXPLAINS.get(name, ())}
-    if len(observations) > 1:
-        explained.add("decoding-differs")  # any other mistake can cause the difference
     for name in ("no-output-projection", "values-not-projected"):
         if {name, "unused-parameter"} <= observations.keys():  # then it was not intended
             evidence = f"{observations[name].evidence}; {observations['unused-parameter'].evidence}"
             observations[name] = Observation("wrong", evidence)
-    rank = {"wrong": 0, "unusual": 1, "slow": 2}
-    names = [name for name in observations if name not in explained]
+    observations = {name: each for name, each in observations.items() if name in names}
+    explained = {other for name in observations for other in EXPLAINS.get(name, ())}
+    if any(name in EXPLAINS_DECODING or each.severity == "wrong" for name, each in observations.items()
+           if name != "decoding-differs"):  # fmt: skip
+        explained.add("decoding-differs")
     findings: list[Finding] = []
-    for name in sorted(names, key=lambda name: rank[observations[name].severity]):
+    for name in sorted(observations, key=lambda name: SEVERITIES.index(observations[name].severity)):
+        if name in explained:
+            continue
         observation, entry = observations[name], CATALOGUE[name]
         fix, code = observation.remedy or (entry.fix, entry.code)
-        findings.append(Finding(name, observation.severity, observation.evidence, entry.why, fix, code))
+        condition = entry.condition if observation.severity == "fragile" else ""
+        findings.append(Finding(name, observation.severity, observation.evidence, entry.why, fix, code, condition))
     return tuple(findings)
 
 

@@ -58,6 +58,24 @@ def copy_target(target: Any) -> Any:
     return copy.deepcopy(target, memo)
 
 
+def separate_equal_weights(module: nn.Module) -> None:
+    """Give matrices that hold the same numbers different ones, so that projections differ as after training.
+
+    ``copy.deepcopy`` of one layer makes such matrices. Parameters that are shared stay shared, and constant ones stay
+    as they are.
+    """
+    generator = torch.Generator().manual_seed(3)
+    earlier: list[Tensor] = []
+    for p in module.parameters():
+        if p.ndim < 2 or not p.is_floating_point() or p.numel() == 0 or bool((p == p.flatten()[0]).all()):
+            continue
+        if any(p.shape == other.shape and torch.equal(p, other) for other in earlier):
+            order = torch.randperm(p.numel(), generator=generator)
+            with torch.no_grad():
+                p.copy_(p.flatten()[order].view(p.shape))  # the same numbers elsewhere: as large as before
+        earlier.append(p)
+
+
 def list_tensors(result: Any) -> list[Tensor]:
     """Return the floating-point tensors of a result, in order."""
     if isinstance(result, Tensor):

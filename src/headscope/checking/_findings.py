@@ -20,11 +20,13 @@ class Finding:
 
     Attributes:
         name: its name, such as "softmax-over-queries"; docs/guides/check.md lists all.
-        severity: "wrong"; "unusual", which may be intended; or "slow".
+        severity: "wrong"; "fragile", which is right here and breaks under a condition; "unusual", which may be
+            intended; or "slow".
         seen: the evidence, with numbers and positions.
         why: why it matters.
         fix: how to fix it, in a sentence or two.
         code: a line of code that fixes it.
+        condition: when a fragile module breaks, as a clause behind "if"; "" for all other severities.
 
     Examples:
         >>> from headscope import check
@@ -39,17 +41,25 @@ class Finding:
     why: str
     fix: str
     code: str
+    condition: str = ""
+
+
+SEVERITIES: tuple[Severity, ...] = ("wrong", "fragile", "unusual", "slow")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Findings:
-    """The result of a check, causes before their consequences; true in a boolean context where anything is wrong.
+    """The result of a check, causes before their consequences; true in a boolean context where a finding counts.
+
+    A wrong finding counts; a fragile one only with ``check(strict=True)``.
 
     Attributes:
         subject: the name of the checked module or function.
         found: the findings.
         understood: how it was called, and what it computes.
         not_tested: test that could not be run -> reason; the reason ends with the finding it follows from, if any.
+        strict: whether fragile findings count.
+        omitted: the names of findings that ``check(ignore=...)`` or ``check(only=...)`` removed.
 
     Examples:
         >>> from headscope import check
@@ -62,6 +72,8 @@ class Findings:
     found: tuple[Finding, ...]
     understood: tuple[str, ...]
     not_tested: dict[str, str]
+    strict: bool = False
+    omitted: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.found)
@@ -81,7 +93,8 @@ class Findings:
         raise KeyError(f"name: got {name!r}, expected one of: {', '.join(self.names) or '(no findings)'}")
 
     def __bool__(self) -> bool:
-        return any(finding.severity == "wrong" for finding in self)
+        counting = ("wrong", "fragile") if self.strict else ("wrong",)
+        return any(finding.severity in counting for finding in self)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,14 +104,18 @@ class Findings:
     @property
     def summary(self) -> str:
         """The number of findings of each severity, in one line."""
-        counts = [(sum(f.severity == kind for f in self), kind) for kind in ("wrong", "unusual", "slow")]
+        counts = [(sum(f.severity == kind for f in self), kind) for kind in SEVERITIES]
         text = ", ".join(f"{count} {kind}" for count, kind in counts if count)
         return f"{self.subject}: {text or 'nothing found'}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the findings as plain lists, numbers and strings."""
-        head = {"kind": "headscope-findings", "version": 1, "subject": self.subject, "wrong": bool(self)}
-        rest = {"understood": list(self.understood), "not_tested": dict(self.not_tested)}
+        wrong = any(finding.severity == "wrong" for finding in self)
+        head = {"kind": "headscope-findings", "version": 1, "subject": self.subject, "wrong": wrong}
+        rest = {
+            "understood": list(self.understood), "not_tested": dict(self.not_tested),
+            "fails": bool(self), "strict": self.strict, "omitted": list(self.omitted),
+        }  # fmt: skip
         return {**head, "findings": [asdict(finding) for finding in self], **rest}
 
     def to_json(self, *, indent: int | None = 2) -> str:

@@ -10,8 +10,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
-MARKS = {"wrong": ("✗", "bold red"), "unusual": ("·", "bold yellow"), "slow": ("·", "bold cyan")}
-HUES = {"wrong": "#d64545", "unusual": "#b07a10", "slow": "#2a7f9e"}
+MARKS = {
+    "wrong": ("✗", "bold red"), "fragile": ("!", "bold magenta"),
+    "unusual": ("·", "bold yellow"), "slow": ("·", "bold cyan"),
+}  # fmt: skip
+HUES = {"wrong": "#d64545", "fragile": "#a64d9c", "unusual": "#b07a10", "slow": "#2a7f9e"}
 
 STYLE = """
 .headscope-check { font-size: 13px; line-height: 1.45; max-width: 60rem; }
@@ -38,6 +41,8 @@ class RenderedFinding(Protocol):
     def fix(self) -> str: ...
     @property
     def code(self) -> str: ...
+    @property
+    def condition(self) -> str: ...
 
 
 class RenderedFindings(Protocol):
@@ -53,6 +58,8 @@ class RenderedFindings(Protocol):
     def understood(self) -> Iterable[str]: ...
     @property
     def not_tested(self) -> dict[str, str]: ...
+    @property
+    def omitted(self) -> Iterable[str]: ...
 
 
 class FindingsTable:
@@ -76,9 +83,15 @@ class FindingsTable:
 def _print_finding(finding: RenderedFinding) -> RenderResult:
     mark, style = MARKS[finding.severity]
     yield Text.assemble((f"{mark} {finding.name}", style), f"  {finding.severity}")
-    for text in (finding.seen, finding.why, finding.fix):
+    for text in _describe(finding):
         yield Padding(Text(text), (0, 0, 0, 2))
     yield Padding(Text(finding.code, style="bold"), (0, 0, 0, 4))
+
+
+def _describe(finding: RenderedFinding) -> list[str]:
+    """Return the paragraphs of a finding: the evidence, the condition if it is fragile, the reason and the remedy."""
+    condition = [f"right here; breaks if {finding.condition}"] if finding.condition else []
+    return [finding.seen, *condition, finding.why, finding.fix]
 
 
 def _list_remarks(findings: RenderedFindings) -> list[tuple[str, list[str]]]:
@@ -88,6 +101,8 @@ def _list_remarks(findings: RenderedFindings) -> list[tuple[str, list[str]]]:
         remarks.append(("understood", list(findings.understood)))
     if findings.not_tested:
         remarks.append(("not tested", _describe_not_tested(findings)))
+    if omitted := list(findings.omitted):
+        remarks.append(("omitted", [f"{', '.join(omitted)}: by ignore or only"]))
     return remarks
 
 
@@ -95,7 +110,8 @@ def _describe_not_tested(findings: RenderedFindings) -> list[str]:
     """Return a line for each reason; tests that wait for a finding are counted, the others are named."""
     by_reason: dict[str, list[str]] = {}
     for test, reason in findings.not_tested.items():
-        cause = next((name for name in findings.names if reason.endswith(f" ({name})")), "")
+        names = (*findings.names, *findings.omitted)
+        cause = next((name for name in names if reason.endswith(f" ({name})")), "")
         by_reason.setdefault(f"skipped until {cause} is fixed" if cause else reason, []).append(test)
     lines: list[str] = []
     for reason, tests in by_reason.items():
@@ -111,8 +127,8 @@ def render_html(findings: RenderedFindings) -> str:
         hue = HUES[finding.severity]
         parts.append(
             f'<h4 style="color: {hue}">{escape(finding.name)} <span class="faint">{finding.severity}</span></h4>'
-            f"<p>{escape(finding.seen)}</p><p>{escape(finding.why)}</p><p>{escape(finding.fix)}</p>"
-            f"<pre>{escape(finding.code)}</pre>"
+            + "".join(f"<p>{escape(text)}</p>" for text in _describe(finding))
+            + f"<pre>{escape(finding.code)}</pre>"
         )
     for title, lines in _list_remarks(findings):
         items = "".join(f"<li>{escape(line)}</li>" for line in lines)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from headscope._provenance import Provenance, ProvenanceMode
 from headscope.checking._call_patterns import (
@@ -32,6 +33,7 @@ from headscope.checking._copies import (
     describe_error,
     describe_shapes,
     list_tensors,
+    separate_equal_weights,
 )
 from headscope.checking._head_layout import Fault, Heads, arrange_heads
 from headscope.checking._own_attention import computed_by_reference
@@ -171,11 +173,11 @@ def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, input
     if isinstance(target, type) or not callable(target):
         got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
         raise TypeError(f"module: got {got}, expected an nn.Module or a function")
-    copied = _copy_to_cpu(target)
-    names = argument_names(copied)
-    masks = mask_names(copied) if call is None else ("mask",)
-    caches = cache_names(copied), cache_flags(copied)
+    names = argument_names(target)
+    masks = mask_names(target) if call is None else ("mask",)
+    caches = cache_names(target), cache_flags(target)
     batch = 2 if inputs is None else max(2, inputs.shape[0])
+    copied = _copy_to_cpu(_initialise_lazy_weights(target, call, embed_dim, inputs))
     failures: list[tuple[list[int], str]] = []
     errors: set[str] = set()
     widths = _possible_widths(copied, embed_dim, inputs)
@@ -231,6 +233,27 @@ def _all_hidden(pattern: CallPattern, out: Tensor) -> bool:
     return masked and (not bool(torch.isfinite(out).all()) or bool(((out - out[:, :1]).abs() < 1e-9).all()))
 
 
+def _initialise_lazy_weights(target: Any, call: Call | None, embed_dim: int | None, inputs: Tensor | None) -> Any:
+    """Return the target, or a copy whose lazy weights got their shapes from a call."""
+    if not isinstance(target, nn.Module) or not any(map(is_lazy, target.parameters())):
+        return target
+    if embed_dim is None and inputs is None:
+        raise CheckError("embed_dim: missing; it cannot be derived from lazy weights, which have no shape yet")
+    failure = ""
+    for length, width, pattern in islice(
+        _list_calls(target, call, _possible_widths(target, embed_dim, inputs), inputs), MOST_PATTERNS
+    ):
+        copied = copy_target(target).cpu().eval()  # a call that fails may have initialised some weights
+        subject = Subject(copied, call, pattern, width, 2, length, torch.float32, argument_names(target), (), (), ())
+        try:
+            subject.run(subject.input(0))
+        except CODE_ERRORS as error:  # this pattern does not fit
+            failure = failure or f"{pattern.text} with x [2, {length}, {width}]: {describe_error(error)}"
+        else:
+            return copied
+    raise CheckError(f"module: its lazy weights could not be initialised; tried first {failure}")
+
+
 def _copy_to_cpu(target: Any) -> Any:
     if not isinstance(target, nn.Module):
         return target
@@ -240,6 +263,7 @@ def _copy_to_cpu(target: Any) -> Any:
     for p in copied.parameters():
         if p.is_floating_point():
             p.requires_grad_(True)
+    separate_equal_weights(copied)
     return copied
 
 

@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments after the program's name; by default those of the process.
 
     Returns:
-        0; 1 if ``check`` has findings, or ``watch --against`` finds that a head moved; 2 after a user's mistake, or if
-        stdout cannot be written, with one line on stderr; 141 if the reader of a pipe closed it. Ctrl-C ends the
+        0; 1 if a file of ``check`` fails, or ``watch --against`` finds that a head moved; 2 after a user's mistake, or
+        if stdout cannot be written, with one line on stderr; 141 if the reader of a pipe closed it. Ctrl-C ends the
         process with 130, after one line on stderr. Output that stderr does not accept is lost.
     """
     try:

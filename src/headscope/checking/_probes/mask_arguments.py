@@ -25,6 +25,10 @@ LOWEST = torch.finfo(torch.float32).min  # replaces minus infinity where masks a
 
 UNSURE = ("mask-applied-wrong", *OUT_OF_PLACE)
 WEAK = ("bool-mask-added", *UNSURE)  # a mask of another form may give these
+NOT_WORKING = (
+    *("mask-ignored", "mask-fill-too-small", "bool-mask-added", "mask-on-some-heads", "mask-on-some-batches"),
+    *("mask-on-queries", "mask-applied-wrong"),
+)  # of an argument: no mask of any form hides what it should
 
 
 @dataclass(frozen=True)
@@ -275,10 +279,10 @@ def probe_empty_rows(case: Case) -> None:
         evidence = f"without a mask, outputs at positions {', '.join(map(str, rows))} are not finite"
         heads = case.heads
         empty = heads is not None and not bool(torch.isfinite(heads.p).all())
-        case.report("nan-on-empty-row" if empty else "not-finite", evidence)
+        case.report("nan-on-empty-row" if empty else "not-finite", evidence, "wrong")  # no mask is at fault
         return
     if not case.masks:
-        cause = case.causes.get("masks", "")
+        cause = case.causes.get("masks", "") or case.first_of(NOT_WORKING)
         case.skip("fully masked rows", "this test needs a mask argument that works", cause)
         return
     for mask in case.masks:

@@ -14,7 +14,8 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TextIO
 
 
 class MistakeError(Exception):
@@ -23,30 +24,51 @@ class MistakeError(Exception):
 
 def main() -> None:
     """Read the request, a line of JSON, from stdin; write the findings or an error to stdout."""
-    stdout = os.dup(1)
+    stdin, stdout = os.dup(0), os.dup(1)
+    silence_input()
     os.dup2(2, 1)  # what the code prints goes to stderr, so that stdout holds only the answer
-    request: dict[str, Any] = json.loads(sys.stdin.readline())
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _block_network()
-    answer: dict[str, Any] = {}
-    try:
-        answer["findings"] = _check(request)
-    except MistakeError as error:
-        answer["mistake"] = str(error)
+    requests = os.fdopen(stdin, encoding="utf-8")
+    request: dict[str, Any] = json.loads(requests.readline())
+    threading.Thread(target=_leave_with_parent, args=(requests,), daemon=True).start()
+    sys.dont_write_bytecode = True  # no __pycache__ next to the file
+    block_network()
+    answer = answer_request(request)
     with os.fdopen(stdout, "w", encoding="utf-8") as stream:
         json.dump(answer, stream)
     os._exit(0)  # without waiting for threads that the code has started
 
 
-def _leave_with_parent() -> None:
+def answer_request(request: dict[str, Any]) -> dict[str, Any]:
+    """Run the code of a request, and return its "findings", or the "mistake" that prevented the check.
+
+    Args:
+        request: "path"; "name", or None for the only module class; "args", "kwargs" and "arguments", the same as a
+            text or None; "options", the arguments of ``check``; and "call", an expression, or None.
+    """
+    try:
+        return {"findings": _check(request)}
+    except MistakeError as error:
+        return {"mistake": str(error)}
+
+
+def silence_input() -> None:
+    """Let stdin be empty, so that ``input()`` raises an error at once."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def _leave_with_parent(requests: TextIO) -> None:
     """End this process and its group once the parent is gone: the parent keeps stdin open while it waits."""
-    sys.stdin.read()
+    requests.read()
     if hasattr(os, "killpg") and os.getsid(0) == os.getpid():  # then the group holds only children of this process
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
-def _block_network() -> None:
+def block_network() -> None:
+    """Let Python's sockets raise an error."""
+
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise OSError("headscope check: the network is blocked while code is checked")
 
@@ -62,7 +84,7 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
     subject = _load(Path(request["path"]), request["name"])
     import torch
 
-    from headscope.checking import CheckError, check
+    from headscope.checking import check
 
     torch.set_num_threads(1)  # a second thread would not help: the inputs are small
     torch.manual_seed(0)
@@ -71,9 +93,23 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
     elif inspect.isroutine(subject):
         subject = _build_without_arguments(subject, request)
     try:
-        return check(subject, **request["options"]).to_dict()
-    except (CheckError, TypeError) as error:
+        return check(subject, **request["options"], **_to_call(request.get("call"))).to_dict()
+    except (ValueError, TypeError) as error:  # a CheckError is a ValueError
         raise MistakeError(str(error)) from error
+
+
+def _to_call(expression: str | None) -> dict[str, Any]:
+    """Return the argument ``call`` of ``check`` for an expression of module, x and mask; nothing for None."""
+    if expression is None:
+        return {}
+    import torch
+
+    code = compile(expression, "<call>", "eval")
+
+    def call(module: Any, x: Any, mask: Any) -> Any:
+        return eval(code, {"torch": torch, "module": module, "x": x, "mask": mask})
+
+    return {"call": call}
 
 
 def _build(factory: Any, request: dict[str, Any]) -> Any:
@@ -87,7 +123,7 @@ def _build(factory: Any, request: dict[str, Any]) -> Any:
                 problem += '; pass the arguments that build it, for example --args "512, 8"'
         else:
             problem = f"cannot be built with --args {request['arguments']!r}: {_line(error)}"
-        raise MistakeError(f"{request['name']}: {problem}") from error
+        raise MistakeError(f"{request['name'] or factory.__name__}: {problem}") from error
 
 
 def _build_without_arguments(function: Any, request: dict[str, Any]) -> Any:
@@ -117,21 +153,29 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _load(path: Path, name: str) -> Any:
-    """Run a file and return the object of that name."""
+def _load(path: Path, name: str | None) -> Any:
+    """Run a file and return the object of that name, or its only module class."""
     sys.path.insert(0, str(path.parent))  # for imports of other files in its folder
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # a file may have the name of a module that is imported already, such as types.py
+    imported = path.stem if sys.modules.get(path.stem) is None else f"checked_{path.stem}"
+    spec = importlib.util.spec_from_file_location(imported, path)
     if spec is None or spec.loader is None:
-        raise MistakeError(f"{path.name}: is not a Python file")
+        remedy = "; jupyter nbconvert --to python writes one from a notebook" if path.suffix == ".ipynb" else ""
+        raise MistakeError(f"{path.name}: is not a Python file{remedy}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[imported] = module
     sys.argv = [str(path)]
     try:
         spec.loader.exec_module(module)
     except SystemExit as error:
         raise MistakeError(f"{path.name}: the file calls sys.exit() when it is imported") from error
+    except EOFError as error:
+        remedy = 'call input() only below if __name__ == "__main__"'
+        raise MistakeError(f"{path.name}: import failed: {_line(error)}; {remedy}") from error
     except Exception as error:
         raise MistakeError(f"{path.name}: import failed: {_line(error)}") from error
+    if name is None:
+        return _find_only_class(path, module)
     subject = getattr(module, name, None)
     if subject is None:
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
@@ -141,3 +185,20 @@ def _load(path: Path, name: str) -> Any:
             else f"{path.name}: defines no class or function, expected {name}"
         )
     return subject
+
+
+def _find_only_class(path: Path, module: ModuleType) -> type:
+    """Return the only module class that a file defines."""
+    from torch import nn
+
+    defined = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+    classes = [value for value in defined if isinstance(value, type) and issubclass(value, nn.Module)]
+    names = list(dict.fromkeys(value.__name__ for value in classes))
+    if len(names) == 1:
+        return classes[0]
+    how = f"{path.name}:NAME or --class NAME"
+    if not names:
+        raise MistakeError(
+            f"{path.name}: defines no class of nn.Module, expected one; name a function or a module with {how}"
+        )
+    raise MistakeError(f"{path.name}: has {len(names)} module classes: {', '.join(names)}; choose one with {how}")

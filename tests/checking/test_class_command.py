@@ -1,0 +1,356 @@
+"""headscope check of a folder: submissions of many styles, submissions that do harm, and what the teacher gets."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headscope.cli import main
+from headscope.cli._check import class_runner
+from headscope.cli._check.class_runner import run_requests
+from headscope.cli._check.conventions import combine_conventions
+from headscope.cli._check.results import ClassResults, Result
+from support.paths import ROOT
+
+SUBMISSIONS = ROOT / "tests" / "support" / "submissions"
+FIRST = {
+    "bool_mask_added": "bool-mask-added",
+    "dropout_always": "dropout-in-eval",
+    "mask_after_softmax": "mask-after-softmax",
+    "mask_forgotten": "mask-ignored",
+    "mask_inverted": "mask-inverted",
+    "merge_without_transpose": "heads-merged-wrong",
+    "no_scale": "scale-missing",
+    "output_layer_unused": "no-output-projection",
+    "scale_without_root": "scale-without-root",
+    "sees_one_ahead": "sees-one-ahead",
+    "softmax_over_heads": "softmax-over-heads",
+    "softmax_over_queries": "softmax-over-queries",
+    "squeezed": "fails-on-batch-of-one",
+    "tiny_fill": "mask-fill-too-small",
+    "values_from_keys": "values-are-keys",
+    "view_without_transpose": "heads-split-wrong",
+}
+needs_fork = pytest.mark.skipif(not class_runner.CAN_FORK, reason="this system does not fork")
+ATTENTION = """
+from torch import nn
+class Attention(nn.Module):
+    def __init__(self, width, heads, fill=float("-inf")):
+        super().__init__()
+        self.heads, self.fill = heads, fill
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+    def forward(self, x, mask=None):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        s = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        s = s if mask is None else s.masked_fill(mask == 0, self.fill)
+        return self.out((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+"""
+
+
+def run_check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "headscope", "check", *arguments]
+    return subprocess.run(program, capture_output=True, encoding="utf-8", check=False)
+
+
+@pytest.fixture(scope="module")
+def judged() -> dict[str, Any]:
+    run = run_check(str(SUBMISSIONS), "--json")
+    assert run.returncode == 1, run.stderr
+    return json.loads(run.stdout)
+
+
+def list_files(kind: str) -> list[str]:
+    return sorted(path.stem for path in (SUBMISSIONS / kind).glob("*.py"))
+
+
+def find_file(judged: dict[str, Any], label: str) -> dict[str, Any]:
+    return next(each for each in judged["files"] if each["file"] == label)
+
+
+def test_there_are_enough_styles_and_every_textbook_fill() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (SUBMISSIONS / "right").glob("*.py")]
+    assert len(texts) == 25
+    for fill in ("float('-inf')", "-torch.inf", "-1e9", "-1e6", "-9e15", "-1e20", "finfo(score.dtype).min"):
+        assert any(fill in text for text in texts), fill
+    assert set(list_files("wrong")) == FIRST.keys()
+
+
+@pytest.mark.parametrize("name", list_files("right"))
+def test_nothing_is_wrong_with_a_right_submission(name: str, judged: dict[str, Any]) -> None:
+    result = find_file(judged, f"right/{name}.py")
+    assert result["error"] == ""
+    severities = {finding["name"]: finding["severity"] for finding in result["findings"]["findings"]}
+    assert set(severities.values()) <= {"fragile"}, severities
+    assert result["outcome"] in ("passed", "incomplete")
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_finding_of_a_wrong_submission_names_its_mistake(name: str, judged: dict[str, Any]) -> None:
+    result = find_file(judged, f"wrong/{name}.py")
+    assert result["outcome"] == "failed", result["error"]
+    first = result["findings"]["findings"][0]
+    assert (first["name"], first["severity"]) == (FIRST[name], "wrong")
+
+
+def test_the_misconceptions_are_counted_and_the_most_frequent_is_first(judged: dict[str, Any]) -> None:
+    labels = [each["file"] for each in judged["files"]]
+    assert labels == sorted(labels)
+    assert judged["counts"] == {"passed": 22, "incomplete": 3, "failed": len(FIRST), "not checked": 0}
+    counts = [each["count"] for each in judged["misconceptions"]]
+    assert counts == sorted(counts, reverse=True)
+    first = judged["misconceptions"][0]
+    assert (first["name"], first["severity"]) == ("fp16-overflow", "fragile")
+    assert "right/cloned_layers.py" in first["files"]
+
+
+# ---------------------------------------------------------------- submissions that do harm
+
+HARM = {
+    "asks.py": ("name = input('name? ')", "import failed: EOFError"),
+    "crashes.py": ("import ctypes\nctypes.string_at(0)", "the code ended its process (SIGSEGV) before the check"),
+    "ends.py": ("import os\nos._exit(0)", "the code ended its process (exit code 0) before the check was done"),
+    "exits.py": ("import sys\nsys.exit(0)", "the file calls sys.exit() when it is imported"),
+    "hangs.py": ("while True: pass", "--timeout: the code was stopped after 6 seconds"),
+    "interrupts.py": ("raise KeyboardInterrupt", "before the check was done: KeyboardInterrupt:"),
+    "kills.py": ("import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(9)", "ended the process that checks all files"),
+    "none.py": ("def attend(x): return x", "defines no class of nn.Module, expected one"),
+    "prints.py": ("while True: print('\\x1b' * 10000)", "--timeout: the code was stopped after 6 seconds"),
+    "raises.py": ("raise ValueError('\\x1b[31m\\n=1')", "import failed: ValueError: \\x1b[31m =1"),
+    "several.py": (ATTENTION + "class Other(Attention): pass", "has 2 module classes: Attention, Other; choose one"),
+    "syntax.py": ("def f(:", "import failed: SyntaxError"),
+    "types.py": (ATTENTION, ""),
+    "=1 ünïcode.py": (ATTENTION + "import torch\ntorch.softmax = None", ""),
+}
+
+
+@needs_fork
+def test_a_submission_that_does_harm_affects_only_its_own_result(tmp_path: Path) -> None:
+    for name, (code, _) in HARM.items():
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    (tmp_path / ".hidden.py").write_text("1 / 0")
+    (tmp_path / "__init__.py").write_text("1 / 0")
+    (tmp_path / "hw.ipynb").write_text("{}")
+
+    run = run_check(str(tmp_path), "--args", "24, 3", "--timeout", "6", "--jobs", "2", "--csv")
+
+    assert run.returncode == 1
+    assert "\x1b" not in run.stdout + run.stderr
+    rows = {row["file"]: row for row in csv.DictReader(io.StringIO(run.stdout))}
+    assert list(rows) == sorted((name if name[0] != "=" else f"'{name}" for name in HARM), key=lambda x: x.strip("'"))
+    for name, (_, error) in HARM.items():
+        row = rows[name if name[0] != "=" else f"'{name}"]
+        assert row["outcome"] == ("not checked" if error else "passed"), row
+        assert error in row["error"]
+    lines = run.stderr.splitlines()
+    assert lines[0].endswith("1 notebook is not checked; jupyter nbconvert --to python writes Python files")
+    assert [line.partition("]")[0] for line in lines[2:]] == [f"[{n}/{len(HARM)}" for n in range(1, len(HARM) + 1)]
+    assert not list(tmp_path.rglob("__pycache__"))
+
+
+def test_without_fork_each_file_has_a_process_that_imports_torch(tmp_path: Path) -> None:
+    requests = []
+    for name, code in {"right": ATTENTION, "ends": "import os\nos._exit(4)", "hangs": "while True: pass"}.items():
+        (tmp_path / f"{name}.py").write_text(code)
+        conventions = combine_conventions(None, {"args": "24, 3", "timeout": 1 if name == "hangs" else 60})
+        requests.append(conventions.to_request(tmp_path / f"{name}.py", None, 60))
+
+    answers = dict(run_requests(requests, 2, fork=False))
+
+    assert [each["name"] for each in answers[0]["findings"]["findings"]] == ["nan-on-empty-row"]
+    assert answers[1]["mistake"].startswith("the code ended its process (exit code 4)")
+    assert answers[2]["mistake"] == "--timeout: the code was stopped after 1 seconds"
+
+
+SLEEPS = """
+import fcntl, os, sys, time
+lock = open(sys.argv[0] + ".lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+open(sys.argv[0] + ".started", "w").close()
+time.sleep(60)
+"""
+
+
+def is_locked(path: Path) -> bool:
+    import fcntl
+
+    deadline = time.monotonic() + 5
+    with path.open() as lock:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.02)
+            else:
+                return False
+    return True
+
+
+@needs_fork
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_signal_ends_every_submission(name: str, tmp_path: Path) -> None:
+    for stem in "ab":
+        (tmp_path / f"{stem}.py").write_text(SLEEPS)
+    number = getattr(signal, name)
+    unblocked = f"import signal; signal.signal({int(signal.SIGINT)}, signal.default_int_handler); "
+    code = f"{unblocked}from headscope.cli import main; main(['check', {str(tmp_path)!r}, '--jobs', '2'])"
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as running:
+        while len(list(tmp_path.glob("*.started"))) < 2 and running.poll() is None:
+            time.sleep(0.02)
+
+        running.send_signal(number)
+        _, err = running.communicate(timeout=20)
+
+    assert running.returncode == (130 if name == "SIGINT" else -number)
+    assert err.endswith(b"headscope: interrupted\n") == (name == "SIGINT")
+    assert not any(is_locked(tmp_path / f"{stem}.py.lock") for stem in "ab")
+
+
+# ---------------------------------------------------------------- conventions
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "work"
+    (path / "anna").mkdir(parents=True)
+    (path / "anna" / "hw.py").write_text(ATTENTION)
+    (path / "anna" / "notes.py").write_text("1 / 0")
+    return path
+
+
+def test_the_conventions_are_those_of_the_folder_unless_an_option_replaces_them(folder: Path) -> None:
+    (folder / "check.toml").write_text(
+        'class = "Attention"\nargs = "24, 3"\npattern = "hw*.py"\nstrict = true\ncausal = false\n'
+        'only = ["nan-on-empty-row", "scale-missing"]\ncall = "module(x, mask)"\ntimeout = 50\nmask-means = "keep"\n'
+    )
+    run = run_check("work", "--json")
+    (result,) = json.loads(run.stdout)["files"]
+    assert (run.returncode, result["file"], result["outcome"]) == (1, "anna/hw.py", "failed")
+    assert f"conventions of {Path('work', 'check.toml')}" in run.stderr
+    assert result["findings"]["understood"][0] == "called as its own call with E = 24"
+
+    run = run_check("work", "--json", "--only", "scale-missing", "--args", "24, 3, fill=-1e9")
+    (result,) = json.loads(run.stdout)["files"]
+    assert (run.returncode, result["outcome"]) == (0, "passed")
+    assert result["findings"]["omitted"] == ["fp16-overflow"]
+
+    run = run_check(str(Path("work", "anna", "hw.py")), "--config", str(Path("work", "check.toml")))
+    assert run.returncode == 1
+    assert "! nan-on-empty-row  fragile\n" in run.stdout
+    assert "\n  right here; breaks if a mask hides every key of a query" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("head = 3", "head: unknown key; did you mean heads?"),
+        ("embed_dim = 3", "embed_dim: unknown key; did you mean embed-dim?"),
+        ("zzz = 3", "zzz: unknown key; expected one of class, args, call, pattern, embed-dim"),
+        ("heads = '3'", "heads: got 3, expected a whole number from 1 to 1000000000"),
+        ("heads = true", "heads: got True, expected a whole number"),
+        ("causal = 1", "causal: got 1, expected true or false"),
+        ("scale = -1", "scale: got -1, expected a finite number above 0"),
+        ("scale = nan", "scale: got nan, expected a finite number above 0"),
+        ("mask-means = 'True'", "mask-means: got True, expected one of keep, hide, add"),
+        ("args = 24", 'args: got 24, expected a text, such as "512, 8, causal=True"'),
+        ("args = '24, x'", "args: got 24, x, expected literals as in a call"),
+        ("class = 'a b'", "class: got a b, expected the name of a class"),
+        ("ignore = []", "ignore: got [], expected a list of names of findings"),
+        ("ignore = 'scale-mising'", "ignore: got scale-mising, expected the name of a finding; did you mean scale-mi"),
+        ("call = 3", "call: got 3, expected an expression of module, x and mask"),
+        ("pattern = '../*.py'", "pattern: got ../*.py, expected a pattern of file names"),
+        ("heads = ", "is not TOML: Invalid value"),
+    ],
+)
+def test_a_mistake_in_the_conventions_is_one_line(
+    text: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "check.toml").write_text(text)
+    assert main(["check", "work"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"headscope check: {Path('work', 'check.toml')}: {message}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["work", "--pattern", "x*.py"], "work: has no file x*.py to check"),
+        (["empty"], "empty: has no file *.py to check: 2 notebooks are not checked; jupyter nbconvert"),
+        (["work", "nothing"], "nothing: no such file or folder, expected FILE.py:NAME"),
+        (["work", "--config", "no.toml"], "no.toml: cannot be read: No such file or directory"),
+    ],
+)
+def test_a_mistake_in_the_targets_is_one_line(
+    arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty").mkdir()
+    for name in ("a.ipynb", "b.ipynb"):
+        Path("empty", name).write_text("{}")
+    assert main(["check", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"headscope check: {message}")
+
+
+# ---------------------------------------------------------------- results
+
+
+def make_result(label: str, *findings: tuple[str, str], fails: bool = False, **not_tested: str) -> Result:
+    parts = [{"name": name, "severity": severity} for name, severity in findings]
+    return Result(label, {"findings": parts, "fails": fails, "not_tested": not_tested, "omitted": []})
+
+
+RESULTS = ClassResults.of(
+    [
+        make_result("a.py", ("scale-missing", "wrong"), ("fp16-overflow", "fragile"), fails=True, memory="no"),
+        make_result("b.py", ("softmax-twice", "wrong"), fails=True, scale="no (softmax-twice)", softmax="(x)"),
+        make_result("c.py", ("fp16-overflow", "fragile"), masks="no argument", softmax="(x)"),
+        Result("@d.py", None, "import failed"),
+        make_result("e.py", softmax="(x)"),
+    ]
+)
+
+
+def test_a_test_that_did_not_run_counts_if_it_ran_for_another_submission() -> None:
+    assert [result.missing for result in RESULTS.results] == [(), ("softmax",), ("masks", "softmax"), (), ("softmax",)]
+    outcomes = [result.outcome for result in RESULTS.results]
+    assert outcomes == ["failed", "failed", "incomplete", "not checked", "incomplete"]
+    without = ClassResults.of([make_result("c.py", masks="no argument"), make_result("e.py", masks="no argument")])
+    assert [result.outcome for result in without.results] == ["passed", "passed"]
+
+
+def test_results_as_csv_and_as_data() -> None:
+    lines = RESULTS.to_csv().splitlines()
+    assert lines[0] == "file,outcome,wrong,fragile,unusual,slow,missing tests,error"
+    assert lines[1] == "a.py,failed,scale-missing,fp16-overflow,,,,"
+    assert lines[4] == "'@d.py,not checked,,,,,,import failed"
+    data = RESULTS.to_dict()
+    names = [(each["name"], each["count"]) for each in data["misconceptions"]]
+    assert names == [("fp16-overflow", 2), ("scale-missing", 1), ("softmax-twice", 1)]
+    assert data["fails"]
+    assert data["counts"] == {"passed": 0, "incomplete": 2, "failed": 2, "not checked": 1}
+
+
+def test_results_as_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    answers = [{"findings": RESULTS.results[1].findings}, {"mistake": "hw.py: \x1b[31mno\nmore"}]
+    monkeypatch.setattr(class_runner, "run_requests", lambda requests, jobs: enumerate(answers))
+    assert main(["check", "work"]) == 1
+    out, err = capsys.readouterr()
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert lines[0].split() == ["file", "outcome", "findings"]
+    assert lines[1].split() == ["anna/hw.py", "failed", "softmax-twice"]
+    assert lines[2].strip() == "1 check skipped until softmax-twice is fixed"
+    assert lines[3].strip() == "anna/notes.py  not checked  hw.py: \\x1b[31mno more"
+    assert lines[5].split() == ["finding", "severity", "files"]
+    assert lines[6].split() == ["softmax-twice", "wrong", "1", "anna/hw.py"]
+    assert lines[8:] == ["2 files: 1 failed, 1 not checked"]
+    assert "[1/2] anna/hw.py: wrong: softmax-twice\n" in err
