@@ -20,6 +20,7 @@ from headscope.stats._origin import LayerOrigin
 from headscope.watching import _recording_file
 from headscope.watching._about import About
 from headscope.watching._monitor import Alarm, Monitor
+from headscope.watching._verify import Verifier
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -226,6 +227,13 @@ class Recording:
             waiting.append(part)
             if len(waiting) >= PENDING:
                 self._fold(name)
+
+    def _verify(self, verifier: Verifier) -> None:
+        """Take over what a watch has verified so far, and warn of errors."""
+        if verifier.layers:
+            with self._lock:
+                self.about = replace(self.about, verified=dict(verifier.layers))
+            verifier.warn()
 
     def _all(self) -> dict[str, LayerStats]:
         """Return layer -> all of its calls, merged."""

@@ -36,7 +36,6 @@ from headscope._intercept import (
     layer_origin,
     list_modules,
     match_modules,
-    measure,
     open_watch,
     placed,
     running_frames,
@@ -54,6 +53,7 @@ from headscope.watching._monitor import Limits, Monitor, writer
 from headscope.watching._options import Options, check
 from headscope.watching._recording import Recording
 from headscope.watching._token_ids import Streams, check_texts, ids_of_keys
+from headscope.watching._verify import Verifier
 
 __all__ = ["Watch", "watch"]
 
@@ -73,6 +73,7 @@ def watch(
     unseen: Literal["error", "ignore"] = "error",
     log: Any = None,
     alarms: bool | Limits = False,
+    verify: int = 0,
 ) -> Watch:
     """Watch every attention head of a model: ``with headscope.watch(model) as seen: model(**inputs)``.
 
@@ -103,6 +104,8 @@ def watch(
             layer's number does not change: the layers of a step are numbered in the order of the model, and layers
             first observed in a later step get the next numbers.
         alarms: warn of entropy collapse, growing logits and a rising sink; ``Limits`` defines when.
+        verify: compute this many rows of each recorded call again in float64, from 0, and compare statistics and
+            output; ``recording.about.verified`` has the errors. An error that rounding does not explain is a warning.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; texts that do not match any layer when the watch ends.
@@ -131,10 +134,11 @@ def watch(
     texts = None if texts is None else tuple(texts)
     check(tokens, positions, kinds, unseen, alarms, texts or ())
     check_type("accelerate", accelerate, bool, "True or False")
+    verify = whole("verify", verify, 0)
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
     limits = Limits() if alarms is True else alarms or None
     monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
-    options = Options(what, whole("every", every), tokens, kinds, positions, accelerate, unseen, monitor)
+    options = Options(what, whole("every", every), tokens, kinds, positions, accelerate, unseen, monitor, verify)
     return Watch(model, options, layers, texts)
 
 
@@ -170,6 +174,7 @@ class Watch:
         self.places = {name: place for place, name in enumerate(self.modules)}
         self.recording = Recording(HeadStats({}), about_of(model, options, layers, texts))
         self.recording._monitor = options.monitor
+        self.verifier = Verifier(options.verify)
         self._lock = threading.RLock()  # a writer of the monitor may run the model itself
         self._entered = False
         self._streams = Streams()
@@ -304,6 +309,7 @@ class Watch:
         """
         with self._lock:
             self._running.discard(forward)
+        self.recording._verify(self.verifier)
         if not finished or not forward.active or isinstance(forward, Again):
             return
         self.followed = (self.followed or set()) | forward.to_follow
@@ -418,7 +424,7 @@ class Pass:
                 call = placed(call, watch.options.positions)
             elif call.kind != kind:
                 call = replace(call, kind=kind)
-            part = measure(call, watch.options.what)
+            part = watch.verifier.measure(layer, call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {error}") from error
         order = (watch.places[name], frame.calls)
