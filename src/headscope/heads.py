@@ -25,6 +25,7 @@ from headscope._intercept import (
     describe_modules,
     describe_unrecorded,
     find_compiled,
+    find_other_layers,
     find_unobserved,
     fitting_modules,
     head_span,
@@ -159,7 +160,8 @@ class _Acting:
         """
         if not finished:
             return
-        missing = find_unobserved(self.modules, forward.ran, forward.observed)
+        others = find_other_layers(self.modules, forward.ran, {*forward.observed, *forward.unrecorded})
+        missing = find_unobserved(self.modules, forward.ran, forward.observed, others)
         missing = [name for name in missing if self.means(name)]
         texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing)
         for name, text in texts.items():

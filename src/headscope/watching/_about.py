@@ -31,6 +31,7 @@ class About:
         ran: the number of all forward passes.
         origin: class and configuration of the model, widths and part of the heads of each layer; None = not stated.
         verified: layer -> the errors of some rows against float64, if the model was watched with ``verify``.
+        other_layers: layer -> what it is, for layers that mix tokens without a softmax over keys.
 
     Examples:
         >>> import torch
@@ -51,6 +52,7 @@ class About:
     ran: int = 0
     origin: Origin | None = None
     verified: Mapping[str, Verified] = field(default_factory=dict[str, Verified])
+    other_layers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def part(self) -> Mapping[str, Part]:

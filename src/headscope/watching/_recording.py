@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headscope._analysis.answers import short_layers
-from headscope._intercept import Kind, WatchError
+from headscope._intercept import Kind, WatchError, find_other_layers
 from headscope._support.text import visible
 from headscope.comparing import Comparison, Thresholds, compare
 from headscope.report import viewer
@@ -24,6 +24,16 @@ from headscope.watching._verify import Verifier
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import nn
+
+
+class Pass(Protocol):
+    """The modules of a forward pass that ran, those with recorded attention calls, and those with others."""
+
+    ran: Mapping[str, None]
+    observed: set[str]
+    unrecorded: Mapping[str, str | None]
+
 
 __all__ = ["Recording"]
 
@@ -227,6 +237,15 @@ class Recording:
             waiting.append(part)
             if len(waiting) >= PENDING:
                 self._fold(name)
+
+    def _list_others(self, modules: Mapping[str, nn.Module], chosen: Collection[str], forward: Pass) -> list[str]:
+        """Add the layers of a forward pass that mix tokens without a softmax over keys, and return their names."""
+        others = find_other_layers(modules, forward.ran, {*forward.observed, *forward.unrecorded})
+        added = {name: what for name, what in others.items() if name in chosen and name not in self.about.other_layers}
+        if added:
+            with self._lock:
+                self.about = replace(self.about, other_layers={**self.about.other_layers, **added})
+        return [*others]
 
     def _verify(self, verifier: Verifier) -> None:
         """Take over what a watch has verified so far, and warn of errors."""

@@ -237,8 +237,13 @@ class Watch:
                 "watch: the model's forward() was not called inside the `with` block. Compiled modules, copies of "
                 "the model, and recomputation by activation checkpointing are not observed."
             )
-        hint = summarize_names(self.modules)
-        raise WatchError(f"watch: no attention call was observed in {recording.about.model}; its modules: {hint}")
+        raise WatchError(f"watch: no attention call was observed in {recording.about.model}; {self._hint()}")
+
+    def _hint(self) -> str:
+        """Return what the model has in place of attention, or else the names of its modules."""
+        others = self.recording.about.other_layers
+        texts = [f"{name} ({what})" for name, what in others.items()]
+        return f"it has {summarize_names(texts)}" if others else f"its modules: {summarize_names(self.modules)}"
 
     # ------------------------------------------------------------ interface for the modules' calls
 
@@ -309,7 +314,8 @@ class Watch:
         """
         with self._lock:
             self._running.discard(forward)
-        self.recording._verify(self.verifier)
+        if finished:
+            self.recording._verify(self.verifier)
         if not finished or not forward.active or isinstance(forward, Again):
             return
         self.followed = (self.followed or set()) | forward.to_follow
@@ -318,13 +324,14 @@ class Watch:
             parts = {layer: forward.parts[layer] for layer in sorted(forward.parts, key=order.__getitem__)}
             with self._lock, torch.no_grad():
                 self.monitor.step(forward.number, parts)
-        if self.options.unseen == "ignore":
-            return
         both = (frozenset(forward.ran), frozenset(forward.observed))
         missing: list[str] = []
         if both not in self._complete:
-            missing = find_unobserved(self.modules, forward.ran, forward.observed)
+            others = self.recording._list_others(self.modules, self.chosen, forward)
+            missing = find_unobserved(self.modules, forward.ran, forward.observed, others)
             missing = [name for name in missing if name in self.chosen]
+        if self.options.unseen == "ignore":
+            return
         self._warn_of_unrecorded(forward, missing)
         self._warn_of_unknown_ids()
         if missing:
