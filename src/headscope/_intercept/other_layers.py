@@ -20,7 +20,7 @@ _KINDS = [
     for pattern, what in (
         (r"(Mamba\d?|Bamba|FalconH1|SSM)(Mixer|Layer)$|^Mamba\d?(Simple)?$|^S4D?$", "a state space"),
         (r"^R(wkv|WKV).*(Attention|TimeMix|Tmix\w*)$", "the time mixing of RWKV, a recurrence"),
-        (r"Delta(Net|Attention|Rule|Product)$|KimiDelta\w*$|^Glm5NextTextLinearAttention$", "a delta rule"),
+        (r"Delta(Net|Attention|Rule|Product)$|KimiDelta\w*$|^Glm5NextTextLinearAttention$", "a delta rule, a form of linear attention"),
         (r"LightningAttention$", "lightning attention, a linear attention with decay"),
         (r"Retention$", "a retention, a linear attention with decay"),
         (r"(?<!Kimi)Linear(Self)?Att(entio)?n$", "a linear attention"),

@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 class Pass(Protocol):
     """The modules of a forward pass that ran, those with recorded attention calls, and those with others."""
 
-    ran: Mapping[str, None]
-    observed: set[str]
-    unrecorded: Mapping[str, str | None]
+    @property
+    def ran(self) -> Collection[str]: ...
+    @property
+    def observed(self) -> Collection[str]: ...
+    @property
+    def unrecorded(self) -> Collection[str]: ...
 
 
 __all__ = ["Recording"]

@@ -75,8 +75,8 @@ def load(path: Path) -> tuple[HeadStats, About, tuple[Alarm, ...]]:
             read_whole(about, name, 0)
         if about["texts"] is not None:
             about["texts"] = tuple(read_list(about, "texts", str))
-        added = {"verified": _read_verified(header), "other_layers": _read_texts(header, "other_layers")}
-        return stats, About(**about, **added), _read_alarms(header)
+        others = _read_texts(header, "other_layers")
+        return stats, About(**about, verified=_read_verified(header), other_layers=others), _read_alarms(header)
 
 
 def _read_texts(header: dict[str, Any], name: str) -> dict[str, str]:

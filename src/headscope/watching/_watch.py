@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -41,7 +40,6 @@ from headscope._intercept import (
     running_frames,
     select_modules,
     standing,
-    summarize_names,
     transformers_refusal,
 )
 from headscope._support.arguments import check_type, whole
@@ -51,6 +49,7 @@ from headscope.stats._layer import LayerStats
 from headscope.watching._about import about_of
 from headscope.watching._monitor import Limits, Monitor, writer
 from headscope.watching._options import Options, check
+from headscope.watching._problems import check_rule, nothing_observed
 from headscope.watching._recording import Recording
 from headscope.watching._token_ids import Streams, check_texts, ids_of_keys
 from headscope.watching._verify import Verifier
@@ -237,13 +236,7 @@ class Watch:
                 "watch: the model's forward() was not called inside the `with` block. Compiled modules, copies of "
                 "the model, and recomputation by activation checkpointing are not observed."
             )
-        raise WatchError(f"watch: no attention call was observed in {recording.about.model}; {self._hint()}")
-
-    def _hint(self) -> str:
-        """Return what the model has in place of attention, or else the names of its modules."""
-        others = self.recording.about.other_layers
-        texts = [f"{name} ({what})" for name, what in others.items()]
-        return f"it has {summarize_names(texts)}" if others else f"its modules: {summarize_names(self.modules)}"
+        raise WatchError(nothing_observed(recording.about.model, self.modules, recording.about.other_layers))
 
     # ------------------------------------------------------------ interface for the modules' calls
 
@@ -293,18 +286,7 @@ class Watch:
 
     def _judge(self, layer: str) -> None:
         error, most = self._errors[layer]
-        apart = float(error)
-        if apart == math.inf:
-            raise WatchError(
-                "its output is NaN or infinite in other places than its q, k, v and mask give. Either its weights "
-                "or inputs hold NaN, which torch's kernels may turn into numbers or read from masked keys; or it "
-                "attends by a rule that headscope does not support. Exclude it with layers="
-            )
-        if apart > most:
-            raise WatchError(
-                f"its output differs by {apart:.2g} of the largest value from the output that its q, k, v and mask "
-                "give; it attends by a rule that headscope does not support. Exclude it with layers="
-            )
+        check_rule(float(error), most)
 
     def end(self, forward: Pass, *, finished: bool) -> None:
         """End a forward pass; not finished = by an exception.
