@@ -25,8 +25,7 @@ from headscope._intercept import (
     describe_modules,
     describe_unrecorded,
     find_compiled,
-    find_other_layers,
-    find_unobserved,
+    find_unreached,
     fitting_modules,
     head_span,
     list_modules,
@@ -160,8 +159,7 @@ class _Acting:
         """
         if not finished:
             return
-        others = find_other_layers(self.modules, forward.ran, {*forward.observed, *forward.unrecorded})
-        missing = find_unobserved(self.modules, forward.ran, forward.observed, others)
+        missing = find_unreached(self.modules, forward.ran, forward.observed, forward.unrecorded)
         missing = [name for name in missing if self.means(name)]
         texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing)
         for name, text in texts.items():

@@ -29,13 +29,12 @@ from headscope._intercept.module_names import (
     summarize_names,
 )
 from headscope._intercept.origin import Part, head_span, layer_origin, origin_of, shared_part
-from headscope._intercept.other_layers import NO_SOFTMAX, find_other_layers
+from headscope._intercept.other_layers import find_other_layers, find_unreached
 from headscope._intercept.patching import close_watch, open_watch
 from headscope._intercept.transformers import register_attention, transformers_refusal
 
 __all__ = [
     "COMPILED",
-    "NO_SOFTMAX",
     "Choice",
     "Choose",
     "Frame",
@@ -55,6 +54,7 @@ __all__ = [
     "find_compiled",
     "find_other_layers",
     "find_unobserved",
+    "find_unreached",
     "fitting_modules",
     "head_span",
     "kind_of_call",

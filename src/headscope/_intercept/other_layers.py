@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from headscope._intercept.module_names import is_attention, is_within
+from headscope._intercept.module_names import find_unobserved, is_attention, is_within
 
 # the end of a class's name -> what it is; the first match counts. Classes of transformers 5.23, of mamba-ssm and of
 # flash-linear-attention. Kimi Linear's "LinearAttention" is its attention with a softmax.
@@ -20,7 +20,10 @@ _KINDS = [
     for pattern, what in (
         (r"(Mamba\d?|Bamba|FalconH1|SSM)(Mixer|Layer)$|^Mamba\d?(Simple)?$|^S4D?$", "a state space"),
         (r"^R(wkv|WKV).*(Attention|TimeMix|Tmix\w*)$", "the time mixing of RWKV, a recurrence"),
-        (r"Delta(Net|Attention|Rule|Product)$|KimiDelta\w*$|^Glm5NextTextLinearAttention$", "a delta rule, a form of linear attention"),
+        (
+            r"Delta(Net|Attention|Rule|Product)$|KimiDelta\w*$|^Glm5NextTextLinearAttention$",
+            "a delta rule, a form of linear attention",
+        ),
         (r"LightningAttention$", "lightning attention, a linear attention with decay"),
         (r"Retention$", "a retention, a linear attention with decay"),
         (r"(?<!Kimi)Linear(Self)?Att(entio)?n$", "a linear attention"),
@@ -67,3 +70,10 @@ def find_other_layers(
         if not any(is_within(name, other) and is_attention(other, modules[other]) for other in attending):
             others[name] = what
     return others
+
+
+def find_unreached(
+    modules: Mapping[str, nn.Module], ran: Collection[str], observed: Collection[str], unrecorded: Collection[str]
+) -> list[str]:
+    """Return ``find_unobserved``, without the layers that have no softmax over keys."""
+    return find_unobserved(modules, ran, observed, find_other_layers(modules, ran, {*observed, *unrecorded}))
