@@ -195,7 +195,8 @@ def _layer_sentences(about: About) -> Iterator[str]:
         rows, layers = sum(each.rows for each in about.verified.values()), len(about.verified)
         unfit = [name for name, each in about.verified.items() if not each.fits]
         errors = f"errors beyond rounding in {few(unfit, 6)}" if unfit else "no error beyond rounding"
-        yield f"Verified: {rows:,} {plural('row', rows)} of {layers} {plural('layer', layers)} against float64; {errors}."
+        sizes = f"{rows:,} {plural('row', rows)} of {layers} {plural('layer', layers)}"
+        yield f"Verified: {sizes} against float64; {errors}."
     if about.other_layers:
         name, what = next(iter(about.other_layers.items()))
         count = len(about.other_layers)
@@ -294,7 +295,6 @@ def _capital(text: str) -> str:
 
 def _sections(result: WatchResult) -> list[Section]:
     from headscope.report.tables import Section
-    from headscope.watching import About
 
     _, note = short_layers(result.recording.layers)
     columns = [*COLUMNS[:-1], f"top {_keys(result.budget.budgets[0])}"]
@@ -314,6 +314,5 @@ def _sections(result: WatchResult) -> list[Section]:
 
 def _section(title: str, caption: str, answer: Answer) -> Section:
     from headscope.report.tables import Section
-    from headscope.watching import About
 
     return Section(title, caption, answer.columns(), answer.cells(), answer.caption(), TEXTS)
