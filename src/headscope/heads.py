@@ -25,7 +25,7 @@ from headscope._intercept import (
     describe_modules,
     describe_unrecorded,
     find_compiled,
-    find_unobserved,
+    find_unreached,
     fitting_modules,
     head_span,
     list_modules,
@@ -159,7 +159,7 @@ class _Acting:
         """
         if not finished:
             return
-        missing = find_unobserved(self.modules, forward.ran, forward.observed)
+        missing = find_unreached(self.modules, forward.ran, forward.observed, forward.unrecorded)
         missing = [name for name in missing if self.means(name)]
         texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing)
         for name, text in texts.items():

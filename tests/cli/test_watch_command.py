@@ -142,6 +142,31 @@ def test_what_is_printed_and_written(run: Run, folder: Path) -> None:
     assert run("watch", str(folder), "--text", "a", "--out", "seen.safetensors").code == 0, "its own files are replaced"
 
 
+def test_rows_are_verified_in_every_window(run: Run, start: Start, folder: Path) -> None:
+    about = start(folder, "--text", TEXT, "--verify", "5")["about"]
+    assert [each["rows"] for each in about["verified"].values()] == [15, 15], "5 in each of 3 windows"
+    for each in about["verified"].values():
+        assert 0 < each["output"] < each["output_bound"] < 1e-4
+        assert 0 < each["statistics"] < each["statistics_bound"] < 1e-4
+    ran = run("watch", str(folder), "--text", TEXT[:20], "--verify", "5", "--out", "seen.safetensors")
+    assert "Verified: 10 rows of 2 layers against float64; no error beyond rounding." in " ".join(ran.out.split())
+    assert [each.rows for each in Recording.load("seen.safetensors").about.verified.values()] == [5, 5]
+    assert "10 rows of 2 layers against float64" in Path("headscope-report.html").read_text(encoding="utf-8")
+    assert run("watch", str(folder), "--text", "a", "--verify", "0").code == 2
+
+
+def test_layers_without_a_softmax_are_named(run: Run, tmp_path: Path) -> None:
+    config = transformers.Lfm2Config(
+        **SIZES, hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, layer_types=["conv", "full_attention"], block_multiple_of=8,
+    )  # fmt: skip
+    at = save(transformers.Lfm2ForCausalLM(config), tmp_path / "hybrid", tokenizer=False)
+    ran = run("watch", str(at), "--ids", "3 4 5 6")
+    assert ran.code == 0, ran.err
+    words = " ".join(ran.out.split())
+    assert "Other layers: 1 layer, such as model.layers.0.conv (Lfm2ShortConv: a convolution over tokens" in words
+
+
 def test_the_shipped_models(start: Start) -> None:
     said = start("text", "--text", "def parse(line): return line. def parse(line): return line.")
     assert len(said["layers"]) == 6

@@ -29,6 +29,7 @@ from headscope._intercept.module_names import (
     summarize_names,
 )
 from headscope._intercept.origin import Part, head_span, layer_origin, origin_of, shared_part
+from headscope._intercept.other_layers import find_other_layers, find_unreached
 from headscope._intercept.patching import close_watch, open_watch
 from headscope._intercept.transformers import register_attention, transformers_refusal
 
@@ -51,7 +52,9 @@ __all__ = [
     "describe_unrecorded",
     "error_of",
     "find_compiled",
+    "find_other_layers",
     "find_unobserved",
+    "find_unreached",
     "fitting_modules",
     "head_span",
     "kind_of_call",

@@ -109,7 +109,12 @@ def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         with frame.quietly():  # beneath, it may be composed of products and a softmax
             out = F.scaled_dot_product_attention(*args, **kwargs)
-    frame.see(lambda: intercepted_call.sdpa(args, kwargs, frame.converted))
+    attended = None if _dropout(args, kwargs) else intercepted_call.one_head(out)
+    frame.see(
+        lambda: replace(
+            intercepted_call.sdpa(args, kwargs, frame.converted), attended=attended, by_headscope=frame.accelerate
+        )
+    )
     return frame.scaled(out, -3, args[0] if args else kwargs["query"])  # [B, H, Q, Dv]
 
 
@@ -209,9 +214,12 @@ def attention_interceptor(
         kind = "self" if frame.argument("context", 1) is None else "cross"
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
         kind = "self" if torch_modules.same(frame.argument("query", 0), frame.argument("key", 1)) else "cross"
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind, "by_headscope": True}
     cache = frame.argument("cache", 2) if isinstance(frame.module, MultiHeadAttention) else None
-    frame.see(lambda: _in_cache(InterceptedCall(k=k, v=v, **_first_first(q, mask, bias, row_lse), **options), cache))
+    attended = None if dropout else out
+    frame.see(
+        lambda: _in_cache(InterceptedCall(k=k, v=v, **_first_first(q, mask, bias, row_lse, attended), **options), cache)
+    )
     scaled = frame.scaled(out, -3, q)  # [B, H, Q, Dv]
     if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
         raise intercepted_call.WatchError(
@@ -220,12 +228,12 @@ def attention_interceptor(
     return scaled, row_lse
 
 
-def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None) -> dict[str, Any]:
+def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None, out: Tensor | None) -> dict[str, Any]:
     """Return the query-dependent arguments in the usual order, if headscope's module has reversed them."""
     if isinstance(mask, Mask) and bias is not None and any(isinstance(leaf, ReversedBand) for leaf in mask.leaves()):
         mask, q, bias = mask.reverse_queries(q.shape[-2], bias.shape[-1]), q.flip(-2), bias.flip(-2)
-        lse = None if lse is None else lse.flip(-1)
-    return {"q": q, "mask": mask, "bias": bias, "lse": lse}
+        lse, out = (None if x is None else x.flip(axis) for x, axis in ((lse, -1), (out, -2)))
+    return {"q": q, "mask": mask, "bias": bias, "lse": lse, "attended": out}
 
 
 def _in_cache(call: InterceptedCall, cache: object) -> InterceptedCall:

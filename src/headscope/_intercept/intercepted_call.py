@@ -85,6 +85,9 @@ class InterceptedCall:
         late: whether a sliding mask has passed the first keys before the first of these rows.
         out: the model's own output, [B, H, Q, Dv], if it is compared with the output of these arguments.
         again: calls the model's own function with 0 for values that are NaN or infinite; [B, Q, H, Dv] comes first.
+        attended: the output of the call as the model gets it, [B, H, Q, Dv], if it differs from ``out`` or that is not
+            compared; None = unknown, or random.
+        by_headscope: whether headscope attended, so rows without visible keys are 0.
         own: makes the call, or one of a few of its rows, with the output of the model's own function; if headscope has
             attended instead.
         kind: "self", "cross", or None if the call does not determine it.
@@ -109,6 +112,8 @@ class InterceptedCall:
     real: Tensor | None = None
     late: bool = False
     out: Tensor | None = None
+    attended: Tensor | None = None
+    by_headscope: bool = False
     again: Callable[[], tuple[Tensor, Tensor | None]] | None = None
     own: Callable[[], InterceptedCall] | None = None
 

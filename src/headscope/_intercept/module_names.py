@@ -117,17 +117,23 @@ def summarize_names(names: Iterable[str], limit: int = 12) -> str:
     return ", ".join(attention[:limit]) + more
 
 
-def find_unobserved(modules: Mapping[str, nn.Module], ran: Collection[str], observed: Collection[str]) -> list[str]:
-    """Return the modules named attention that ran without an observed attention call in, of or around them."""
+def find_unobserved(
+    modules: Mapping[str, nn.Module], ran: Collection[str], observed: Collection[str], others: Collection[str]
+) -> list[str]:
+    """Return the modules named attention that ran without an observed attention call in, of or around them.
+
+    ``others``: layers that are known not to attend, with what is in and around them.
+    """
     named = [name for name in ran if is_attention(name, modules[name])]
+    named = [name for name in named if not any(is_within(name, other) or is_within(other, name) for other in others)]
     missing = [
         name
         for name in named
-        if not any(_within(other, name) for other in observed)
-        and not any(_within(name, other) and is_attention(other, modules[other]) for other in observed)
+        if not any(is_within(other, name) for other in observed)
+        and not any(is_within(name, other) and is_attention(other, modules[other]) for other in observed)
     ]
     missing = [name for name in missing if not _is_projection(name, modules, ran, missing)]
-    return [name for name in missing if not any(_within(other, name) and other != name for other in missing)]
+    return [name for name in missing if not any(is_within(other, name) and other != name for other in missing)]
 
 
 def describe_unrecorded(
@@ -150,8 +156,8 @@ def describe_unrecorded(
     """
     texts: dict[str, str] = {}
     for name, operator in noted.items():
-        inside = any(_within(other, name) for other in observed)
-        if any(_within(name, other) for other in missing):
+        inside = any(is_within(other, name) for other in observed)
+        if any(is_within(name, other) for other in missing):
             continue
         if operator is not None:
             texts[name] = f"attends {'once more, by' if inside else 'by'} {operator}"
@@ -183,7 +189,7 @@ def is_attention_class(name: str, module: nn.Module) -> bool:
 
 def _is_projection(name: str, modules: Mapping[str, nn.Module], ran: Collection[str], missing: Collection[str]) -> bool:
     """Return whether it holds a single matrix and belongs to a missing layer, which is reported for both."""
-    around = max((other for other in ran if other != name and _within(name, other)), key=len, default=None)
+    around = max((other for other in ran if other != name and is_within(name, other)), key=len, default=None)
     return around in missing and _matrices(modules[name]) == 1
 
 
@@ -191,7 +197,8 @@ def _matrices(module: nn.Module) -> int:
     return sum(parameter.ndim >= 2 for parameter in module.parameters())
 
 
-def _within(name: str, around: str) -> bool:
+def is_within(name: str, around: str) -> bool:
+    """Return whether a path is that of a module, or of one inside it."""
     return name == around or name.startswith(around + ".")
 
 

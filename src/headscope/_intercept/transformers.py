@@ -111,18 +111,18 @@ def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]
     request, arguments = arguments, {**_bound(attend), **arguments}
     dropout = arguments.get("dropout") or 0.0
     with frame.quietly():  # its own call of SDPA is this call
-        if frame.accelerate:
-            call = described(attend, name, frame, arguments)
-            out = intercepted_call.attend(call, dropout).transpose(1, 2).contiguous()
-            result: tuple[Tensor, Tensor | None] = (out, None)
-        else:
+        if not frame.accelerate:
             result = _called(attend, request)
+        else:
+            call = described(attend, name, frame, arguments)
+            result = (intercepted_call.attend(call, dropout).transpose(1, 2).contiguous(), None)
 
     def make_call() -> InterceptedCall:
         call = described(attend, name, frame, arguments)
         if dropout:  # there is nothing to compare
             return call
         if frame.accelerate:
+            call = replace(call, attended=result[0].transpose(1, 2), by_headscope=True)
             return replace(call, own=lambda: _own(attend, name, frame, request))
         return replace(call, out=result[0].transpose(1, 2), again=functools.partial(_called, attend, request, True))
 

@@ -8,7 +8,53 @@ from typing import Any, Protocol
 from headscope.stats import HeadStats
 from headscope.stats._origin import Part
 
-__all__ = ["Description", "ObservedModel"]
+__all__ = ["Description", "Errors", "ObservedModel"]
+
+
+class Errors(Protocol):
+    """The errors of some rows against float64; see ``headscope.watching.Verified``.
+
+    Examples:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, watch
+        >>> from headscope.report.observed_model import Errors
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model, verify=3) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> errors: Errors = recording.about.verified["MultiHeadAttention"]
+        >>> errors.rows, errors.fits
+        (3, True)
+    """
+
+    @property
+    def rows(self) -> int:
+        """How many rows were verified."""
+        ...
+
+    @property
+    def output(self) -> float | None:
+        """The relative error of the output."""
+        ...
+
+    @property
+    def output_bound(self) -> float | None:
+        """The largest one that rounding explains."""
+        ...
+
+    @property
+    def statistics(self) -> float | None:
+        """The relative error of the row quantities."""
+        ...
+
+    @property
+    def statistics_bound(self) -> float | None:
+        """The largest one that rounding explains."""
+        ...
+
+    @property
+    def fits(self) -> bool:
+        """Whether no error exceeds its bound."""
+        ...
 
 
 class Description(Protocol):
@@ -59,6 +105,16 @@ class Description(Protocol):
     @property
     def ran(self) -> int:
         """How many forward passes ran."""
+        ...
+
+    @property
+    def verified(self) -> Mapping[str, Errors]:
+        """Layer -> the errors of some rows against float64."""
+        ...
+
+    @property
+    def other_layers(self) -> Mapping[str, str]:
+        """Layer without a softmax over keys -> what it is."""
         ...
 
     @property

@@ -6,6 +6,7 @@ from headscope.watching._about import About
 from headscope.watching._monitor import Alarm, AttentionWarning, Limits
 from headscope.watching._recording import Recording
 from headscope.watching._register import register_transformers
+from headscope.watching._verify import Verified
 from headscope.watching._watch import Watch, watch
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Origin",
     "Part",
     "Recording",
+    "Verified",
     "Watch",
     "WatchError",
     "WatchWarning",

@@ -14,6 +14,7 @@ from headscope import __version__
 from headscope._intercept import Choice, Kind, origin_of
 from headscope.stats._origin import Origin, Part
 from headscope.watching._options import Options
+from headscope.watching._verify import Verified
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class About:
         forwards: the number of observed forward passes.
         ran: the number of all forward passes.
         origin: class and configuration of the model, widths and part of the heads of each layer; None = not stated.
+        verified: layer -> the errors of some rows against float64, if the model was watched with ``verify``.
+        other_layers: layer -> what it is, for layers that mix tokens without a softmax over keys.
 
     Examples:
         >>> import torch
@@ -48,6 +51,8 @@ class About:
     forwards: int = 0
     ran: int = 0
     origin: Origin | None = None
+    verified: Mapping[str, Verified] = field(default_factory=dict[str, Verified])
+    other_layers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def part(self) -> Mapping[str, Part]:
@@ -64,7 +69,9 @@ def about_of(model: nn.Module, options: Options, layers: Choice | None, texts: t
     name = type(model).__name__ + (f" ({loaded})" if loaded else "")
     what = options.what
     entries: dict[str, Any] = {each.name: _plain(getattr(what, each.name)) for each in fields(what)}
-    entries |= {each: _plain(getattr(options, each)) for each in ("every", "kinds", "positions", "accelerate")}
+    entries |= {
+        each: _plain(getattr(options, each)) for each in ("every", "kinds", "positions", "accelerate", "verify")
+    }
     entries |= {"tokens": _plain(options.tokens) or entries["tokens"], "layers": _plain(layers)}
     versions = {"headscope": __version__, "torch": torch.__version__}
     if "transformers" in sys.modules:

@@ -26,6 +26,7 @@ class Options:
     accelerate: bool
     unseen: Literal["error", "ignore"]
     monitor: Monitor | None
+    verify: int = 0
 
 
 def check(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headscope._analysis.answers import short_layers
-from headscope._intercept import Kind, WatchError
+from headscope._intercept import Kind, WatchError, find_other_layers
 from headscope._support.text import visible
 from headscope.comparing import Comparison, Thresholds, compare
 from headscope.report import viewer
@@ -20,9 +20,23 @@ from headscope.stats._origin import LayerOrigin
 from headscope.watching import _recording_file
 from headscope.watching._about import About
 from headscope.watching._monitor import Alarm, Monitor
+from headscope.watching._verify import Verifier
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import nn
+
+
+class Pass(Protocol):
+    """The modules of a forward pass that ran, those with recorded attention calls, and those with others."""
+
+    @property
+    def ran(self) -> Collection[str]: ...
+    @property
+    def observed(self) -> Collection[str]: ...
+    @property
+    def unrecorded(self) -> Collection[str]: ...
+
 
 __all__ = ["Recording"]
 
@@ -226,6 +240,22 @@ class Recording:
             waiting.append(part)
             if len(waiting) >= PENDING:
                 self._fold(name)
+
+    def _list_others(self, modules: Mapping[str, nn.Module], chosen: Collection[str], forward: Pass) -> list[str]:
+        """Add the layers of a forward pass that mix tokens without a softmax over keys, and return their names."""
+        others = find_other_layers(modules, forward.ran, {*forward.observed, *forward.unrecorded})
+        added = {name: what for name, what in others.items() if name in chosen and name not in self.about.other_layers}
+        if added:
+            with self._lock:
+                self.about = replace(self.about, other_layers={**self.about.other_layers, **added})
+        return [*others]
+
+    def _verify(self, verifier: Verifier) -> None:
+        """Take over what a watch has verified so far, and warn of errors."""
+        if verifier.layers:
+            with self._lock:
+                self.about = replace(self.about, verified=dict(verifier.layers))
+            verifier.warn()
 
     def _all(self) -> dict[str, LayerStats]:
         """Return layer -> all of its calls, merged."""

@@ -22,25 +22,32 @@ from headscope.stats._header import (
 )
 from headscope.watching._about import About
 from headscope.watching._monitor import Alarm
+from headscope.watching._verify import Verified
 
 VERSION = 1
 _NUMBERS = ("value", "limit", "reference")  # of an alarm
+_ERRORS = ("output", "statistics")  # of verified rows
+_ADDED = ("verified", "other_layers")  # since version 0.2
 _ABOUT: dict[str, tuple[type[Any], ...]] = {
     "model": (str,), "options": (dict,), "versions": (dict,), "kinds": (dict,), "texts": (list, NoneType),
 }  # fmt: skip
 
 
 def description(about: About) -> dict[str, Any]:
-    """Return the origin and options of a recording, ready for JSON."""
-    return asdict(about)
+    """Return the origin and options of a recording, ready for JSON; an infinite error is None, with its bound."""
+    entries = asdict(about)
+    for errors in entries["verified"].values():
+        errors |= {name: None for name in _ERRORS if errors[name] == math.inf}
+    return entries
 
 
 def save(stats: HeadStats, about: About, alarms: Iterable[Alarm], path: Path, force: bool, qk: bool) -> Path:
     """See ``Recording.save``."""
     entries = description(about)
     del entries["origin"]  # a separate entry, which HeadStats.load reads, too
+    added = {name: entries.pop(name) for name in _ADDED}  # earlier versions ignore entries outside of "about"
     raised = [asdict(alarm) | {name: float(getattr(alarm, name)) for name in _NUMBERS} for alarm in alarms]
-    header = {RECORDING: json.dumps({"version": VERSION, "about": entries, "alarms": raised})}
+    header = {RECORDING: json.dumps({"version": VERSION, "about": entries, "alarms": raised, **added})}
     return _statistics_file.save(stats.parts, stats.origin, path, force, header, qk=qk)
 
 
@@ -68,7 +75,35 @@ def load(path: Path) -> tuple[HeadStats, About, tuple[Alarm, ...]]:
             read_whole(about, name, 0)
         if about["texts"] is not None:
             about["texts"] = tuple(read_list(about, "texts", str))
-        return stats, About(**about), _read_alarms(header)
+        others = _read_texts(header, "other_layers")
+        return stats, About(**about, verified=_read_verified(header), other_layers=others), _read_alarms(header)
+
+
+def _read_texts(header: dict[str, Any], name: str) -> dict[str, str]:
+    """Return a mapping of texts; older files have none. Raise as ``read_value``."""
+    entries = read_value({name: {}} | header, name, dict)
+    return {key: read_value(entries, key, str) for key in entries}
+
+
+def _read_verified(header: dict[str, Any]) -> dict[str, Verified]:
+    """Return the errors against float64 of each layer; older files have none.
+
+    Raises:
+        KeyError, TypeError, ValueError: a value is missing, or of another kind, or a number is NaN or negative.
+    """
+    verified: dict[str, Verified] = {}
+    for layer, entry in read_value({"verified": {}} | header, "verified", dict).items():
+        numbers: dict[str, float | None] = {}
+        for name in _ERRORS:
+            error, bound = (read_value(entry, each, float, NoneType) for each in (name, f"{name}_bound"))
+            error = math.inf if error is None and bound is not None else error
+            if error is not None and not (error >= 0 and bound is not None and 0 <= bound < math.inf):
+                raise ValueError(f"verified: got {entry}, expected errors and bounds from 0")
+            numbers |= {name: error, f"{name}_bound": bound}
+        names = tuple(read_list(entry, "names", str))
+        rows, empty = (read_whole(entry, name, 0) for name in ("rows", "empty"))
+        verified[layer] = Verified(rows=rows, empty=empty, names=names, **numbers)
+    return verified
 
 
 def _read_alarms(header: dict[str, Any]) -> tuple[Alarm, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -36,13 +35,11 @@ from headscope._intercept import (
     layer_origin,
     list_modules,
     match_modules,
-    measure,
     open_watch,
     placed,
     running_frames,
     select_modules,
     standing,
-    summarize_names,
     transformers_refusal,
 )
 from headscope._support.arguments import check_type, whole
@@ -52,8 +49,10 @@ from headscope.stats._layer import LayerStats
 from headscope.watching._about import about_of
 from headscope.watching._monitor import Limits, Monitor, writer
 from headscope.watching._options import Options, check
+from headscope.watching._problems import check_rule, nothing_observed
 from headscope.watching._recording import Recording
 from headscope.watching._token_ids import Streams, check_texts, ids_of_keys
+from headscope.watching._verify import Verifier
 
 __all__ = ["Watch", "watch"]
 
@@ -73,6 +72,7 @@ def watch(
     unseen: Literal["error", "ignore"] = "error",
     log: Any = None,
     alarms: bool | Limits = False,
+    verify: int = 0,
 ) -> Watch:
     """Watch every attention head of a model: ``with headscope.watch(model) as seen: model(**inputs)``.
 
@@ -103,6 +103,8 @@ def watch(
             layer's number does not change: the layers of a step are numbered in the order of the model, and layers
             first observed in a later step get the next numbers.
         alarms: warn of entropy collapse, growing logits and a rising sink; ``Limits`` defines when.
+        verify: compute this many rows of each recorded call again in float64, from 0, and compare statistics and
+            output; ``recording.about.verified`` has the errors. An error that rounding does not explain is a warning.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; texts that do not match any layer when the watch ends.
@@ -131,10 +133,11 @@ def watch(
     texts = None if texts is None else tuple(texts)
     check(tokens, positions, kinds, unseen, alarms, texts or ())
     check_type("accelerate", accelerate, bool, "True or False")
+    verify = whole("verify", verify, 0)
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
     limits = Limits() if alarms is True else alarms or None
     monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
-    options = Options(what, whole("every", every), tokens, kinds, positions, accelerate, unseen, monitor)
+    options = Options(what, whole("every", every), tokens, kinds, positions, accelerate, unseen, monitor, verify)
     return Watch(model, options, layers, texts)
 
 
@@ -170,6 +173,7 @@ class Watch:
         self.places = {name: place for place, name in enumerate(self.modules)}
         self.recording = Recording(HeadStats({}), about_of(model, options, layers, texts))
         self.recording._monitor = options.monitor
+        self.verifier = Verifier(options.verify)
         self._lock = threading.RLock()  # a writer of the monitor may run the model itself
         self._entered = False
         self._streams = Streams()
@@ -232,8 +236,7 @@ class Watch:
                 "watch: the model's forward() was not called inside the `with` block. Compiled modules, copies of "
                 "the model, and recomputation by activation checkpointing are not observed."
             )
-        hint = summarize_names(self.modules)
-        raise WatchError(f"watch: no attention call was observed in {recording.about.model}; its modules: {hint}")
+        raise WatchError(nothing_observed(recording.about.model, self.modules, recording.about.other_layers))
 
     # ------------------------------------------------------------ interface for the modules' calls
 
@@ -283,18 +286,7 @@ class Watch:
 
     def _judge(self, layer: str) -> None:
         error, most = self._errors[layer]
-        apart = float(error)
-        if apart == math.inf:
-            raise WatchError(
-                "its output is NaN or infinite in other places than its q, k, v and mask give. Either its weights "
-                "or inputs hold NaN, which torch's kernels may turn into numbers or read from masked keys; or it "
-                "attends by a rule that headscope does not support. Exclude it with layers="
-            )
-        if apart > most:
-            raise WatchError(
-                f"its output differs by {apart:.2g} of the largest value from the output that its q, k, v and mask "
-                "give; it attends by a rule that headscope does not support. Exclude it with layers="
-            )
+        check_rule(float(error), most)
 
     def end(self, forward: Pass, *, finished: bool) -> None:
         """End a forward pass; not finished = by an exception.
@@ -304,6 +296,8 @@ class Watch:
         """
         with self._lock:
             self._running.discard(forward)
+        if finished:
+            self.recording._verify(self.verifier)
         if not finished or not forward.active or isinstance(forward, Again):
             return
         self.followed = (self.followed or set()) | forward.to_follow
@@ -312,13 +306,14 @@ class Watch:
             parts = {layer: forward.parts[layer] for layer in sorted(forward.parts, key=order.__getitem__)}
             with self._lock, torch.no_grad():
                 self.monitor.step(forward.number, parts)
-        if self.options.unseen == "ignore":
-            return
         both = (frozenset(forward.ran), frozenset(forward.observed))
         missing: list[str] = []
         if both not in self._complete:
-            missing = find_unobserved(self.modules, forward.ran, forward.observed)
+            others = self.recording._list_others(self.modules, self.chosen, forward)
+            missing = find_unobserved(self.modules, forward.ran, forward.observed, others)
             missing = [name for name in missing if name in self.chosen]
+        if self.options.unseen == "ignore":
+            return
         self._warn_of_unrecorded(forward, missing)
         self._warn_of_unknown_ids()
         if missing:
@@ -418,7 +413,7 @@ class Pass:
                 call = placed(call, watch.options.positions)
             elif call.kind != kind:
                 call = replace(call, kind=kind)
-            part = measure(call, watch.options.what)
+            part = watch.verifier.measure(layer, call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {error}") from error
         order = (watch.places[name], frame.calls)

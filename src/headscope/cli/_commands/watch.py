@@ -38,6 +38,7 @@ MOVED = 1  # exit code
 @click.option(
     "--threshold", "limits", multiple=True, metavar="NAME=X", help="Smallest change that counts, as share=0.02."
 )
+@click.option("--verify", type=SIZE, help="Compute N rows of each layer again in float64.")
 @click.option("--out", metavar="PATH", help="Write the recording (.safetensors).")
 @click.option("--keep-qk", is_flag=True, help="Save q and k with it, for exact tiles in headscope report --serve.")
 @click.option("--page", metavar="PATH", help=f"Where to write the page.  [default: {PAGE}]")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headscope._analysis.answers import TEXTS, Answer, decimal, plural, share, short_layers
 from headscope._support.text import visible
+from headscope.cli._shared.console import few
 from headscope.cli._shared.headings import CAVEAT, heading, meanings
 from headscope.report.words import PATTERNS, STRONG, strength
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from headscope.cli._shared.watch_run import WatchResult
     from headscope.report.tables import Section
+    from headscope.watching import About
 
 LINES = 48  # of heads in the terminal; the page has all
 MOVES = 20
@@ -183,7 +186,21 @@ def _conclusions(result: WatchResult) -> list[str]:
         one = f"layer {names[closest.layer]} head {closest.head}"
         other = f"layer {names[closest.other_layer]} head {closest.other_head}"
         sentence += f"; the closest, {one} and {other}, differ by {closest.distance:.2f}"
-    return [*sentences, f"{sentence}."]
+    return [*sentences, f"{sentence}.", *_layer_sentences(result.recording.about)]
+
+
+def _layer_sentences(about: About) -> Iterator[str]:
+    """Yield a sentence on what was verified, and one on layers without attention weights, if there are any."""
+    if about.verified:
+        rows, layers = sum(each.rows for each in about.verified.values()), len(about.verified)
+        unfit = [name for name, each in about.verified.items() if not each.fits]
+        errors = f"errors beyond rounding in {few(unfit, 6)}" if unfit else "no error beyond rounding"
+        sizes = f"{rows:,} {plural('row', rows)} of {layers} {plural('layer', layers)}"
+        yield f"Verified: {sizes} against float64; {errors}."
+    if about.other_layers:
+        name, what = next(iter(about.other_layers.items()))
+        count = len(about.other_layers)
+        yield f"Other layers: {count} {plural('layer', count)}, such as {name} ({what})."
 
 
 def _pattern_sentence(result: WatchResult) -> str:

@@ -26,6 +26,7 @@ class WatchOptions:
 
     rows: int | None
     layers: tuple[str, ...]
+    verify: int | None
     out: str | None
     keep_qk: bool
     page: str | None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headscope.comparing import Comparison
     from headscope.decisions import KVBudget, NearDuplicates, Patterns, StreamingHeads
     from headscope.stats import HeadStats
-    from headscope.watching import Recording
+    from headscope.watching import Recording, Verified
 
 WINDOWS = (
     3,
@@ -152,11 +152,14 @@ def _record(loaded: Loaded, model_input: Input, options: WatchOptions) -> Record
     from headscope.watching import Recording, WatchError
 
     stats, last = None, None
+    verified: dict[str, Verified] = {}
     try:
         with warnings_as_notes("watch"):
             for part in progress_over(model_input.parts, "watching"):
                 last = _record_window(loaded, model_input, part, options)
                 stats = last.stats if stats is None else stats.merge(last.stats)
+                for layer, errors in last.about.verified.items():
+                    verified[layer] = verified[layer].merge(errors) if layer in verified else errors
     except WatchError as error:
         message = str(error).removeprefix("watch: ").replace(', or give unseen="ignore"', "")
         raise Mistake(f"{loaded.name}: {name_options(message, ARGUMENTS)}") from error
@@ -171,7 +174,8 @@ def _record(loaded: Loaded, model_input: Input, options: WatchOptions) -> Record
     }  # fmt: skip
     recorded = {**last.about.options, "tokens": None, "input": source}
     texts = _token_texts(loaded, model_input)
-    return Recording(stats, replace(last.about, options=recorded, texts=texts, forwards=count, ran=count))
+    about = replace(last.about, options=recorded, texts=texts, forwards=count, ran=count, verified=verified)
+    return Recording(stats, about)
 
 
 def _token_texts(loaded: Loaded, model_input: Input) -> tuple[str, ...] | None:
@@ -201,7 +205,7 @@ def _record_window(loaded: Loaded, model_input: Input, part: Any, options: Watch
         keep_rows=text and longest <= ROWS and len(model_input.parts) == 1,
         keep_qk=options.keep_qk,
     )
-    arguments: dict[str, Any] = {"layers": options.layers or None}
+    arguments: dict[str, Any] = {"layers": options.layers or None, "verify": options.verify or 0}
     arguments |= {"tokens": "inputs"} if loaded.paired else {}  # encoder and decoder read different ids
     with (
         quiet_transformers(),

@@ -17,7 +17,7 @@ from headscope.report._viewer import texts
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Strips, exact, sources
 from headscope.report._viewer.strips import empty_strips, strips_of
-from headscope.report.observed_model import ObservedModel
+from headscope.report.observed_model import Errors, ObservedModel
 from headscope.report.regions import pixels_of
 from headscope.stats import Observe
 from headscope.stats._kept_weights import weights_if_any, weights_of
@@ -292,6 +292,8 @@ def _footer(recording: ObservedModel, common: str) -> dict[str, str]:
         texts.INPUT: f"{source}{inputs}; {texts.forward_passes(about.forwards, about.ran)}",
         texts.AVERAGES: texts.averages(rows, "query", "queries"),
         **({texts.LAYERS: common.strip().removeprefix("Layers: ").removesuffix(".")} if common else {}),
+        **({texts.OTHER_LAYERS: _others(about.other_layers)} if about.other_layers else {}),
+        **({texts.VERIFIED: _verified(about.verified)} if about.verified else {}),
         **({texts.OPTIONS: options} if options else {}),
         texts.VERSIONS: versions or texts.NO_VERSIONS,
     }
@@ -307,9 +309,35 @@ def _parts(parts: Mapping[str, Part]) -> str:
     )
 
 
+def _others(layers: Mapping[str, str]) -> str:
+    """Return what the layers without statistics are, each with the first of its layers."""
+    names: dict[str, list[str]] = {}
+    for name, what in layers.items():
+        names.setdefault(what, []).append(name)
+    return "; ".join(texts.other_layer(what, texts.more_layers(each[0], len(each) - 1)) for what, each in names.items())
+
+
+def _verified(layers: Mapping[str, Errors]) -> str:
+    """Return how closely the verified rows agree with float64."""
+    errors: list[tuple[str, float, float]] = []
+    for name, pairs in (
+        (texts.OUTPUT, [(each.output, each.output_bound) for each in layers.values()]),
+        (texts.STATISTICS, [(each.statistics, each.statistics_bound) for each in layers.values()]),
+    ):
+        compared = [(error, bound) for error, bound in pairs if error is not None and bound]
+        if compared:
+            errors.append((name, *max(compared, key=lambda pair: pair[0] / pair[1])))
+    unfit = [name for name, each in layers.items() if not each.fits]
+    return texts.verified(sum(each.rows for each in layers.values()), len(layers), errors, unfit)
+
+
 def _options(options: Mapping[str, Any]) -> str:
     """Return the options that differ from their defaults; of a tensor, that it was one."""
-    usual: dict[str, Any] = {each.name: each.default for each in fields(Observe)} | {"every": 1, "accelerate": False}
+    usual: dict[str, Any] = {each.name: each.default for each in fields(Observe)} | {
+        "every": 1,
+        "accelerate": False,
+        "verify": 0,
+    }
     return ", ".join(
         texts.tensor_option(name) if value == Tensor.__name__ else f"{name}={value}"
         for name, value in options.items()

@@ -13,6 +13,8 @@ STEPS = "Steps"
 
 MODEL, PART, INPUT, LAYERS, OPTIONS, VERSIONS = "Model", "Part", "Input", "Layers", "Options", "Versions"
 AVERAGES = "Averages"
+OUTPUT, STATISTICS = "output", "statistics"
+VERIFIED, OTHER_LAYERS = "Verified", "Other layers"
 NO_NAME = "not named"
 NO_VERSIONS = "not recorded"
 DIFFERENT_LENGTHS = "calls of different lengths"
@@ -78,6 +80,24 @@ def forward_passes(observed: int, ran: int) -> str:
 def lengths(queries: int, keys: int) -> str:
     """Return the size of a call."""
     return f"{queries_of(queries)} × {counted(keys, 'key')}"
+
+
+def verified(rows: int, layers: int, errors: Sequence[tuple[str, float, float]], unfit: Sequence[str]) -> str:
+    """Return how closely rows agree with float64, from each kind of error, its size and its bound.
+
+    Args:
+        rows, layers: the numbers of verified rows and of their layers.
+        errors: the name, the error and the bound of what was compared.
+        unfit: the layers with an error beyond its bound.
+    """
+    compared = ", ".join(f"{name} within {error:.1g} (rounding explains {bound:.1g})" for name, error, bound in errors)
+    beyond = f"; beyond rounding: {', '.join(unfit)}" if unfit else ""
+    return f"{counted(rows, 'row')} of {counted(layers, 'layer')} against float64: {compared or 'all empty'}{beyond}"
+
+
+def other_layer(what: str, layers: str) -> str:
+    """Return what some layers without statistics are."""
+    return f"{layers} ({what})"
 
 
 def more_layers(name: str, others: int) -> str:

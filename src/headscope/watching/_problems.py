@@ -1,0 +1,38 @@
+"""Errors of a watch that has nothing to record, or would record something wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from headscope._intercept import WatchError, summarize_names
+
+FEW = 6  # layers that an error names
+
+
+def check_rule(apart: float, most: float) -> None:
+    """Check that a layer's output is that of its q, k, v and mask, by their largest relative difference.
+
+    Raises:
+        WatchError: it is not.
+    """
+    if apart == math.inf:
+        raise WatchError(
+            "its output is NaN or infinite in other places than its q, k, v and mask give. Either its weights "
+            "or inputs hold NaN, which torch's kernels may turn into numbers or read from masked keys; or it "
+            "attends by a rule that headscope does not support. Exclude it with layers="
+        )
+    if apart > most:
+        raise WatchError(
+            f"its output differs by {apart:.2g} of the largest value from the output that its q, k, v and mask "
+            "give; it attends by a rule that headscope does not support. Exclude it with layers="
+        )
+
+
+def nothing_observed(model: str, modules: Collection[str], others: Mapping[str, str]) -> str:
+    """Return the message for a model in which no attention call was observed, with what it has in place of it."""
+    if not others:
+        return f"watch: no attention call was observed in {model}; its modules: {summarize_names(modules)}"
+    shown = ", ".join(f"{name} ({what})" for name, what in [*others.items()][:FEW])
+    more = f" and {len(others) - FEW} more" if len(others) > FEW else ""
+    return f"watch: no attention call was observed in {model}, so there is nothing to record; it has {shown}{more}"
