@@ -148,7 +148,8 @@ class Attention:
             equation = "s[i, j] ← s[i, j] − m[h] · |i − j|"
             where = "" if self.setting.x.device.type in ("cpu", "meta") else ", device=s.device"
             code = [
-                f"m = torch.tensor(module.position_bias.slopes, dtype=s.dtype{where})[:, None, None]",
+                "m = module.position_bias.slopes",
+                f"m = torch.tensor(m, dtype=s.dtype{where})[:, None, None]",
                 "distance = (place[..., None, :] - place[..., None]).abs()",
                 f"s = s - m * distance{'[:, None]' if batched else ''}",
             ]
@@ -156,7 +157,8 @@ class Attention:
         else:
             equation = "s[i, j] ← s[i, j] + b[bucket(j − i), h]"
             code = [
-                "bucket = module.position_bias.buckets.of(place[..., None, :] - place[..., None])",
+                "distance = place[..., None, :] - place[..., None]",
+                "bucket = module.position_bias.buckets.of(distance)",
                 "s = s + module.position_bias.weight[bucket].movedim(-1, -3)",
             ]
             buckets = bias.buckets
@@ -260,8 +262,9 @@ class Attention:
         shared = ".repeat_interleave(H // Hkv, dim=0)" if group > 1 else ""
         dtype = ".float()" if self.half else ""
         code = [
-            f"own = module.bias_v{shared}{dtype}[:, None, :]",
-            "v = torch.cat([v, own.expand(*v.shape[:-2], 1, -1)], dim=-2)",
+            f"own = module.bias_v{shared}{dtype}",
+            "own = own[:, None].expand(*v.shape[:-2], 1, -1)",
+            "v = torch.cat([v, own], dim=-2)",
         ]
         self.writer.add(4, "bias value", value, axes, self.dtype, equation="v[K] = bias_v[h]", code=code, check=check)
 
@@ -331,8 +334,8 @@ def _distance_bias(bias: ALiBi | RelativeBias, places: Tensor, b: Tensor, h: Ten
 
 
 def _bias_key_equation(module: MultiHeadAttention) -> str:
-    product = f"q[i] · bias_k[h] {_factor(module)}"
-    return f"s[i, K] = {product}" if module.softcap is None else f"s[i, K] = c · tanh({product} / c)"
+    """Return the equation of the score of that key."""
+    return f"s[i, K] = q[i] · bias_k[h] {_factor(module)}{'' if module.softcap is None else ', capped'}"
 
 
 def _bias_key_code(module: MultiHeadAttention, *, half: bool) -> list[str]:
@@ -342,8 +345,8 @@ def _bias_key_code(module: MultiHeadAttention, *, half: bool) -> list[str]:
     q = "q" if module.rotary is None else f"q_own{dtype}"
     cap = [] if module.softcap is None else ["own = c * torch.tanh(own / c)"]
     return [
-        f"own = module.bias_k{shared}{dtype}[:, :, None]",
-        f"own = {q} @ own * module.scale",
+        f"own = module.bias_k{shared}{dtype}",
+        f"own = {q} @ own[:, :, None] * module.scale",
         *cap,
         "s = torch.cat([s, own.expand(*s.shape[:-1], 1)], dim=-1)",
     ]

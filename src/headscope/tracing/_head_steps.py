@@ -69,15 +69,16 @@ def _normalise(writer: RowWriter, name: str, norm: nn.RMSNorm | nn.LayerNorm, x:
 
 
 def _norm_code(s: Setting, name: str, *, layer: bool, joint: bool) -> list[str]:
-    norm, (heads, _, width) = f"module.{name}_norm", letters_of(s, name)
+    (heads, _, width), (first, second) = letters_of(s, name), (1, 2) if s.batched else (0, 1)
+    lines = [f"norm = module.{name}_norm"]
     if layer:
-        return [f"{name} = F.layer_norm({name}, ({width},), {norm}.weight, {norm}.bias, {norm}.eps)"]
+        return [*lines, f"{name} = F.layer_norm({name}, ({width},), norm.weight, norm.bias, norm.eps)"]
     if not joint:
-        return [f"{name} = F.rms_norm({name}, ({width},), {norm}.weight, {norm}.eps)"]
-    first, second = (1, 2) if s.batched else (0, 1)
+        return [*lines, f"{name} = F.rms_norm({name}, ({width},), norm.weight, norm.eps)"]
     return [
+        *lines,
         f"{name} = {name}.transpose({first}, {second}).flatten(-2)",
-        f"{name} = F.rms_norm({name}, ({heads} * {width},), {norm}.weight, {norm}.eps)",
+        f"{name} = F.rms_norm({name}, ({heads} * {width},), norm.weight, norm.eps)",
         f"{name} = {name}.unflatten(-1, ({heads}, {width})).transpose({first}, {second})",
     ]
 
@@ -123,7 +124,7 @@ def _rotate(writer: RowWriter, name: str, rotary: Rotary, x: Tensor, own: Tensor
         before, after = (t.index_select(2, at.to(t.device)) for t in (x, own))
         check = _check_rotation(claim, rotary, before, after, _angles(s, rotary, at), scope)
     index = "i" if name == "q" else "j"
-    code = _rotation_code(s, rotary, name)
+    code = _rotation_code(s, rotary, name, x.dtype)
     note = _note_rotation(rotary, width=x.shape[-1], given=s.positions is not None)
     _add(writer, "rotate", name, own, f"{name}[{index}] ← R({index} θₙ) {name}[{index}] for pairs n", code, check, note)
 
@@ -165,7 +166,7 @@ def _check_rotation(claim: str, rotary: Rotary, before: Tensor, after: Tensor, a
     return norms if check.held and not norms.held else check
 
 
-def _rotation_code(s: Setting, rotary: Rotary, name: str) -> list[str]:
+def _rotation_code(s: Setting, rotary: Rotary, name: str, dtype: torch.dtype) -> list[str]:
     """Return the lines that rotate q or k; those of q also compute the cos and sin of both."""
     host = s.x.device.type in ("cpu", "meta")
     half, dim = rotary.dim // 2, rotary.dim
@@ -177,7 +178,7 @@ def _rotation_code(s: Setting, rotary: Rotary, name: str) -> list[str]:
         axes = "[:, None, :, None]" if s.positions is not None and s.positions.ndim == 2 else "[:, None]"
         lines.append(f"angle = place{'' if host else '.cpu()'}{axes} * module.rotary.frequencies({length})")
         factor = "" if rotary.attention_factor == 1 else " * module.rotary.attention_factor"
-        wide = "" if s.x.dtype == torch.float64 else ".float()"
+        wide = "" if dtype == torch.float64 else ".float()"
         device = "" if host else ".to(x.device)"
         for each in ("cos", "sin"):
             number = f"({each}{factor})" if factor and wide + device else f"{each}{factor}"
@@ -186,15 +187,17 @@ def _rotation_code(s: Setting, rotary: Rotary, name: str) -> list[str]:
     if rotary.pairing == "interleaved":
         a, b = f"{name}[..., :{dim}:2]", f"{name}[..., 1:{dim}:2]"
     lines.append(f"a, b = {a}, {b}")
-    parts = "a * cos - b * sin, b * cos + a * sin"
-    rounded = f".to({name}.dtype)" if s.x.dtype in HALF or torch.is_autocast_enabled(s.x.device.type) else ""
-    rest = f", {name}[..., {dim}:]" if dim < s.module.head_dim else ""
+    turned = "[a * cos - b * sin, b * cos + a * sin]"
+    rounded = f".to({name}.dtype)" if dtype in HALF else ""
+    whole = dim == s.module.head_dim
+    if rotary.pairing == "half" and whole:
+        return [*lines, f"{name} = torch.cat({turned}, -1){rounded}"]
     if rotary.pairing == "half":
-        return [*lines, f"{name} = torch.cat([{parts}{rest}], -1){rounded}"]
-    if not rest:
-        return [*lines, f"{name} = torch.stack([{parts}], -1).flatten(-2){rounded}"]
-    lines.append(f"turned = torch.stack([{parts}], -1).flatten(-2)")
-    return [*lines, f"{name} = torch.cat([turned{rest}], -1){rounded}"]
+        return [*lines, f"turned = {turned}", f"{name} = torch.cat([*turned, {name}[..., {dim}:]], -1){rounded}"]
+    if whole:
+        return [*lines, f"turned = {turned}", f"{name} = torch.stack(turned, -1).flatten(-2){rounded}"]
+    lines.append(f"turned = torch.stack({turned}, -1).flatten(-2)")
+    return [*lines, f"{name} = torch.cat([turned, {name}[..., {dim}:]], -1){rounded}"]
 
 
 def _note_rotation(rotary: Rotary, *, width: int, given: bool) -> str:

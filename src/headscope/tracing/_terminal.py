@@ -130,7 +130,8 @@ class _Page:
     def checks(self, row: RenderedRow) -> Iterator[RenderableType]:
         """Yield the values, unless they have a column; the invariant; the note; and the explanation, if requested."""
         if row.corner and not self.wide:
-            yield self.values(row, 4 if list(row.axes)[-2:] in (["Q", "K"], ["Q", "K+1"]) else 1)
+            rotated = row.step.startswith("rotate")  # the first position does not rotate
+            yield self.values(row, 4 if rotated or list(row.axes)[-2:] in (["Q", "K"], ["Q", "K+1"]) else 1)
         mark, style = MARKS[row.held]
         yield self.hanging((mark, style), row.invariant, "bold red" if row.held is False else "")
         if row.note:
