@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -12,42 +14,11 @@ from torch import Tensor
 
 from headscope import MultiHeadAttention, masks, trace
 from headscope.positions import NTK, ALiBi, LinearScaling, Llama3, Rotary, T5Buckets, YaRN
-from headscope.tracing import Trace
-from support.traced_modules import made, run_rows
+from headscope.tracing import _head_steps, _invariants, _steps
+from support.traced_modules import made
+from support.traced_options import OPTIONS, E, H, check_trace
 
-E, H = 24, 4  # heads of width 6
 SAME = ("step", "stage", "equation", "axes", "shape", "dtype", "elements", "bytes", "why", "mistake")
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "rms": {"qk_norm": "rms"},
-    "layer": {"qk_norm": "layer", "qk_norm_eps": 1e-3},
-    "rms of all heads": {"qk_norm": "rms_all", "kv_heads": 2},
-    "rotary": {"rotary": Rotary(6)},
-    "rotary, interleaved": {"rotary": Rotary(6, base=100.0, pairing="interleaved")},
-    "partial rotary": {"rotary": Rotary(4)},
-    "partial rotary, interleaved": {"rotary": Rotary(2, pairing="interleaved"), "kv_heads": 1},
-    "linear scaling": {"rotary": Rotary(6, scaling=LinearScaling(3.0))},
-    "NTK": {"rotary": Rotary(6, scaling=NTK(2.0))},
-    "NTK by length": {"rotary": Rotary(6, scaling=NTK(2.0, original_length=3))},
-    "YaRN": {"rotary": Rotary(6, scaling=YaRN(4.0, 16))},
-    "Llama 3": {"rotary": Rotary(6, scaling=Llama3(original_length=16))},
-    "ALiBi": {"position_bias": ALiBi(H)},
-    "ALiBi of other slopes": {"position_bias": ALiBi(H, slopes=(0.3, 0.0, 2.0, 0.7))},
-    "T5": {"position_bias": T5Buckets(8, 5), "scale": 1.0},
-    "T5 of one direction": {"position_bias": T5Buckets(4, 3, bidirectional=False)},
-    "gate": {"gate": True},
-    "gate without bias": {"gate": True, "bias": False, "v_head_dim": 3},
-    "bias_kv": {"bias_kv": True},
-    "bias_kv of shared heads": {"bias_kv": True, "kv_heads": 2, "v_head_dim": 3, "softcap": 2.0, "sinks": True},
-    "bias_kv and rotary": {"bias_kv": True, "rotary": Rotary(4), "kv_heads": 2},
-    "bias_kv and ALiBi": {"bias_kv": True, "position_bias": ALiBi(H)},
-    "reproducible": {"reproducible": True, "qk_norm": "rms", "rotary": Rotary(6), "gate": True, "kv_heads": 2},
-    "reproducible ALiBi": {"reproducible": True, "position_bias": ALiBi(H)},
-    "all": {
-        "qk_norm": "layer", "rotary": Rotary(4), "position_bias": T5Buckets(8, 5), "gate": True, "bias_kv": True,
-        "kv_heads": 2, "v_head_dim": 5, "softcap": 3.0, "sinks": True, "scale": 0.7,
-    },
-}  # fmt: skip
 
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -55,20 +26,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "bias": {"bias": torch.linspace(-2, 2, 49).view(7, 7)},
     "rows that see nothing": {"mask": masks.KeyLengths(torch.tensor([0, 5]))},
 }
-
-
-def check_trace(module: MultiHeadAttention, x: Tensor, context: Any = None, **call: Any) -> Trace:
-    """Every invariant holds, the output is the module's own, and the code computes what the rows show."""
-    found = trace(module, x, context, **call)
-    assert found.held is True, [(row.step, row.invariant) for row in found.failed]
-    options = dict(call)
-    mask = options.pop("mask", None)
-    if options.pop("causal", False):
-        mask = masks.causal() if mask is None else masks.causal() & mask
-    with torch.no_grad():
-        assert torch.equal(found.output, module(x, context, mask=mask, **options))
-    run_rows(found, module, x, context, call)
-    return found
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -156,3 +113,151 @@ def test_combinations_of_options(case: tuple[dict[str, Any], dict[str, Any]]) ->
     dtype = module.out_proj.weight.dtype
     call = {name: value.to(dtype) if name == "bias" else value for name, value in call.items()}
     check_trace(module, torch.randn(2, 5, E, dtype=dtype), **call)
+
+
+# ---------------------------------------------------------------- sizes, texts, errors
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "reproducible" not in name])
+def test_sizes_alone_have_the_same_rows_and_make_a_program(name: str) -> None:
+    options: dict[str, Any] = {"kv_heads": 4} | OPTIONS[name]
+    sizes: dict[str, Any] = {"batch": 2, "seq": 7, "causal": True}
+    values = trace(MultiHeadAttention(E, H, **options), torch.randn(2, 7, E), causal=True)
+    shown = [trace(MultiHeadAttention(E, H, **options), **sizes)]
+    if not {"qk_norm_eps", "bias"} & set(options):
+        shown.append(trace(dim=E, heads=H, **options, **sizes))
+        space: dict[str, Any] = {}
+        exec(shown[1].code, space)
+        assert list(space["out"].shape) == [2, 7, E]
+    for alone in shown:
+        assert alone.held is None
+        for a, b in zip(alone.rows, values.rows, strict=True):
+            assert [getattr(a, name) for name in SAME] == [getattr(b, name) for name in SAME]
+            assert b.invariant.startswith(a.invariant)
+            assert a.code.endswith(b.code)
+
+
+def test_the_module_is_described() -> None:
+    module = MultiHeadAttention(
+        E, H, rotary=Rotary(4, base=500.0, scaling=Llama3(original_length=64)), position_bias=T5Buckets(8, 16),
+        qk_norm="layer", qk_norm_eps=1e-3, gate=True, bias_kv=True,
+    )  # fmt: skip
+    found = trace(module, torch.randn(1, 5, E))
+    options = (
+        "rotary=Rotary(4, base=500.0, scaling=Llama3(original_length=64)), position_bias=T5Buckets(num_buckets=8, "
+        "max_distance=16), qk_norm='layer', qk_norm_eps=0.001, gate=True, bias_kv=True"
+    )
+    assert found.title == f"MultiHeadAttention({E}, {H}, {options}) on x [1, 5, {E}]"
+    described = json.loads(found.to_json())["module"]
+    assert described["rotary"] == "Rotary(4, base=500.0, scaling=Llama3(original_length=64))"
+    assert described["position_bias"] == "T5Buckets(num_buckets=8, max_distance=16)"
+    assert [described[name] for name in ("qk_norm", "gate", "bias_kv")] == ["layer", True, True]
+    same = eval(f"MultiHeadAttention({E}, {H}, {options})")
+    assert same.extra_repr() == module.extra_repr()
+    slopes = trace(MultiHeadAttention(E, 1, position_bias=ALiBi(1, (0.5,))), seq=3).module["position_bias"]
+    assert slopes == "ALiBi(1, slopes=(0.5,))"
+
+
+def test_notes_of_options() -> None:
+    x = torch.randn(2, 7, E)
+    found = trace(made(E, H, rotary=Rotary(4, scaling=YaRN(4.0, 16)), qk_norm="rms_all"), x)
+    assert found.row("rotate keys").note == (
+        "pairs are components n and n + 2; θₙ = 10000 ** (−2n / 4), scaled by YaRN; components from 4 on are unchanged"
+    )
+    assert "the norm of each pair grows by 1.139" in found.row("rotate keys").invariant
+    assert found.row("normalise keys").note == "all heads together"
+    small = trace(made(E, H, qk_norm="rms", qk_norm_eps=10.0), x).row("normalise queries")
+    assert "ε = 10 keeps the root mean square below 1" in (small.note or "")
+    alibi = trace(made(E, H, position_bias=ALiBi(H)), x).row("position bias")
+    assert (alibi.equation, alibi.note) == (
+        "s[i, j] ← s[i, j] − m[h] · |i − j|",
+        "ALiBi: slopes m from 0.25 to 0.00391",
+    )
+    keyed = trace(made(E, H, bias_kv=True), x, mask=masks.Prefix(0))
+    assert keyed.row("weights").axes == {"B": 2, "H": H, "Q": 7, "K+1": 8}
+    assert "have no visible key and see only the key of bias_kv" in (keyed.row("mask").note or "")
+
+
+@pytest.mark.parametrize("name", ["rotary", "partial rotary, interleaved", "rms", "ALiBi", "bias_kv", "gate"])
+def test_inputs_that_are_not_finite(name: str) -> None:
+    x = torch.randn(2, 7, E)
+    x[1, 6, 3] = torch.inf
+    found = trace(made(E, H, **OPTIONS[name]), x, causal=True)
+    assert [row.step for row in found.failed] == ["input", "weights"]
+
+
+@pytest.mark.parametrize("name", ["all", "reproducible", "ALiBi", "T5", "rms of all heads", "YaRN", "gate"])
+def test_large_inputs_are_checked_on_a_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (_invariants, _head_steps, _steps):
+        monkeypatch.setattr(module, "MATRIX", 1 << 10)
+    calls: list[dict[str, Any]] = [{"causal": True}]
+    if {"rotary", "position_bias"} & set(OPTIONS[name]):
+        calls.append({"positions": torch.arange(2 * 61).view(2, 61)})
+    for call in calls:
+        found = trace(made(E, H, **OPTIONS[name]), torch.randn(2, 61, E), **call)
+        assert found.held is True, [(row.step, row.invariant) for row in found.failed]
+        assert re.search(r"\(on \d+ of 488 rows\)$", found.row("weights").invariant)
+        for row in found.rows:
+            if row.step.startswith(("normalise", "rotate", "gated")):
+                assert re.search(r"\(on \d+ of 61 positions\)$", row.invariant)
+
+
+def test_sampled_heads_attend_to_their_own_keys() -> None:
+    """Of 32 heads 8 are checked, as many as there are key/value heads."""
+    found = trace(MultiHeadAttention(64, 32, kv_heads=8), torch.randn(1, 300, 64), causal=True)
+    assert found.row("scores").invariant.endswith("of 9,600 rows)")
+    assert found.held is True, [(row.step, row.invariant) for row in found.failed]
+
+
+def test_a_million_positions_of_every_option() -> None:
+    found = trace(
+        seq=1_000_000, dim=E, heads=H, causal=True, qk_norm="rms", rotary=Rotary(4), position_bias=ALiBi(H), gate=True,
+        bias_kv=True,
+    )  # fmt: skip
+    assert found.row("weights").shape == [1, H, 1_000_000, 1_000_001]
+    assert found.row("rotate keys").bytes == 4 * 1_000_000 * E
+
+
+@pytest.mark.parametrize("name", ["rotary", "gate", "bias_kv", "ALiBi", "bias_kv and rotary"])
+def test_autocast(name: str) -> None:
+    module, x = made(E, H, **OPTIONS[name]), torch.randn(2, 7, E)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = trace(module, x, causal=True)
+        space = {"module": module, "x": x}
+        with torch.no_grad():
+            exec(found.code, space)
+    assert found.held is True, [(row.step, row.invariant) for row in found.failed]
+    torch.testing.assert_close(space["out"], found.output, atol=5e-2, rtol=5e-2)
+
+
+class Scaled(torch.nn.Module):
+    """A norm that no row shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_bad_input_is_a_clear_error() -> None:
+    x, turning, plain = torch.randn(2, 7, E), made(E, H, rotary=Rotary(4)), made(E, H)
+    cases: list[tuple[Any, ...]] = [
+        (ValueError, "positions: expected None, because this module has neither rotary", (plain, x), torch.arange(7)),
+        (ValueError, "positions: expected None, because this module has neither rotary", (plain,), torch.arange(7)),
+        (ValueError, r"positions: positions \[6\], expected \[7\]", (turning, x), torch.arange(6)),
+        (ValueError, r"positions: positions \[6\], expected \[7\]", (turning,), torch.arange(6)),
+        (TypeError, "positions: got float32, expected integers", (turning,), torch.zeros(7)),
+        (ValueError, "context: expected None, because this module has rotary", (turning, x, x.clone()), None),
+    ]
+    for error, match, arguments, positions in cases:
+        sizes = {"seq": 7} if len(arguments) == 1 else {}
+        with pytest.raises(error, match=match):
+            trace(*arguments, positions=positions, **sizes)
+    with pytest.raises(ValueError, match="context: expected None, because this module has position_bias"):
+        trace(seq=7, context_seq=5, dim=E, heads=H, position_bias=ALiBi(H))
+    with pytest.raises(ValueError, match="rotary: its dim is 8, expected at most head_dim 6"):
+        trace(seq=7, dim=E, heads=H, rotary=Rotary(8))
+    with pytest.raises(ValueError, match="gate: the module has its own"):
+        trace(plain, seq=7, gate=True)
+    normed = made(E, H, qk_norm="rms")
+    normed.k_norm = Scaled()
+    with pytest.raises(TypeError, match="module: has a Scaled as k_norm, whose steps cannot be traced yet"):
+        trace(normed, x)

@@ -62,7 +62,8 @@ def note_mask(mask: Mask, counted: VisiblePairs | None, s: Setting) -> str:
     text = f"{describe_mask(mask)}, {TRUE}: {quantity(pairs)} of {quantity(total)} pairs{each} ({share:.3g}%)"
     if counted.empty_rows:
         rows = f"{quantity(counted.empty_rows)} of {quantity(batch * heads * queries)} rows"
-        text += f"; {rows} have no visible key and give 0"
+        result = "give 0" if s.module.bias_k is None else "see only the key of bias_kv"
+        text += f"; {rows} have no visible key and {result}"
     return text
 
 

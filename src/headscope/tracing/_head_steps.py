@@ -104,10 +104,10 @@ def _check_norm(
     check = close(claim, after, unit * gain + shift, allowed, scope)
     expected = (square / (square + eps)).sqrt()[..., 0]
     smallest = float(expected.nan_to_num(1).min()) if expected.numel() else 1.0
-    if check.held and bool((gain != 0).all()):
+    if bool((gain != 0).all()):
         size = ((to_float64(after) - shift) / gain).square().mean(-1).sqrt()
         sizes = close(claim, size, expected, (allowed / gain.abs()).amax(-1) if width else expected, scope)
-        check = check if sizes.held else sizes
+        check = check if sizes.held else sizes._replace(outcome=f"its size before the gain has {sizes.outcome}")
     return check, smallest
 
 
@@ -163,7 +163,7 @@ def _check_rotation(claim: str, rotary: Rotary, before: Tensor, after: Tensor, a
     if not bool(same.all()):
         moved = int((~same).sum())
         return Check(claim, f"{moved:,} components beyond the first {rotary.dim} changed{scope}", False)
-    return norms if check.held and not norms.held else check
+    return check if norms.held else norms._replace(outcome=f"the norm of a pair has {norms.outcome}")
 
 
 def _rotation_code(s: Setting, rotary: Rotary, name: str, dtype: torch.dtype) -> list[str]:
