@@ -92,8 +92,8 @@ def _check_norm(
     """
     x, width = to_float64(before), before.shape[-1]
     one, zero = torch.ones(width, dtype=torch.float64, device="cpu"), torch.zeros(1, dtype=torch.float64, device="cpu")
-    gain = one if norm.weight is None else to_float64(norm.weight)
-    shift = to_float64(norm.bias) if isinstance(norm, nn.LayerNorm) and norm.bias is not None else zero
+    weight, bias = (norm._parameters.get(name) for name in ("weight", "bias"))  # None if it has none
+    gain, shift = one if weight is None else to_float64(weight), zero if bias is None else to_float64(bias)
     eps = torch.finfo(before.dtype).eps if norm.eps is None else norm.eps
     mean = x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else zero
     square = (x - mean).square().mean(-1, keepdim=True)

@@ -21,8 +21,9 @@ def list_untraced(module: MultiHeadAttention) -> list[str]:
         part = getattr(module, name)
         if part is not None and type(part).forward not in (nn.RMSNorm.forward, nn.LayerNorm.forward):
             parts[name] = part
-    if not isinstance(module.position_bias, (ALiBi, RelativeBias, type(None))):
-        parts["position_bias"] = module.position_bias
+    replaced: Any = module.position_bias
+    if replaced is not None and not isinstance(replaced, (ALiBi, RelativeBias)):
+        parts["position_bias"] = replaced
     return [f"a {type(part).__name__} as {name}" for name, part in parts.items()]
 
 
