@@ -202,6 +202,16 @@ def test_large_inputs_are_checked_on_a_sample(name: str, monkeypatch: pytest.Mon
                 assert re.search(r"\(on \d+ of 61 positions\)$", row.invariant)
 
 
+@pytest.mark.parametrize("name", ["all", "YaRN", "NTK by length", "ALiBi", "layer"])
+def test_the_default_device_does_not_matter(name: str) -> None:
+    module, x = made(E, H, **OPTIONS[name]), torch.randn(1, 7, E)
+    expected = trace(module, x, causal=True).to_dict()
+    with torch.device("meta"):
+        found = trace(module, x, causal=True)
+    assert found.held
+    assert found.to_dict() == expected
+
+
 def test_sampled_heads_attend_to_their_own_keys() -> None:
     """Of 32 heads 8 are checked, as many as there are key/value heads."""
     found = trace(MultiHeadAttention(64, 32, kv_heads=8), torch.randn(1, 300, 64), causal=True)
@@ -257,6 +267,10 @@ def test_bad_input_is_a_clear_error() -> None:
         trace(seq=7, dim=E, heads=H, rotary=Rotary(8))
     with pytest.raises(ValueError, match="gate: the module has its own"):
         trace(plain, seq=7, gate=True)
+    nested = torch.nested.nested_tensor([torch.randn(3, E), torch.randn(5, E)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"x: is nested, expected an ordinary tensor; trace one of its sequences"):
+        trace(plain, nested)
+    assert trace(plain, nested[0]).held
     normed = made(E, H, qk_norm="rms")
     normed.k_norm = Scaled()
     with pytest.raises(TypeError, match="module: has a Scaled as k_norm, whose steps cannot be traced yet"):

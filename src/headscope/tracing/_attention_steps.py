@@ -330,7 +330,8 @@ def _distance_bias(bias: ALiBi | RelativeBias, places: Tensor, b: Tensor, h: Ten
         slopes = torch.tensor([bias.slopes[int(head)] for head in h], dtype=torch.float64, device="cpu")
         return -slopes[:, None, None] * distance.abs()[:, None]
     table = to_float64(bias.weight)[:, h]  # [buckets, h]
-    return table[bias.buckets.of(distance)].movedim(-1, 1)
+    buckets = bias.buckets.of(distance.to(bias.weight.device)).cpu()  # a logarithm rounds by device at their edges
+    return table[buckets].movedim(-1, 1)
 
 
 def _bias_key_equation(module: MultiHeadAttention) -> str:

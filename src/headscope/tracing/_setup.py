@@ -199,6 +199,8 @@ def _check_input(name: str, tensor: object, module: MultiHeadAttention) -> None:
     weight, _ = module.projection("out")
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: got {kind(tensor)}, expected a torch.Tensor")
+    if tensor.is_nested:
+        raise ValueError(f"{name}: is nested, expected an ordinary tensor; trace one of its sequences, {name}[0]")
     if tensor.dtype not in FLOATS:
         hint = "token ids go through an embedding first"
         raise TypeError(f"{name}: dtype is {kind(tensor)}, expected {kind(weight)}; {hint}")

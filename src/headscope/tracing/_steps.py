@@ -43,9 +43,10 @@ def _place_code(s: Setting) -> list[str]:
     """Return the line that sets the positions of the tokens, where a later step reads them."""
     if s.module.rotary is None and s.module.position_bias is None:
         return []
+    host = s.x.device.type in ("cpu", "meta")
     if s.positions is None:
-        return [f"place = torch.arange(Q{'' if s.x.device.type in ('cpu', 'meta') else ', device=x.device'})"]
-    return ["place = positions.long()"]
+        return [f"place = torch.arange(Q{'' if host else ', device=x.device'})"]
+    return [f"place = positions.long(){'' if host else '.to(x.device)'}"]
 
 
 def _check_finite(s: Setting, *tensors: Tensor) -> Check:
