@@ -202,6 +202,13 @@ def test_large_inputs_are_checked_on_a_sample(name: str, monkeypatch: pytest.Mon
                 assert re.search(r"\(on \d+ of 61 positions\)$", row.invariant)
 
 
+@pytest.mark.parametrize("name", ["rms", "layer", "rms of all heads", "rotary", "ALiBi", "T5", "gate", "bias_kv"])
+def test_heads_of_the_usual_width(name: str) -> None:
+    """Of many numbers, some are near 0, and their mean too."""
+    found = trace(made(256, H, **OPTIONS[name]), torch.randn(2, 131, 256), causal=True)
+    assert found.held is True, [(row.step, row.invariant) for row in found.failed]
+
+
 @pytest.mark.parametrize("name", ["all", "YaRN", "NTK by length", "ALiBi", "layer"])
 def test_the_default_device_does_not_matter(name: str) -> None:
     module, x = made(E, H, **OPTIONS[name]), torch.randn(1, 7, E)
