@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, masks, trace
+from headscope.positions import ALiBi, Rotary
 from headscope.tracing._explanations import EXPLANATIONS, LETTERS
 from headscope.tracing._invariants import VisiblePairs, count_visible_pairs
-from support.traced_modules import made, printed
+from support.traced_modules import made, printed, run_rows
 
 PLAIN = [
     "input", "queries", "keys", "values", "split queries", "split keys", "split values", "scores", "weights",
@@ -119,27 +119,7 @@ def test_every_invariant_holds_and_the_output_is_the_modules_own(name: str) -> N
 def test_the_code_of_each_row_makes_what_the_row_shows(name: str) -> None:
     module, x, context, call = inputs(name)
     found = trace(module, x, context, **call)
-    space = {"torch": torch, "F": F, "module": module, "x": x, "context": context, **call}
-    with torch.no_grad():
-        for row in found.rows:
-            exec(row.code, space)
-            if row.stage == 1:
-                continue
-            value = space[row.code.split("\n")[-1].split(" ")[0]]
-            assert list(value.shape) == row.shape, row.step
-            assert str(value.dtype) == f"torch.{row.dtype}", row.step
-            shown = value[(0,) * (value.ndim - 2)][:4, :4].double()
-            rough = {"bfloat16": 3e-2, "float16": 4e-3, "float64": 1e-9}.get(str(x.dtype)[6:], 1e-5)
-            torch.testing.assert_close(
-                torch.tensor(row.corner, dtype=torch.float64),
-                shown,
-                atol=rough,
-                rtol=rough,
-                msg=lambda text, step=row.step: f"{step}: {text}",
-            )
-        everything = {"module": module, "x": x, "context": context, **call}
-        exec(found.code, everything)
-    assert list(everything["out"].shape) == list(x.shape)
+    run_rows(found, module, x, context, call)
 
 
 def test_code_from_sizes_alone_is_a_program() -> None:
@@ -162,10 +142,17 @@ def test_grouped_heads_have_rows_of_their_own() -> None:
 
 
 def test_every_step_there_is() -> None:
-    module = made(20, 4, kv_heads=2, softcap=2.0, sinks=True)
-    x, context = torch.randn(2, 5, 20), torch.randn(2, 7, 20)
-    found = trace(module, x, context, mask=masks.Prefix(3), bias=torch.randn(5, 7))
-    assert [row.step for row in found.rows] == list(EXPLANATIONS)
+    options: dict[str, Any] = {"kv_heads": 2, "softcap": 2.0, "sinks": True, "qk_norm": "rms", "gate": True}
+    module, x, context = made(20, 4, **options, bias_kv=True), torch.randn(2, 5, 20), torch.randn(2, 7, 20)
+    crossing = trace(module, x, context, mask=masks.Prefix(3), bias=torch.randn(5, 7))
+    placed = made(20, 4, **options, rotary=Rotary(4), position_bias=ALiBi(4))
+    located = trace(placed, x, causal=True, bias=torch.randn(5, 5))
+    every = list(EXPLANATIONS)
+    for found, absent in (
+        (crossing, {"rotate queries", "rotate keys", "position bias"}),
+        (located, {"context", "bias key", "bias value"}),
+    ):
+        assert [row.step for row in found.rows] == [step for step in every if step not in absent]
 
 
 def test_corners_are_the_first_values() -> None:

@@ -102,8 +102,8 @@ def test_sharing_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _changed(name: str, change: Any) -> Any:
-    """``_matrix``, with one of its tensors changed."""
-    original = _attention_steps._matrix
+    """``sample_matrix``, with one of its tensors changed."""
+    original = _attention_steps.sample_matrix
 
     def wrong(*args: Any) -> Any:
         matrix = original(*args)
@@ -127,7 +127,7 @@ def _changed(name: str, change: Any) -> Any:
 def test_steps_of_the_matrix_can_fail(
     monkeypatch: pytest.MonkeyPatch, part: str, change: Any, step: str, call: dict[str, Any]
 ) -> None:
-    found = failing(monkeypatch, _attention_steps, "_matrix", _changed(part, change), **call)
+    found = failing(monkeypatch, _attention_steps, "sample_matrix", _changed(part, change), **call)
     assert found[0] == step
     assert "head outputs" in found, "what is wrong in the scores must show in the heads"
 
@@ -201,7 +201,7 @@ def test_large_inputs_are_checked_on_a_sample(monkeypatch: pytest.MonkeyPatch, c
     assert [row.shape for row in found.rows] == [row.shape for row in whole.rows]
     for mine, theirs in zip(found.rows, whole.rows, strict=True):
         torch.testing.assert_close(torch.tensor(mine.corner), torch.tensor(theirs.corner), msg=mine.step)
-    monkeypatch.setattr(_attention_steps, "_matrix", _changed("s", lambda s: s / 2))
+    monkeypatch.setattr(_attention_steps, "sample_matrix", _changed("s", lambda s: s / 2))
     assert "scores" in [row.step for row in trace(module, x, **call).failed], "a sample must find it too"
 
 

@@ -13,9 +13,11 @@ from rich.console import Console
 
 import headscope
 from headscope import MultiHeadAttention, masks, trace
+from headscope._support.ascii import to_ascii
 from headscope.tracing import Trace
 from headscope.tracing._explanations import memory
 from support.traced_modules import WithoutOutput, made, printed, rich_trace, words
+from support.traced_options import OPTIONS, E, H
 
 
 def test_json_is_strict_and_complete() -> None:
@@ -132,3 +134,21 @@ def test_printing_and_repr() -> None:
     console.print(found)
     assert "concatenation" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert headscope.Trace is Trace
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_every_option_fits_the_terminal(encoding: str) -> None:
+    found = trace(made(E, H, **OPTIONS["all"]), torch.randn(2, 5, E), causal=True)
+    text = printed(found, explain=True, encoding=encoding)
+    assert max(map(len, text.splitlines())) <= 80
+    for row in found.rows:
+        assert row.step in text
+        lines = row.code.split("\n")
+        assert all(to_ascii(line) in text if encoding == "ascii" else line in text for line in lines), row.step
+    if encoding == "ascii":
+        assert "?" not in text, "a character has no plain form"
+        assert "R(i theta_n)" in text
+        assert "g = sigmoid(x W_g^T + b_g)" in text
+    html = found._repr_html_()
+    assert '<td style="color: hsl(35 60% 45%)">K+1</td>' in html
+    assert "<b>K+1</b> keys, and the one of bias_kv" in html

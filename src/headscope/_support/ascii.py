@@ -15,6 +15,7 @@ LIKE = {
 _PLAIN_POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
 _ASCII = {
     "Σⱼ": "sum_j", **LIKE, "ᵀ": "^T", "·": "*", "✓": "ok", "✗": "NOT HELD", "○": "-",
+    "θ": "theta", "σ": "sigmoid", "ε": "eps", "ₙ": "_n",
     **dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)),
 }  # fmt: skip
 

@@ -2,96 +2,56 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from headscope import functional
 from headscope._attend.interface import accumulate_dtype
-from headscope._attend.prepare import prepare
-from headscope.masks import Band, Mask, Prefix
+from headscope.masks import Mask
 from headscope.module import MultiHeadAttention
-from headscope.tracing._explanations import memory, quantity
+from headscope.positions import ALiBi, RelativeBias
+from headscope.tracing._attention_checks import check_outputs, check_weights
+from headscope.tracing._attention_notes import is_close, is_scaled_by_width, note_mask, note_scale, note_weights
 from headscope.tracing._invariants import (
     MATRIX,
     Check,
-    Sample,
-    VisiblePairs,
     close,
     count_visible_pairs,
     equal,
     rounding,
-    sample,
     select,
     to_float64,
 )
+from headscope.tracing._matrix import future_keys, hidden_by_plan, sample_matrix
+from headscope.tracing._own_values import OwnValues, attend
 from headscope.tracing._row import RowWriter
-from headscope.tracing._setup import Setting, is_causal
+from headscope.tracing._setup import is_causal
 
-LARGE = 1 << 30  # bytes of weights; from here on the trace notes that fused kernels do not store them
-PLANNED = 32  # queries of a sample whose mask plan is compared with its definition
-TRUE = "True = attend"
 HALF = (torch.bfloat16, torch.float16)
-
-
-class Heads(NamedTuple):
-    """Queries [B, H, Q, D], keys [B, Hkv, K, D] and values [B, Hkv, K, Dv]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-@dataclass
-class Matrix:
-    """The checked rows of the Q x K matrix, with their operands; ``s`` changes from step to step."""
-
-    at: Sample
-    q: Tensor  # [b, h, i, D], in the dtype of the scores
-    k: Tensor  # [b, h, K, D]
-    v: Tensor  # [b, h, K, Dv]
-    s: Tensor  # [b, h, i, K]
-    allowed: Tensor  # [b, h, i, K]: the pairs that the mask leaves visible
-    bias: Tensor | None  # broadcasts to [b, h, i, K]
-    rows: int  # number of rows of all batch entries and heads, checked or not
-
-    @property
-    def scope(self) -> str:
-        """The number of checked rows, as text; empty where all are checked."""
-        return self.scope_of(len(self.at.i))
-
-    def scope_of(self, queries: int) -> str:
-        """Return that text where only the first ``queries`` of the sample were checked."""
-        checked = len(self.at.b) * len(self.at.h) * queries
-        return "" if self.at.whole else f" (on {checked:,} of {quantity(self.rows)} rows)"
-
-    @property
-    def visible(self) -> Tensor:
-        """The pairs that mask and bias leave visible, [b, h, i, K]."""
-        return self.allowed if self.bias is None else self.allowed & (self.bias != -torch.inf)
 
 
 class Attention:
     """The writer of the rows of stage 4."""
 
-    def __init__(self, writer: RowWriter, heads: Heads) -> None:
+    def __init__(self, writer: RowWriter, own: OwnValues) -> None:
         self.writer = writer
         self.setting = writer.setting
         self.module = writer.setting.module
-        self.heads = heads
-        self.dtype = accumulate_dtype(heads.q.dtype)
-        self.matrix = _matrix(self.setting, heads, self.dtype) if self.setting.values else None
+        self.own = own
+        self.heads = own.placed
+        self.dtype = accumulate_dtype(self.heads.q.dtype)
+        self.half = self.heads.q.dtype in HALF
+        self.matrix = sample_matrix(self.setting, own, self.dtype) if self.setting.values else None
+        self.keyed = False  # whether the scores have the key of bias_kv
         self.counted = None if self.setting.mask is None else count_visible_pairs(self.setting.mask, self.setting.sizes)
 
     def add(
         self, step: str, value: Tensor | None, equation: str, code: list[str], check: Check, note: str | None = None
     ) -> None:
-        """Add a row whose result is a [B, H, Q, K] matrix."""
-        axes = zip("BHQK", self.setting.sizes, strict=True)
-        self.writer.add(4, step, value, axes, self.dtype, equation=equation, code=code, check=check, note=note)
+        """Add a row whose result is a matrix, [B, H, Q, K] or [B, H, Q, K+1]."""
+        axes = dict(zip("BHQK", self.setting.sizes, strict=True))
+        if self.keyed:
+            axes["K+1"] = axes.pop("K") + 1
+        self.writer.add(4, step, value, axes.items(), self.dtype, equation=equation, code=code, check=check, note=note)
 
     def run(self) -> Tensor:
         """Add every step from sharing to the weighted average; return the output of each head, [B, H, Q, Dv]."""
@@ -101,11 +61,18 @@ class Attention:
         self.scores()
         if self.module.softcap is not None:
             self.softcap(self.module.softcap)
+        if self.module.position_bias is not None:
+            self.position_bias(self.module.position_bias)
         if self.setting.bias is not None:
             self.bias(self.setting.bias)
         if self.setting.mask is not None:
             self.mask(self.setting.mask)
-        return self.outputs(self.weights())
+        if self.module.bias_k is not None:
+            self.bias_key(self.module.bias_k)
+        p = self.weights()
+        if self.module.bias_v is not None:
+            self.bias_value(self.module.bias_v)
+        return self.outputs(p)
 
     def share(self, step: str, own: Tensor, letter: str) -> None:
         """Repeat each key/value head for every query head of its group."""
@@ -133,19 +100,18 @@ class Attention:
     def scores(self) -> None:
         """Add q kᵀ · scale."""
         matrix, scale = self.matrix, self.module.scale
-        factor = "/ √D" if _is_close(scale, self.module.head_dim**-0.5) else f"· {scale:.4g}"
-        factor = "/ √E" if _is_scaled_by_width(self.module) else factor
         claim = "equals scale · q kᵀ in float64"
         check = Check(claim)
         if matrix is not None:
             q, k = to_float64(matrix.q), to_float64(matrix.k).transpose(-2, -1)
             size = abs(scale) * (q.abs() @ k.abs()) * rounding(self.dtype, q.shape[-1])
             check = close(claim, matrix.s, scale * (q @ k), size, matrix.scope)
-        half = self.heads.q.dtype in HALF
-        code = ["q, k, v = q.float(), k.float(), v.float()"] if half else []
+        code = ["q, k, v = q.float(), k.float(), v.float()"] if self.half else []
         code.append("s = q @ k.transpose(-2, -1) * module.scale")
         value = None if matrix is None else matrix.s
-        self.add("scores", value, f"s[i, j] = q[i] · k[j] {factor}", code, check, _note_scale(self.setting))
+        self.add(
+            "scores", value, f"s[i, j] = q[i] · k[j] {_factor(self.module)}", code, check, note_scale(self.setting)
+        )
 
     def softcap(self, cap: float) -> None:
         """Add c · tanh(s / c)."""
@@ -164,6 +130,42 @@ class Attention:
         value = None if matrix is None else matrix.s
         self.add("softcap", value, f"s[i, j] ← c · tanh(s[i, j] / c), c = {cap:g}", code, check)
 
+    def position_bias(self, bias: ALiBi | RelativeBias) -> None:
+        """Add s + bias by distance, as the module computes it."""
+        matrix, alibi = self.matrix, isinstance(bias, ALiBi)
+        claim = (
+            f"every score {'falls by slope · distance' if alibi else 'changes by the bias of its bucket'} in float64"
+        )
+        check = Check(claim)
+        if matrix is not None and matrix.distance is not None:
+            before, added = to_float64(matrix.s), _distance_bias(bias, self.setting.places(), *matrix.at[:3])
+            matrix.s = matrix.s + matrix.distance.to(self.dtype)
+            matrix.reach += float(added.abs().max()) if added.numel() else 0
+            allowed = (before.abs() + added.abs()) * rounding(self.dtype, 1)
+            check = close(claim, matrix.s, before + added, allowed, matrix.scope)
+        batched = self.setting.positions is not None and self.setting.positions.ndim == 2
+        if isinstance(bias, ALiBi):
+            equation = "s[i, j] ← s[i, j] − m[h] · |i − j|"
+            where = "" if self.setting.x.device.type in ("cpu", "meta") else ", device=s.device"
+            code = [
+                "m = module.position_bias.slopes",
+                f"m = torch.tensor(m, dtype=s.dtype{where})[:, None, None]",
+                "distance = (place[..., None, :] - place[..., None]).abs()",
+                f"s = s - m * distance{'[:, None]' if batched else ''}",
+            ]
+            note = f"ALiBi: slopes m from {max(bias.slopes):.3g} to {min(bias.slopes):.3g}"
+        else:
+            equation = "s[i, j] ← s[i, j] + b[bucket(j − i), h]"
+            code = [
+                "distance = place[..., None, :] - place[..., None]",
+                "bucket = module.position_bias.buckets.of(distance)",
+                "s = s + module.position_bias.weight[bucket].movedim(-1, -3)",
+            ]
+            buckets = bias.buckets
+            note = f"{buckets.num_buckets} buckets; distances from {buckets.max_distance} on share one"
+        note += "" if self.setting.positions is None else "; i and j are the given positions"
+        self.add("position bias", None if matrix is None else matrix.s, equation, code, check, note)
+
     def bias(self, bias: Tensor) -> None:
         """Add s + bias."""
         matrix, note = self.matrix, None
@@ -178,6 +180,7 @@ class Attention:
             check = close(
                 claim, matrix.s, expected, (before.abs() + added.abs()) * rounding(self.dtype, 1), matrix.scope
             )
+            matrix.reach += float(added.nan_to_num(0, 0, 0).abs().max()) if added.numel() else 0
             hidden = int((bias == -torch.inf).sum())
             note = f"{hidden:,} of its {bias.numel():,} numbers are −∞, which masks those pairs" if hidden else None
         value = None if matrix is None else matrix.s
@@ -191,7 +194,7 @@ class Attention:
         if matrix is not None:
             before = matrix.s
             matrix.s = before.masked_fill(~matrix.allowed, -torch.inf)
-            hidden = _future(self.setting, matrix) if causal else _hidden_by_plan(mask, self.setting, matrix)
+            hidden = future_keys(self.setting, matrix) if causal else hidden_by_plan(mask, self.setting, matrix)
             queries = hidden.shape[-2]
             expected = torch.where(hidden, -torch.inf, before[:, :, :queries])
             check = equal(claim, matrix.s[:, :, :queries], expected)
@@ -199,8 +202,71 @@ class Attention:
         code = [*self.setting.mask_code, "s = s.masked_fill(~visible, -torch.inf)"]
         _, _, queries, keys = self.setting.sizes
         where = "pair (i, j) is masked" if not causal else "j > i" if queries == keys else "j > i + K − Q"
-        value, note = None if matrix is None else matrix.s, _note_mask(mask, self.counted, self.setting)
+        value, note = None if matrix is None else matrix.s, note_mask(mask, self.counted, self.setting)
         self.add("mask", value, f"s[i, j] ← −∞ where {where}", code, check, note)
+
+    def bias_key(self, bias_k: Tensor) -> None:
+        """Add one more score for each row: that of the key of its head, which no mask hides."""
+        matrix, m = self.matrix, self.module
+        group = m.num_heads // m.kv_heads
+        claim = "the last score equals scale · q bias_kᵀ in float64, every other score is unchanged"
+        claim = claim if m.softcap is None else claim.replace("scale · q bias_kᵀ", "the capped scale · q bias_kᵀ")
+        check = Check(claim)
+        if matrix is not None:
+            before, q = matrix.s, to_float64(matrix.q_own)
+            k = select(bias_k.repeat_interleave(group, 0).to(self.dtype), matrix.at.h)[:, None]  # [h, 1, D]
+            with torch.autocast(k.device.type, enabled=False):
+                own = matrix.q_own @ k.transpose(-2, -1) * m.scale  # [b, h, i, 1]
+            own = own if m.softcap is None else m.softcap * torch.tanh(own / m.softcap)
+            matrix.s = torch.cat([before, own.expand(*before.shape[:-1], 1)], -1)  # [b, h, i, K+1]
+            right = torch.stack([to_float64(bias_k)[h // group] for h in matrix.at.h.tolist()])[..., None]  # [h, D, 1]
+            allowed = abs(m.scale) * (q.abs() @ right.abs()) * rounding(self.dtype, m.head_dim)
+            expected = m.scale * (q @ right)
+            expected = expected if m.softcap is None else m.softcap * torch.tanh(expected / m.softcap)
+            check = close(claim, matrix.s[..., -1:], expected.expand(*before.shape[:-1], 1), allowed, matrix.scope)
+            others = equal(claim, matrix.s[..., :-1], before)
+            check = check if others.held else others
+            always = torch.ones_like(matrix.s[..., -1:], dtype=torch.bool)
+            matrix.allowed, matrix.bias = torch.cat([matrix.visible, always], -1), None
+            matrix.k = torch.cat([matrix.k, k.expand(len(matrix.k), -1, -1, -1)], -2)
+        self.keyed = True
+        self.add(
+            "bias key",
+            None if matrix is None else matrix.s,
+            _bias_key_equation(m),
+            _bias_key_code(m, half=self.half),
+            check,
+            "visible to every query, whatever the mask; it belongs to no token and has no position",
+        )
+
+    def bias_value(self, bias_v: Tensor) -> None:
+        """Add one more value for each head, which belongs to its key of ``bias_kv``."""
+        matrix, m = self.matrix, self.module
+        group, own = m.num_heads // m.kv_heads, self.heads.v
+        claim = f"the last value is bias_v, that of key/value head ⌊h / {group}⌋"
+        claim = claim if group > 1 else "the last value is bias_v of its head"
+        value, check = None, Check(claim)
+        if matrix is not None:
+            last = bias_v.repeat_interleave(group, 0)[:, None].to(self.dtype)  # [H, 1, Dv]
+            chosen = select(last, matrix.at.h).expand(len(matrix.v), -1, -1, -1)  # [b, h, 1, Dv]
+            matrix.v = torch.cat([matrix.v, chosen], -2)  # [b, h, K+1, Dv]
+            right = torch.stack([bias_v[h // group] for h in matrix.at.h.tolist()]).to(self.dtype)
+            check = equal(claim, matrix.v[..., -1, :], right.expand_as(matrix.v[..., -1, :]))
+            value = matrix.v
+        axes = (
+            ("B", own.shape[0]),
+            ("H", m.num_heads),
+            ("K+1", own.shape[-2] + 1),
+            (self.setting.value_letter, m.v_head_dim),
+        )
+        shared = ".repeat_interleave(H // Hkv, dim=0)" if group > 1 else ""
+        dtype = ".float()" if self.half else ""
+        code = [
+            f"own = module.bias_v{shared}{dtype}",
+            "own = own[:, None].expand(*v.shape[:-2], 1, -1)",
+            "v = torch.cat([v, own], dim=-2)",
+        ]
+        self.writer.add(4, "bias value", value, axes, self.dtype, equation="v[K] = bias_v[h]", code=code, check=check)
 
     def weights(self) -> Tensor | None:
         """Take the softmax over the keys; rows without a visible key become 0."""
@@ -224,195 +290,64 @@ class Attention:
             empty = (terms == -torch.inf).all(-1, keepdim=True)
             p = p.masked_fill(empty, 0)
             empty_rows = empty_rows or bool(empty.any())
-        if empty_rows and sinks is None:
+        if empty_rows and sinks is None and not self.keyed:
             code.append("p = p.masked_fill((s == -torch.inf).all(-1, keepdim=True), 0)")
-        check = _check_weights(self.setting, matrix, p, sinks)
-        self.add("weights", p, equation, code, check, _note_weights(self.setting, self.dtype))
+        check = check_weights(self.setting, matrix, p, sinks)
+        self.add("weights", p, equation, code, check, note_weights(self.setting, self.dtype))
         return p
 
     def outputs(self, p: Tensor | None) -> Tensor:
         """Add the weighted average of the values, computed by the module's own backend."""
-        s, m, (q, k, v) = self.setting, self.module, self.heads
+        s, m, q = self.setting, self.module, self.heads.q
         batch, heads, queries, _ = s.sizes
         claim = "the output of the module's own kernel equals p v in float64"
         check, note = Check(claim), None
         if self.matrix is None or p is None:
-            own = q.new_empty(batch, heads, queries, m.v_head_dim)
+            out = q.new_empty(batch, heads, queries, m.v_head_dim)
         else:
-            own = functional.attention(
-                q, k, v, mask=s.mask, bias=s.bias, scale=m.scale, softcap=m.softcap, sinks=m.sinks
-            )
-            prepared = prepare(q, k, v, s.mask, s.bias, m.sinks, m.scale, m.softcap, 0.0, False, None)
-            backend = prepared.backend.name
+            out, backend = attend(m, self.own.placement)
             note = f"computed by the {backend} backend"
-            check = _check_outputs(claim, self.matrix, p, own, m.scale)
-        code = ["o = (p @ v).to(x.dtype)" if q.dtype in HALF else "o = p @ v"]
+            check = check_outputs(claim, self.matrix, p, out, m.scale, own_key=self.keyed)
+        code = ["o = (p @ v).to(x.dtype)" if self.half else "o = p @ v"]
         axes = (("B", batch), ("H", heads), ("Q", queries), (s.value_letter, m.v_head_dim))
         equation = "o[i] = Σⱼ p[i, j] v[j]"
-        self.writer.add(4, "head outputs", own, axes, own.dtype, equation=equation, code=code, check=check, note=note)
-        return own
+        self.writer.add(4, "head outputs", out, axes, out.dtype, equation=equation, code=code, check=check, note=note)
+        return out
 
 
-def _is_close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-6)
+def _factor(module: MultiHeadAttention) -> str:
+    """Return the scale as it is written in an equation."""
+    if is_scaled_by_width(module):
+        return "/ √E"
+    return "/ √D" if is_close(module.scale, module.head_dim**-0.5) else f"· {module.scale:.4g}"
 
 
-def _is_scaled_by_width(module: MultiHeadAttention) -> bool:
-    """Return whether the scores are divided by √E although the heads are narrower than E."""
-    by_width = _is_close(module.scale, module.embed_dim**-0.5)
-    return module.embed_dim != module.head_dim and module.num_heads > 1 and by_width
+def _distance_bias(bias: ALiBi | RelativeBias, places: Tensor, b: Tensor, h: Tensor, i: Tensor) -> Tensor:
+    """Return the bias by distance of some rows in float64, [b or 1, h, i, K], from its definition."""
+    places = places.cpu().expand(1, -1) if places.ndim == 1 else select(places.cpu(), b)  # [b or 1, Q]
+    distance = places[:, None] - places[:, i][..., None]  # [b or 1, i, K]
+    if isinstance(bias, ALiBi):
+        slopes = torch.tensor([bias.slopes[int(head)] for head in h], dtype=torch.float64, device="cpu")
+        return -slopes[:, None, None] * distance.abs()[:, None]
+    table = to_float64(bias.weight)[:, h]  # [buckets, h]
+    buckets = bias.buckets.of(distance.to(bias.weight.device)).cpu()  # a logarithm rounds by device at their edges
+    return table[buckets].movedim(-1, 1)
 
 
-def _matrix(s: Setting, heads: Heads, dtype: torch.dtype) -> Matrix:
-    batch, number, queries, keys = s.sizes
-    m = s.module
-    at = sample(batch, number, queries, keys, m.head_dim + m.v_head_dim)
-    shared = at.h // (number // m.kv_heads)
-    q = select(heads.q, at.b, at.h, at.i).to(dtype)
-    k, v = select(heads.k, at.b, shared).to(dtype), select(heads.v, at.b, shared).to(dtype)
-    shape = (len(at.b), len(at.h), len(at.i), keys)
-    allowed = torch.ones((), dtype=torch.bool, device=q.device)
-    if s.mask is not None:
-        b, h, i = (index.to(q.device) for index in at[:3])
-        allowed = s.mask.at(queries, keys).allows(
-            b[:, None, None, None], h[:, None, None], i[:, None], torch.arange(keys, device=q.device)
-        )
-    bias = None
-    if s.bias is not None:
-        bias = s.bias[(None,) * (4 - s.bias.ndim)]  # [B, H, Q, K], or 1 where it repeats
-        bias = select(bias, at.b, at.h, at.i)
-    with torch.autocast(q.device.type, enabled=False):  # scores are computed in float32 or better
-        scores = q @ k.transpose(-2, -1) * m.scale  # [b, h, i, K]
-    return Matrix(at, q, k, v, scores.expand(shape), allowed.to(q.device).expand(shape), bias, batch * number * queries)
+def _bias_key_equation(module: MultiHeadAttention) -> str:
+    """Return the equation of the score of that key."""
+    return f"s[i, K] = q[i] · bias_k[h] {_factor(module)}{'' if module.softcap is None else ', capped'}"
 
 
-def _future(s: Setting, matrix: Matrix) -> Tensor:
-    """Return where a key comes after its query, computed from the positions only, [i, K]."""
-    _, _, queries, keys = s.sizes
-    position = matrix.at.i.to(matrix.s.device) + keys - queries
-    return torch.arange(keys, device=matrix.s.device) > position[:, None]
-
-
-def _hidden_by_plan(mask: Mask, s: Setting, matrix: Matrix) -> Tensor:
-    """Return the pairs that the mask's plan masks, for the first ``PLANNED`` queries of the sample, [b, h, i, K]."""
-    batch, heads, queries, keys = s.sizes
-    plan = mask.plan(*s.sizes)
-    b, h = (index.to(matrix.s.device) for index in matrix.at[:2])
-    runs = [slice(0, queries)] if matrix.at.whole else [slice(i, i + 1) for i in matrix.at.i[:PLANNED].tolist()]
-    tiles: list[Tensor] = []
-    for run in runs:
-        tile = plan.tile(slice(0, batch), slice(0, heads), run, slice(0, keys)).to(matrix.s.device)
-        tiles.append(~tile.expand(batch, heads, run.stop - run.start, keys)[b[:, None], h])  # [b, h, i, K]
-    return torch.cat(tiles, 2)
-
-
-def _check_weights(s: Setting, matrix: Matrix | None, p: Tensor | None, sinks: Tensor | None) -> Check:
-    """Check that rows sum to 1 (with their sink), weights lie in [0, 1], and masked pairs have none."""
-    causal = s.mask is not None and is_causal(s.mask)
-    empty = matrix is not None and not bool(matrix.visible.any(-1).all())
-    row = "each row with a visible key" if empty else "each row"
-    total = f"{row} sums to 1" if sinks is None else f"{row} sums to 1 minus its sink's share"
-    hides = s.mask is not None or s.bias is not None
-    hidden = "; no weight on the future" if causal else "; no weight on masked pairs" if hides else ""
-    claim = f"{total}; weights lie in [0, 1]{hidden}"
-    if matrix is None or p is None:
-        return Check(claim)
-    weights, visible = to_float64(p), matrix.visible.cpu()
-    expected = visible.any(-1).to(torch.float64)
-    if sinks is not None:
-        sink = select(to_float64(sinks), matrix.at.h)[:, None].expand(expected.shape)[..., None]  # [b, h, i, 1]
-        expected = 1 - torch.softmax(torch.cat([to_float64(matrix.s), sink], -1), -1)[..., -1]
-    allowed = torch.full_like(expected, rounding(p.dtype, p.shape[-1]))
-    sums = close(claim, weights.sum(-1).to(p.dtype), expected, allowed, matrix.scope)
-    outside = int(((weights < 0) | (weights > 1 + rounding(p.dtype, 1))).sum())
-    if causal:
-        visible = visible & ~_future(s, matrix).cpu()
-    leaked = int((~visible & (weights != 0)).sum())
-    bad = int(weights.isnan().any(-1).sum())
-    if bad:
-        return Check(claim, f"{bad:,} rows contain NaN, because they attend to NaN or infinity{matrix.scope}", False)
-    if outside or leaked:
-        outcome = f"{outside:,} weights lie outside [0, 1], {leaked:,} masked pairs have weight{matrix.scope}"
-        return Check(claim, outcome, False)
-    return sums
-
-
-def _check_outputs(claim: str, matrix: Matrix, p: Tensor, own: Tensor, scale: float) -> Check:
-    """Check that a kernel's output is p v; the rounding of p in another order of summation is allowed too."""
-    weights, v = to_float64(p), to_float64(matrix.v)
-    got = select(own, matrix.at.b, matrix.at.h, matrix.at.i)
-    spoilt = ~torch.isfinite(v)
-    clean = v.masked_fill(spoilt, 0)
-    expected = weights @ clean  # [b, h, i, Dv]
-    if spoilt.any():  # NaN reaches the rows that attend to it, and only those
-        reached = matrix.visible.cpu().to(torch.float64) @ spoilt.to(torch.float64) > 0
-        expected = expected.masked_fill(reached, torch.nan)
-        got = got.masked_fill(reached.to(got.device) & ~torch.isfinite(got), torch.nan)
-    longest = to_float64(matrix.k).norm(dim=-1).nan_to_num(0, 0).max() if matrix.k.numel() else 0
-    reach = abs(scale) * to_float64(matrix.q).norm(dim=-1, keepdim=True) * longest  # [b, h, i, 1]: no product is larger
-    if matrix.bias is not None and matrix.bias.numel():
-        reach = reach + to_float64(matrix.bias).nan_to_num(0, 0, 0).abs().max()
-    in_scores = reach * rounding(p.dtype, matrix.q.shape[-1])  # [b, h, i, 1]: rounding error of a score
-    allowed = (weights @ clean.abs()) * (rounding(own.dtype, p.shape[-1]) + 2 * in_scores)
-    return close(claim, got, expected, allowed, matrix.scope)
-
-
-def _note_scale(s: Setting) -> str | None:
-    m = s.module
-    usual = m.head_dim**-0.5
-    if _is_close(m.scale, usual):
-        return None
-    if _is_scaled_by_width(m):
-        return (
-            f"unusual: divided by √E = {m.embed_dim**0.5:.4g} (√embed_dim) instead of √D = {m.head_dim**0.5:.4g} "
-            f"(√head_dim); scores are {(m.embed_dim / m.head_dim) ** 0.5:.3g} times smaller, and weights flatter"
-        )
-    return f"this module scales by {m.scale:.4g}; the usual scale is 1 / √D = {usual:.4g}"
-
-
-def describe_mask(mask: Mask) -> str:
-    """Return a mask in a few words: "causal", "window(5)", "Prefix(n=3)", "causal and KeyLengths, combined"."""
-    if is_causal(mask):
-        return "causal"
-    if isinstance(mask, Band) and mask.right == 0 and mask.left is not None and mask.offset is None:
-        return f"window({mask.left + 1})"
-    parts = list(mask.leaves())
-    if len(parts) == 1:
-        return repr(mask) if mask.is_constant() else type(mask).__name__
-    return f"{' and '.join(dict.fromkeys(describe_mask(part) for part in parts))}, combined"
-
-
-def _note_mask(mask: Mask, counted: VisiblePairs | None, s: Setting) -> str:
-    batch, heads, queries, keys = s.sizes
-    if counted is None:
-        return f"{describe_mask(mask)}, {TRUE}: visible pairs were not counted"
-    pairs, total, each = counted.pairs, batch * heads * queries * keys, ""
-    if batch * heads and all(_is_shared_by_all(leaf) for leaf in mask.leaves()):
-        pairs, total, each = pairs // (batch * heads), queries * keys, " in each head"
-    share = 100 * pairs / max(1, total)
-    text = f"{describe_mask(mask)}, {TRUE}: {quantity(pairs)} of {quantity(total)} pairs{each} ({share:.3g}%)"
-    if counted.empty_rows:
-        rows = f"{quantity(counted.empty_rows)} of {quantity(batch * heads * queries)} rows"
-        text += f"; {rows} have no visible key and give 0"
-    return text
-
-
-def _is_shared_by_all(leaf: Mask) -> bool:
-    """Return whether a mask is the same for every batch entry and head."""
-    return isinstance(leaf, Prefix) or (
-        isinstance(leaf, Band) and (leaf.offset is None or isinstance(leaf.offset, int))
-    )
-
-
-def _note_weights(s: Setting, dtype: torch.dtype) -> str | None:
-    notes: list[str] = []
-    elements = math.prod(s.sizes)
-    if elements * dtype.itemsize >= LARGE:
-        notes.append(
-            f"stored whole, these {quantity(elements)} numbers would take {memory(elements * dtype.itemsize)}; fused "
-            "kernels compute them block by block and store none, so memory grows with Q + K instead of Q · K"
-        )
-    if s.module.dropout:
-        chance = f"{s.module.dropout:g}"
-        notes.append(f"in training, dropout would set each to 0 with probability {chance}; a trace omits it")
-    return "; ".join(notes) or None
+def _bias_key_code(module: MultiHeadAttention, *, half: bool) -> list[str]:
+    """Return the lines that append the score of the key of each head; it meets queries that are not rotated."""
+    shared = ".repeat_interleave(H // Hkv, dim=0)" if module.kv_heads < module.num_heads else ""
+    dtype = ".float()" if half else ""
+    q = "q" if module.rotary is None else f"q_own{dtype}"
+    cap = [] if module.softcap is None else ["own = c * torch.tanh(own / c)"]
+    return [
+        f"own = module.bias_k{shared}{dtype}",
+        f"own = {q} @ own[:, :, None] * module.scale",
+        *cap,
+        "s = torch.cat([s, own.expand(*s.shape[:-1], 1)], dim=-1)",
+    ]

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._linear import QKV, unknown_projections
+from headscope._linear import QKV
 from headscope.masks import Mask
-from headscope.module import MultiHeadAttention
-from headscope.module._options import whole_sizes
+from headscope.module import MultiHeadAttention, QKNorm, whole_sizes
+from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets
 from headscope.tracing import _steps as steps
-from headscope.tracing._attention_steps import Attention, Heads
+from headscope.tracing._attention_steps import Attention
+from headscope.tracing._head_steps import place_heads
+from headscope.tracing._module_text import call_text, describe, import_lines, list_untraced
+from headscope.tracing._own_values import Heads
 from headscope.tracing._row import RowWriter
 from headscope.tracing._setup import Context, ScoreOptions, Setting, Source, prepare_sizes, prepare_values
 from headscope.tracing._trace import Trace
@@ -26,6 +29,7 @@ def trace(
     mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
+    positions: Tensor | None = None,
     batch: int | None = None,
     seq: int | None = None,
     context_seq: int | None = None,
@@ -39,6 +43,11 @@ def trace(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    rotary: Rotary | None = None,
+    position_bias: ALiBi | RelativeBias | T5Buckets | None = None,
+    qk_norm: QKNorm | None = None,
+    gate: bool = False,
+    bias_kv: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Trace:
     """Trace multi-head attention step by step, for a module and an input or for sizes only.
@@ -49,9 +58,10 @@ def trace(
 
     Shapes are those of ``MultiHeadAttention.forward``. The result has a row for each step that the call has:
 
-    - input and context, projections to q, k and v, their split into heads, and the sharing of grouped heads;
-    - scores, softcap, bias, mask, weights;
-    - the output of each head, their concatenation, and the output.
+    - input and context, projections to q, k and v, and their split into heads;
+    - the norms of queries and keys, and their rotation to their positions;
+    - the sharing of grouped heads, scores, softcap, position bias, bias, mask, the key of ``bias_kv``, and weights;
+    - the output of each head, their concatenation, the gate, and the output.
 
     Args:
         module: a ``headscope.MultiHeadAttention``.
@@ -61,13 +71,15 @@ def trace(
             ``nn.MultiheadAttention``).
         bias: added to the scores; broadcasts to [B, H, Q, K].
         causal: mask the future; together with ``mask``, pairs that both allow are visible.
+        positions: of the tokens of x, integers [Q] or [B, Q], for ``rotary`` and ``position_bias``; by default 0, 1, 2,
+            …
         batch: without x, the number of sequences, at least 1; by default 1.
         seq: without x, the length of each.
         context_seq: without x, the length of the context; by default, self-attention.
         dim: without a module, the model width E.
         heads: without a module, the number of heads H.
-        kv_heads, head_dim, v_head_dim, kdim, vdim, scale, softcap, sinks, dtype: without a module, as for
-            ``MultiHeadAttention``.
+        kv_heads, head_dim, v_head_dim, kdim, vdim, scale, softcap, sinks, rotary, position_bias, qk_norm, gate,
+            bias_kv, dtype: without a module, as for ``MultiHeadAttention``.
 
     Where the weights have more than 2 million numbers, or a projection more than 2^27 multiplications, a sample is
     checked, and the invariant gives its size. Tolerances follow from the dtype and the number of summed terms; an
@@ -86,12 +98,14 @@ def trace(
     sizes = {"batch": batch, "seq": seq, "context_seq": context_seq}
     every_option = {
         "dim": dim, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "kdim": kdim,
-        "vdim": vdim, "scale": scale, "softcap": softcap, "sinks": sinks or None, "dtype": dtype,
+        "vdim": vdim, "scale": scale, "softcap": softcap, "sinks": sinks or None, "rotary": rotary,
+        "position_bias": position_bias, "qk_norm": qk_norm, "gate": gate or None, "bias_kv": bias_kv or None,
+        "dtype": dtype,
     }  # fmt: skip
     module_options: dict[str, Any] = {name: value for name, value in every_option.items() if value is not None}
     lengths = {name: value for name, value in sizes.items() if value is not None}
     _check_arguments(module, x, context, lengths, module_options)
-    options, own = ScoreOptions(mask, causal, bias), module is None
+    options, own = ScoreOptions(mask, causal, bias, positions), module is None
     with torch.no_grad():
         if module is None:
             width, number = module_options.pop("dim"), module_options.pop("heads")
@@ -111,7 +125,7 @@ def _check_arguments(
         raise TypeError(
             f"module: got {got}, expected a headscope.MultiHeadAttention; other modules cannot be traced yet"
         )
-    if module is not None and (beyond := _list_untraced(module)):
+    if module is not None and (beyond := list_untraced(module)):
         raise TypeError(f"module: has {', '.join(beyond)}, whose steps cannot be traced yet")
     if module is not None and module_sizes:
         raise ValueError(f"{', '.join(module_sizes)}: the module has its own; pass a module or its sizes, not both")
@@ -127,16 +141,6 @@ def _check_arguments(
         if missing:
             remedy = "pass a module and its input x, or the sizes seq, dim and heads"
             raise ValueError(f"{', '.join(missing)}: missing; {remedy}")
-
-
-def _list_untraced(module: MultiHeadAttention) -> list[str]:
-    """Return the parts of a module that no row shows."""
-    options = {
-        "rotary": module.rotary, "position_bias": module.position_bias, "qk_norm": module.qk_norm,
-        "gate": module.gate_proj, "bias_kv": module.bias_k,
-    }  # fmt: skip
-    others = [f"a {type(part).__name__} as {name}" for name, part in unknown_projections(module).items()]
-    return [name for name, value in options.items() if value is not None] + others
 
 
 def _from_sizes(
@@ -175,40 +179,17 @@ def _trace_steps(setting: Setting, *, own_module: bool) -> Trace:
         context = {"self": None, "cross": setting.k_from, "pair": (setting.k_from, setting.v_from)}[setting.source]
         own = module.project(setting.x, context)
     heads = Heads(*(steps.split(writer, name, flat[name], mine) for name, mine in zip(QKV, own, strict=True)))
-    steps.add_output(writer, steps.concatenate(writer, Attention(writer, heads).run()))
-    return Trace(_title(setting), writer.rows, setting.returned, _describe(module), _setup(setting, own_module))
+    joined = steps.concatenate(writer, Attention(writer, place_heads(writer, heads)).run())
+    steps.add_output(writer, steps.gate(writer, joined))
+    return Trace(_title(setting), writer.rows, setting.returned, describe(module), _setup(setting, own_module))
 
 
 def _title(setting: Setting) -> str:
     axes = setting.x.shape if setting.batched else setting.x.shape[1:]
-    text = f"{_call_text(setting.module, '.4g')} on x {list(axes)}"
+    text = f"{call_text(setting.module, '.4g')} on x {list(axes)}"
     if setting.source != "self":
         text += f", context {list(setting.k_from.shape if setting.batched else setting.k_from.shape[1:])}"
     return text
-
-
-def _describe(module: MultiHeadAttention) -> dict[str, Any]:
-    sizes = ("embed_dim", "num_heads", "kv_heads", "head_dim", "v_head_dim", "kdim", "vdim")
-    options = {name: getattr(module, name) for name in (*sizes, "scale", "softcap", "dropout")}
-    return options | {"sinks": module.sinks is not None}
-
-
-def _call_text(module: MultiHeadAttention, precision: str = "") -> str:
-    """Return the call that makes the module: its non-default arguments, in the order of the signature."""
-    biased = tuple(name for name in QKV if module.projection(name)[1] is not None)
-    bias = biased if 0 < len(biased) < len(QKV) else bool(biased)
-    usual: dict[str, Any] = {
-        "kv_heads": module.num_heads, "head_dim": module.embed_dim / module.num_heads, "v_head_dim": module.head_dim,
-        "kdim": module.embed_dim, "vdim": module.kdim, "bias": True, "out_bias": bool(biased),
-        "scale": module.head_dim**-0.5, "softcap": None, "sinks": False, "dropout": 0.0,
-    }  # fmt: skip
-    flags = {"bias": bias, "out_bias": module.projection("out")[1] is not None, "sinks": module.sinks is not None}
-    options: list[str] = []
-    for name, default in usual.items():
-        value = flags[name] if name in flags else getattr(module, name)
-        if value != default:
-            options.append(f", {name}={format(value, precision) if isinstance(value, float) else value}")
-    return f"{type(module).__name__}({module.embed_dim}, {module.num_heads}{''.join(options)})"
 
 
 def _setup(setting: Setting, own_module: bool) -> str:
@@ -217,11 +198,16 @@ def _setup(setting: Setting, own_module: bool) -> str:
     yours += [] if setting.x_code else ["x"] if setting.source == "self" else ["x", "context"]
     yours += ["mask"] if any("mask" in line for line in setting.mask_code) else []
     yours += ["bias"] if setting.bias is not None else []
+    yours += ["positions"] if setting.positions is not None else []
     lines = ["import torch", "import torch.nn.functional as F"]
     if own_module:
         weight, _ = setting.module.projection("out")
         dtype = "" if weight.dtype == torch.get_default_dtype() else f", dtype={weight.dtype}"
-        lines += ["import headscope", f"module = headscope.{_call_text(setting.module)[:-1]}{dtype})"]
+        lines += [
+            "import headscope",
+            *import_lines(setting.module),
+            f"module = headscope.{call_text(setting.module)[:-1]}{dtype})",
+        ]
     if yours:
         lines.append(f"# yours: {', '.join(yours)}")
     return "\n".join(lines)

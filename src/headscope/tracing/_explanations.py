@@ -18,6 +18,7 @@ LETTERS = {
     "Q": "queries",
     "K": "keys",
     "E": "model width",
+    "K+1": "keys, and the one of bias_kv",
     "kdim": "width the keys are projected from",
     "H": "heads",
     "Hkv": "key/value heads",
@@ -67,6 +68,29 @@ EXPLANATIONS: dict[str, Explanation] = {
         "Each head mixes only its own piece of the values, and so contributes its own part of the result.",
         "Folding heads into the batch, view(B * H, K, D), right after the projection: transpose(1, 2) comes first.",
     ),
+    "normalise queries": Explanation(
+        "A norm fixes the length of each query before the learned gain. Scores then depend on directions, and cannot "
+        "grow without bound in training, which would put all weight on one key.",
+        "Normalising after the rotation: the gain differs from component to component, and would no longer act on the "
+        "components for which it was trained.",
+    ),
+    "normalise keys": Explanation(
+        "The keys have a norm of their own, with their own gain, so a long key does not attract every query.",
+        "One gain for queries and keys: q_norm and k_norm are separate parameters. Another: the norm over the whole "
+        "width, all heads together, where the model has it for each head (or the reverse).",
+    ),
+    "rotate queries": Explanation(
+        "Attention itself ignores the order of positions. Rotary turns each pair of components by an angle that is "
+        "proportional to the position. The dot product of two rotated vectors depends only on the distance i − j.",
+        "Pairing the wrong components: n with n + D/2 (Hugging Face), or 2n with 2n + 1 (the paper, Llama's own "
+        "weights). The shapes agree, and a model with loaded weights gives nonsense.",
+    ),
+    "rotate keys": Explanation(
+        "Keys turn by the same angles as queries, each at its own position. A cache stores rotated keys, so each key "
+        "is rotated once.",
+        "Rotating the values, too, or starting again at position 0 in each decoding step: the position of a new token "
+        "is the number of tokens before it.",
+    ),
     "share keys": Explanation(
         "There are fewer key heads than query heads: each key head serves a group of H / Hkv query heads, and the "
         "cache of keys is smaller by that factor.",
@@ -88,6 +112,12 @@ EXPLANATIONS: dict[str, Explanation] = {
         "match can dominate.",
         "Capping after the mask: −∞ would become −c, and masked keys would get weight.",
     ),
+    "position bias": Explanation(
+        "A number for each distance and head is added to the score, so near keys can weigh more than far ones. ALiBi "
+        "has a fixed slope for each head; T5 learns a table of buckets, which get wider with the distance.",
+        "Swapping i and j: ALiBi does not change, but T5's bidirectional buckets have separate halves for keys before "
+        "and after the query. T5 has no factor 1 / √D either, so its modules need scale=1.",
+    ),
     "bias": Explanation(
         "A number added to each score, often a function of the distance between i and j (ALiBi, T5, relative "
         "positions): attention itself ignores the order of positions.",
@@ -100,11 +130,23 @@ EXPLANATIONS: dict[str, Explanation] = {
         "Polarity: here and in scaled_dot_product_attention True = attend; in nn.MultiheadAttention True = masked. "
         "Masking after the softmax: the remaining weights no longer sum to 1.",
     ),
+    "bias key": Explanation(
+        "Each head has a learned key that belongs to no token. A query that finds nothing among the tokens can give "
+        "its weight to this key, so the matrix has one more column.",
+        "Forgetting to extend the mask by one column: a row that masks every token must still attend to this key, and "
+        "a causal mask aligned to the last column would be off by one.",
+    ),
     "weights": Explanation(
         "Softmax turns the scores of each query into shares that are at least 0 and sum to 1. Pictures of attention "
         "show this matrix: row = query, column = key.",
         "Softmax over the wrong axis. It runs over the keys, dim=-1; dim=1, right for a single [Q, K] matrix, is the "
         "head axis of [B, H, Q, K], and the shape is the same.",
+    ),
+    "bias value": Explanation(
+        "The learned value of that key: what a head passes on where no token matches. It is appended last, like the "
+        "key.",
+        "Appending a key without a value, as a sink: the weight of a sink passes nothing on, that of bias_kv passes on "
+        "bias_v.",
     ),
     "head outputs": Explanation(
         "In each head, a query's output is the average of the values, weighted by its row of weights.",
@@ -116,6 +158,16 @@ EXPLANATIONS: dict[str, Explanation] = {
         "split: transpose back, then join.",
         "reshape(B, Q, H * D) without transposing back: the shape is right, but positions and heads are mixed. After "
         "the transpose, view fails because memory is not contiguous; .contiguous().view(…) or .reshape(…) copies.",
+    ),
+    "gate": Explanation(
+        "A number between 0 and 1 for each output component of each head, computed from x. A head can switch itself "
+        "off for a token, instead of attending to some key that means nothing.",
+        "Computing the gate from the heads' outputs: it reads x, the input of the layer. Or a gate without the "
+        "sigmoid.",
+    ),
+    "gated outputs": Explanation(
+        "The gate multiplies the outputs elementwise, before W_o mixes the heads.",
+        "Gating after the output projection: W_o has then mixed the heads, so no head can be closed separately.",
     ),
     "output": Explanation(
         "W_o mixes the outputs of the heads. Without it, each head would write only to its own D output columns.",

@@ -9,7 +9,7 @@ from headscope.report.words import STAGES
 from headscope.tracing._explanations import LETTERS, memory, quantity
 from headscope.tracing._view import RenderedRow, RenderedTrace
 
-HUES = {"B": 215, "H": 300, "Hkv": 300, "Q": 145, "K": 35}  # as in the terminal; all others are 190
+HUES = {"B": 215, "H": 300, "Hkv": 300, "Q": 145, "K": 35, "K+1": 35}  # as in the terminal; all others are 190
 MARKS = {True: ("held", "✓"), False: ("failed", "✗"), None: ("open", "○")}
 
 STYLE = """

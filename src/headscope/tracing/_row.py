@@ -22,7 +22,8 @@ class Row:
 
     Attributes:
         step: its name, such as "scores"; unique in a trace.
-        stage: its number of six: 1 input, 2 projections, 3 split, 4 attention, 5 concatenation, 6 output.
+        stage: its number of six: 1 input, 2 projections, 3 split, norms and rotation, 4 attention, 5
+            concatenation and gate, 6 output.
         equation: the computation, in letters.
         code: lines of PyTorch that compute it; the lines of all rows, in order, are a program.
         axes: the letter and the size of each axis of the result, in order; joined axes are written "H·D".

@@ -13,7 +13,8 @@ from headscope._attend.call import FLOATS
 from headscope._support.arguments import kind
 from headscope._support.scalar_options import check_scale, check_softcap
 from headscope.masks import Band, Mask, as_mask, causal, check_mask
-from headscope.module import MultiHeadAttention
+from headscope.module import MultiHeadAttention, check_place
+from headscope.positions import check_positions
 
 Context = Tensor | tuple[Tensor, Tensor] | None
 Source = Literal["self", "cross", "pair"]
@@ -33,6 +34,7 @@ class Setting:
         mask: the visible pairs, or None for all.
         mask_code: lines of code that compute ``visible``.
         bias: added to the scores, or None.
+        positions: of the tokens, [Q] or [B, Q]; None for 0, 1, 2, …
         returned: the module's own output; None without values.
         x_code: lines of code that make the inputs; empty if the reader has them.
     """
@@ -46,6 +48,7 @@ class Setting:
     mask: Mask | None
     mask_code: tuple[str, ...]
     bias: Tensor | None
+    positions: Tensor | None
     returned: Tensor | None
     x_code: tuple[str, ...] = ()
 
@@ -77,6 +80,10 @@ class Setting:
         """The letter of the values' head width; D where it is that of queries and keys."""
         return "D" if self.module.v_head_dim == self.module.head_dim else "Dv"
 
+    def places(self) -> Tensor:
+        """Return the positions of the tokens, [Q] or [B, Q]."""
+        return torch.arange(self.x.shape[1], device="cpu") if self.positions is None else self.positions
+
     def size_code(self, batch: int) -> str:
         """Return a batch size in code, with a comma: by letter, or by number where it differs from that of x."""
         return "" if not self.batched else "B, " if batch == self.x.shape[0] else f"{batch}, "
@@ -84,11 +91,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """The caller's options of the scores: mask and bias."""
+    """The caller's options of the scores: mask, bias, and the positions of the tokens."""
 
     mask: Mask | Tensor | None
     causal: bool
     bias: Tensor | None
+    positions: Tensor | None = None
 
     def as_mask(self) -> Mask | None:
         """Return mask and ``causal`` as one mask."""
@@ -148,6 +156,12 @@ def prepare_sizes(
         )
     ]
     call.check_qkv(*heads)
+    check_place(module.rotary, module.position_bias, options.positions, None, cross=source != "self")
+    options = (
+        options
+        if options.positions is None
+        else replace(options, positions=check_positions(options.positions, heads[0]))
+    )
     check_scale(module.scale, module.head_dim)
     check_softcap(module.softcap)
     setting = _describe_setting(module, inputs, source, options, None, code)
@@ -170,7 +184,10 @@ def _describe_setting(
 ) -> Setting:
     batched = inputs[0].ndim == 3
     x, k_from, v_from = inputs if batched else (tensor[None] for tensor in inputs)  # [B, length, width]
-    setting = Setting(module, x, k_from, v_from, batched, source, options.as_mask(), (), options.bias, output, code)
+    positions = None if options.positions is None else options.positions.long()
+    setting = Setting(
+        module, x, k_from, v_from, batched, source, options.as_mask(), (), options.bias, positions, output, code
+    )  # fmt: skip
     return replace(setting, mask_code=options.code(setting.size_code(setting.sizes[0]), x.device))
 
 
@@ -182,6 +199,8 @@ def _check_input(name: str, tensor: object, module: MultiHeadAttention) -> None:
     weight, _ = module.projection("out")
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: got {kind(tensor)}, expected a torch.Tensor")
+    if tensor.is_nested:
+        raise ValueError(f"{name}: is nested, expected an ordinary tensor; trace one of its sequences, {name}[0]")
     if tensor.dtype not in FLOATS:
         hint = "token ids go through an embedding first"
         raise TypeError(f"{name}: dtype is {kind(tensor)}, expected {kind(weight)}; {hint}")
@@ -196,7 +215,8 @@ def _run_module(module: MultiHeadAttention, x: Tensor, context: Context, options
     modes = {part: part.training for part in module.modules()}
     try:
         module.eval()
-        return module(x, context, mask=options.as_mask(), bias=options.bias)
+        own = {} if options.positions is None else {"positions": options.positions}
+        return module(x, context, mask=options.as_mask(), bias=options.bias, **own)
     finally:
         for part, training in modes.items():
             part.training = training

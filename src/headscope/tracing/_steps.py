@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._linear import merge_heads, split_heads
+from headscope._linear import merge_heads, split_heads, weight_and_bias
+from headscope.module import gate_of
 from headscope.tracing._explanations import subscript
-from headscope.tracing._invariants import PRODUCTS, Check, close, equal, finite, rounding, spread, to_float64
+from headscope.tracing._invariants import MATRIX, PRODUCTS, Check, close, equal, finite, rounding, spread, to_float64
 from headscope.tracing._row import RowWriter
 from headscope.tracing._setup import Setting
 
@@ -23,6 +24,7 @@ def add_inputs(writer: RowWriter) -> None:
     code.append("H, D = module.num_heads, module.head_dim")
     code += ["Hkv = module.kv_heads"] if s.kv_letter == "Hkv" else []
     code += ["Dv = module.v_head_dim"] if s.value_letter == "Dv" else []
+    code += _place_code(s)
     axes = (("B", s.x.shape[0]), ("Q", s.x.shape[1]), ("E", m.embed_dim))
     writer.add(1, "input", s.x, axes, s.x.dtype, equation="x", code=code, check=_check_finite(s, s.x))
     if s.source == "self":
@@ -35,6 +37,16 @@ def add_inputs(writer: RowWriter) -> None:
         note = f"the context of the keys; the values have their own, {list(s.v_from.shape[0 if s.batched else 1 :])}"
     check = _check_finite(s, s.k_from) if s.source == "cross" else _check_finite(s, s.k_from, s.v_from)
     writer.add(1, "context", s.k_from, axes, s.k_from.dtype, equation="context", code=code, check=check, note=note)
+
+
+def _place_code(s: Setting) -> list[str]:
+    """Return the line that sets the positions of the tokens, where a later step reads them."""
+    if s.module.rotary is None and s.module.position_bias is None:
+        return []
+    host = s.x.device.type in ("cpu", "meta")
+    if s.positions is None:
+        return [f"place = torch.arange(Q{'' if host else ', device=x.device'})"]
+    return [f"place = positions.long(){'' if host else '.to(x.device)'}"]
 
 
 def _check_finite(s: Setting, *tensors: Tensor) -> Check:
@@ -60,14 +72,14 @@ def project(writer: RowWriter, name: str) -> Tensor:
         check = _check_linear(claim, flat, source, weight, bias)
     else:  # only the shape: a matrix product on the meta device costs a second of imports
         flat, check = source.new_empty(*source.shape[:-1], weight.shape[0], device="meta"), Check(claim)
-    heads, length, width = _letters(s, name)
+    heads, length, width = letters_of(s, name)
     axes = (("B", source.shape[0]), (length, source.shape[1]), (f"{heads}·{width}", weight.shape[0]))
     code = [f'{name} = F.linear({where}, *module.projection("{name}"))']
     writer.add(2, STEPS[name], flat, axes, flat.dtype, equation=equation, code=code, check=check)
     return flat
 
 
-def _letters(s: Setting, name: str) -> tuple[str, str, str]:
+def letters_of(s: Setting, name: str) -> tuple[str, str, str]:
     """Return the letters of the heads, the length and the head width of q, k or v."""
     return ("H", "Q", "D") if name == "q" else (s.kv_letter, "K", "D" if name == "k" else s.value_letter)
 
@@ -103,7 +115,7 @@ def split(writer: RowWriter, name: str, flat: Tensor, own: Tensor | None) -> Ten
     number, width = {
         "q": (m.num_heads, m.head_dim), "k": (m.kv_heads, m.head_dim), "v": (m.kv_heads, m.v_head_dim),
     }[name]  # fmt: skip
-    heads, length, letter = _letters(s, name)
+    heads, length, letter = letters_of(s, name)
     index = "i" if name == "q" else "j"
     cut = split_heads(flat, number, width)  # [B, H, length, D]
     claim = f"joining the heads restores {name}; they equal the module's own heads"
@@ -160,6 +172,48 @@ def concatenate(writer: RowWriter, heads: Tensor) -> Tensor:
         check=check,
     )
     return joined
+
+
+def gate(writer: RowWriter, joined: Tensor) -> Tensor:
+    """Add the gate, σ(x Wᵀ + b), and its product with the outputs of the heads, [B, Q, H·Dv]; both end stage 5."""
+    s, m = writer.setting, writer.setting.module
+    if m.gate_proj is None:
+        return joined
+    weight, bias = weight_and_bias(m.gate_proj)
+    equation = "σ(x W_gᵀ" + ("" if bias is None else " + b_g") + ")"
+    claim = f"lies in [0, 1], and equals {equation} in float64"
+    opened, check = joined, Check(claim)
+    if s.values:
+        opened = gate_of(m.gate_proj(s.x), m.reproducible)  # [B, Q, H * Dv]
+        check = _check_gate(claim, opened, s.x, weight, bias)
+    width = f"H·{s.value_letter}"
+    axes = (("B", s.x.shape[0]), ("Q", s.x.shape[1]), (width, weight.shape[0]))
+    code = ["g = torch.sigmoid(module.gate_proj(x))"]
+    writer.add(5, "gate", opened, axes, opened.dtype, equation=f"g = {equation}", code=code, check=check)
+    claim = "equals o · g in float64"
+    gated, check = joined, Check(claim)
+    if s.values:
+        gated = joined * opened
+        at = spread(gated.shape[1], max(1, MATRIX // max(1, len(gated) * gated.shape[2]))).to(gated.device)
+        scope = "" if len(at) == gated.shape[1] else f" (on {len(at):,} of {gated.shape[1]:,} positions)"
+        expected = to_float64(joined[:, at]) * to_float64(opened[:, at])
+        check = close(claim, gated[:, at], expected, expected.abs() * rounding(gated.dtype, 1), scope)
+    axes = (("B", joined.shape[0]), ("Q", joined.shape[1]), (width, joined.shape[2]))
+    writer.add(5, "gated outputs", gated, axes, gated.dtype, equation="o ← o · g", code=["o = o * g"], check=check)
+    return gated
+
+
+def _check_gate(claim: str, opened: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Check:
+    at, scope = _sample_positions(x, weight)
+    numbers, size = _project_positions(x, weight, bias, at)
+    error = size * rounding(opened.dtype, x.shape[-1])  # of the numbers in the sigmoid, which only grows
+    expected = torch.sigmoid(numbers)
+    allowed = torch.maximum(torch.sigmoid(numbers + error) - expected, expected - torch.sigmoid(numbers - error))
+    actual = opened.flatten(0, 1)[at]
+    outside = int(((actual < 0) | (actual > 1)).sum())
+    if outside:
+        return Check(claim, f"{outside:,} of its numbers lie outside [0, 1]{scope}", False)
+    return close(claim, actual, expected, allowed + expected * rounding(opened.dtype, 1), scope)
 
 
 def add_output(writer: RowWriter, joined: Tensor) -> None:

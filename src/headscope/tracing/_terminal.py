@@ -19,7 +19,7 @@ from headscope.tracing._view import RenderedRow, RenderedTrace
 
 WIDE = 110  # columns; from here on the values have a column of their own
 VALUES = 34  # its width
-COLOURS = {"B": "blue", "H": "magenta", "Hkv": "magenta", "Q": "green", "K": "yellow"}
+COLOURS = {"B": "blue", "H": "magenta", "Hkv": "magenta", "Q": "green", "K": "yellow", "K+1": "yellow"}
 MARKS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("○", "dim")}
 
 
@@ -130,7 +130,8 @@ class _Page:
     def checks(self, row: RenderedRow) -> Iterator[RenderableType]:
         """Yield the values, unless they have a column; the invariant; the note; and the explanation, if requested."""
         if row.corner and not self.wide:
-            yield self.values(row, 4 if list(row.axes)[-2:] == ["Q", "K"] else 1)
+            rotated = row.step.startswith("rotate")  # the first position does not rotate
+            yield self.values(row, 4 if rotated or list(row.axes)[-2:] in (["Q", "K"], ["Q", "K+1"]) else 1)
         mark, style = MARKS[row.held]
         yield self.hanging((mark, style), row.invariant, "bold red" if row.held is False else "")
         if row.note:
