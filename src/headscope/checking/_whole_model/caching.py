@@ -1,0 +1,97 @@
+"""Questions about the cache: token by token, and a prompt in chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope.checking._copies import CODE_ERRORS, describe_error
+from headscope.checking._whole_model.case import ModelCase
+from headscope.checking._whole_model.inputs import ModelInputs, is_transformers
+from headscope.checking._whole_model.subject import main_output
+
+CACHES = ("past_key_values", "cache_params")
+QUESTION = "cache"
+
+
+def ask_cache(case: ModelCase) -> None:
+    """Ask whether a text read with a cache gives the output of the whole: token by token, and in chunks."""
+    cache = _refuse(case)
+    if not cache:
+        return
+    length = case.entry.length
+    start = length // 2
+    plans = {
+        "decoding-differs": [(0, start), *((n, n + 1) for n in range(start, length))],
+        "chunked-prefill-differs": [(0, length // 3), (length // 3, length)],
+    }
+    for name, plan in plans.items():
+        what = "token by token" if name == "decoding-differs" else "in chunks"
+        try:
+            parts = _read(case, cache, plan)
+        except CODE_ERRORS as error:
+            case.not_tested[f"{QUESTION}, {what}"] = describe_error(error)
+            continue
+        if parts is None:
+            case.not_tested[f"{QUESTION}, {what}"] = "the output has no cache"
+            continue
+        off = case.gap(case.out, parts)
+        if off > case.subject.tolerance:
+            rows = (case.out - parts).abs().flatten(2).amax(-1)[0]
+            first = int((rows > case.subject.tolerance).nonzero()[0, 0])
+            calls = ", ".join(f"{a}–{b - 1}" if b - a > 1 else str(a) for a, b in plan[:3])
+            case.report(
+                name, f"read {what} (tokens {calls}, …), from token {first} on outputs differ {case.measured(off)}"
+            )
+        else:
+            case.understood.append(f"with its cache, {what}: equal to the whole")
+
+
+def _refuse(case: ModelCase) -> str:
+    """Return the argument that takes a cache; "" if the question cannot be asked, with the reason recorded."""
+    subject = case.subject
+    cache = next((name for name in CACHES if name in subject.parameters), "")
+    main = case.entry.values[case.entry.main]
+    reason = case.unusable
+    if not is_transformers(subject.model) or not cache or "use_cache" not in subject.parameters:
+        reason = "forward() has no past_key_values and use_cache as models of transformers have"
+    elif not case.aligned or main.is_floating_point():
+        reason = "the output does not have one row for each token id"
+    elif not case.causal:
+        reason = "the model is not causal" if case.causal is False else "it is not known whether the model is causal"
+    elif case.entry.length < 6:
+        reason = f"inputs: got {case.entry.length} tokens, expected at least 6"
+    if reason:
+        case.not_tested[QUESTION] = reason
+        return ""
+    return cache
+
+
+def _read(case: ModelCase, cache: str, plan: list[tuple[int, int]]) -> Tensor | None:
+    """Return the outputs of the parts of a text, each read with the cache of those before; None without a cache."""
+    outs: list[Tensor] = []
+    state: Any = None
+    for start, stop in plan:
+        part = _part(case.entry, start, stop)
+        more = {} if state is None else {cache: state}
+        result = case.subject.call_with(part, use_cache=True, **more)
+        state = getattr(result, cache, None)
+        if state is None:
+            return None
+        outs.append(main_output(result, part).double())
+    return torch.cat(outs, 1)
+
+
+def _part(entry: ModelInputs, start: int, stop: int) -> ModelInputs:
+    """Return some tokens of the main sequence; its mask covers those in the cache, too."""
+    changed: dict[str, Any] = {}
+    group = next((group for group in entry.groups if entry.main in group.tokens), None)
+    for name in (entry.main,) if group is None else group.tokens:
+        changed[name] = entry.values[name][:, start:stop]
+    if group is not None:
+        changed[group.mask] = entry.values[group.mask][:, :stop]
+    return entry.with_values(**changed)
+
+
