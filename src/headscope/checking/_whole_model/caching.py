@@ -85,13 +85,8 @@ def _read(case: ModelCase, cache: str, plan: list[tuple[int, int]]) -> Tensor | 
 
 
 def _part(entry: ModelInputs, start: int, stop: int) -> ModelInputs:
-    """Return some tokens of the main sequence; its mask covers those in the cache, too."""
-    changed: dict[str, Any] = {}
+    """Return some tokens of the main sequence; without its mask, which hides nothing."""
     group = next((group for group in entry.groups if entry.main in group.tokens), None)
-    for name in (entry.main,) if group is None else group.tokens:
-        changed[name] = entry.values[name][:, start:stop]
-    if group is not None:
-        changed[group.mask] = entry.values[group.mask][:, :stop]
-    return entry.with_values(**changed)
-
-
+    names = (entry.main,) if group is None else group.tokens
+    part = entry.with_values(**{name: entry.values[name][:, start:stop] for name in names})
+    return part if group is None else part.with_values(**{group.mask: None})

@@ -70,8 +70,8 @@ MODEL_CATALOGUE: dict[str, CatalogueEntry] = {
         "is_causal = attention_mask is None",
     ),
     "documents-mixed": CatalogueEntry(
-        "wrong",
-        "Documents that are packed into one row read each other, although the mask separates them.",
+        "unusual",
+        "Right for one document in a row. Documents that are packed into one row read each other, without an error.",
         "Separate documents in every layer; convolutions and state layers need the boundaries, too.",
         "mask = document[:, None, :, None] == document[:, None, None, :]  # [B, 1, Q, K]",
     ),
@@ -129,7 +129,8 @@ MODEL_CATALOGUE: dict[str, CatalogueEntry] = {
 
 EXPLAINS: dict[str, frozenset[str]] = {
     "looks-into-the-future": frozenset({"decoding-differs", "chunked-prefill-differs", "mask-4d-ignored"}),
-    "mask-ignored": frozenset({"padding-leaks", "padding-changes-output", "padded-batch-of-one-differs"}),
+    "mask-ignored": frozenset({"padding-leaks", "padding-changes-output", "padded-batch-of-one-differs",
+                               "mask-4d-ignored", "documents-mixed"}),
     "nan-from-padding": frozenset({"fp16-overflow", "bf16-overflow", "padding-changes-output"}),
     "padding-leaks": frozenset({"padding-changes-output", "padded-batch-of-one-differs"}),
     "padded-batch-of-one-differs": frozenset({"padding-changes-output"}),

@@ -14,7 +14,7 @@ from headscope.checking._whole_model.behaviour import FunctionUses, broken, firs
 from headscope.checking._whole_model.case import ModelCase
 from headscope.checking._whole_model.inputs import ModelInputs, cut
 from headscope.checking._whole_model.padding import list_padded, pick_fills
-from headscope.checking._whole_model.subject import ModelSubject, copy_model
+from headscope.checking._whole_model.subject import ModelSubject, avoid_kernels, copy_model
 
 HALVES = {"fp16-overflow": torch.float16, "bf16-overflow": torch.bfloat16}
 SOFTMAX = frozenset({"_softmax", "_safe_softmax", "softmax"})
@@ -29,6 +29,7 @@ def ask_half_precision(case: ModelCase) -> None:
     own = next((p.dtype for p in case.original.parameters() if p.is_floating_point()), None)
     for name, dtype in HALVES.items():
         subject = ModelSubject(copy_model(case.original, dtype), dtype, case.subject.call)
+        avoid_kernels(subject.model)
         try:
             evidence = _find_overflow(case, subject)
         except CODE_ERRORS as error:

@@ -50,19 +50,24 @@ def _judge(
     leak = case.gap(packed[:, border:], changed[:, border:])
     if leak > case.subject.tolerance:
         off = case.measured(leak)
-        unmasked = case.subject.run(plain, **positions)
-        if case.gap(packed, unmasked) <= case.subject.tolerance:
-            evidence = f"with a mask [B, 1, T, T] that separates two documents, the output is that without a mask: "
-            case.report("mask-4d-ignored", f"{evidence}other tokens in the first move the second {off}")
+        name = next(iter(mask))
+        joint = separate(plain.length, 0, bool(case.causal), case.subject.dtype)
+        if not case.differ(packed, case.subject.run(plain, **{name: joint}, **positions)):
+            evidence = "a mask [B, 1, T, T] that separates two documents changes nothing: other tokens in the first "
+            case.report("mask-4d-ignored", f"{evidence}document move the second {off}")
         else:
-            evidence = "with a mask [B, 1, T, T] that separates two documents, other tokens in the first move the "
-            case.report("documents-mixed", f"{evidence}second {off}")
+            evidence = "with a mask [B, 1, T, T] that separates two documents, other tokens in the first document move "
+            case.report("documents-mixed", f"{evidence}the second {off}; the mask has an effect, but not in every layer")
         return
     group = next(group for group in case.entry.groups if case.entry.main in group.tokens)
-    alone = case.subject.run(cut(case.entry, group, border, case.entry.length))
+    again = {name: value[:, border:] for name, value in positions.items()}
+    alone = case.subject.run(cut(case.entry, group, border, case.entry.length), **again)
     if case.differ(packed[:, border:], alone):
         off = case.measured(case.gap(packed[:, border:], alone))
-        case.not_tested[f"{QUESTION}, positions"] = f"the second document alone differs {off}: its positions are others"
+        case.not_tested[f"{QUESTION}, alone"] = (
+            f"they do not mix, but the second one alone differs {off}: its positions are others, or a mask "
+            "[B, 1, T, T] replaces a window of the model"
+        )
     else:
         case.understood.append("a mask [B, 1, T, T] separates packed documents")
 

@@ -25,27 +25,41 @@ def ask_implementations(case: ModelCase) -> None:
         return
     register_attention()
     own = str(model.config._attn_implementation)
-    wanted = ["eager", "sdpa", "headscope", *([FLEX] if case.options.flex else [])]
     reference = _outputs(case)
-    agreed = [own]
-    for name in wanted:
+    agreed, same_bits = [own], True
+    for name in ("eager", "sdpa", "headscope", *([FLEX] if case.options.flex else [])):
         if name == own:
             continue
+        refused = "sdpa" if name != "eager" and _is_refused(case, "sdpa") else ""
         try:
             with attention_set_to(model, name):
                 outputs = _outputs(case)
         except CODE_ERRORS as error:
             case.not_tested[f"{QUESTION}, {name}"] = describe_error(error)
             continue
-        for what, expected in reference.items():
-            off = case.gap(expected, outputs[what])
-            if off > case.subject.tolerance:
-                case.report("implementations-differ", f"{what}, {name} and {own} differ {case.measured(off)}")
-                break
-        else:
+        gaps = {what: case.gap(expected, outputs[what]) for what, expected in reference.items()}
+        same_bits &= not any(gaps.values())
+        what, off = max(gaps.items(), key=lambda pair: pair[1])
+        if off <= case.subject.tolerance:
             agreed.append(name)
-    if len(agreed) > 1:
+        elif refused:
+            reason = f"the model does not support {refused}, whose masks {name} takes"
+            case.not_tested[f"{QUESTION}, {name}"] = f"{what}, it differs from {own} {case.measured(off)}: {reason}"
+        else:
+            case.report("implementations-differ", f"{what}, {name} and {own} differ {case.measured(off)}")
+    if same_bits and len(agreed) > 1:
+        case.not_tested[QUESTION] = "set_attn_implementation() changes no bit: the model attends by code of its own"
+    elif len(agreed) > 1:
         case.understood.append(f"attention implementations that agree: {', '.join(agreed)}")
+
+
+def _is_refused(case: ModelCase, name: str) -> bool:
+    """Return whether the model does not support an implementation."""
+    try:
+        with attention_set_to(case.subject.model, name):
+            return False
+    except CODE_ERRORS:
+        return True
 
 
 def _outputs(case: ModelCase) -> dict[str, Tensor]:

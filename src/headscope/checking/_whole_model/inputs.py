@@ -111,6 +111,7 @@ def read_inputs(model: nn.Module, inputs: Any) -> ModelInputs:
         raise TypeError(f"inputs: got {type(inputs).__name__}, expected a dict of arguments, a tensor or a tuple")
     if is_transformers(model):
         values = {name: value for name, value in values.items() if name not in DROPPED}
+        values = {**_decoder_ids(model, values, names), **values}
     values = {
         name: value.detach().cpu() if isinstance(value, Tensor) else value
         for name, value in values.items()
@@ -127,6 +128,15 @@ def read_inputs(model: nn.Module, inputs: Any) -> ModelInputs:
 def is_transformers(model: nn.Module) -> bool:
     """Return whether a model is one of transformers; this does not import transformers."""
     return any(each.__module__.startswith("transformers.") for each in type(model).__mro__)
+
+
+def _decoder_ids(model: Any, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the tokens of the decoder, where it would read those of the encoder, shifted, with their padding."""
+    paired = getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in names
+    ids = values.get("input_ids")
+    if not paired or not isinstance(ids, Tensor) or any(name.startswith("decoder_input") for name in values):
+        return {}
+    return {"decoder_input_ids": ids.clone()}
 
 
 def _list_groups(model: nn.Module, values: Mapping[str, Any], names: Sequence[str]) -> tuple[MaskGroup, ...]:

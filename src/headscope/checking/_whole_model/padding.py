@@ -104,7 +104,6 @@ def ask_padding(case: ModelCase) -> None:
 
 def _ask_side(case: ModelCase, text: PaddedText, question: str) -> None:
     first, second, padding = pick_fills(case, text.group)
-    reference = case.subject.run(text.short)
     whole = case.subject.run(text.batch(padding))
     if _report_nan(case, text, whole, padding):
         return
@@ -119,7 +118,7 @@ def _ask_side(case: ModelCase, text: PaddedText, question: str) -> None:
         return
     if _report_batch_of_one(case, text, (first, second)):
         return
-    _ask_positions(case, text, padding, reference, question)
+    _ask_positions(case, text, padding, question)
 
 
 def _report_nan(case: ModelCase, text: PaddedText, whole: Tensor, padding: float) -> bool:
@@ -144,7 +143,6 @@ def _report_leak(case: ModelCase, text: PaddedText, fill: float, one: Tensor, le
     unmasked = case.subject.run(batch.with_values(**{text.group.mask: text.group.build(torch.ones_like(mask).bool())}))
     off = case.measured(leak)
     if not case.differ(text.real(one), text.real(unmasked)):
-        evidence = f"{text.side}: other tokens under the mask move real tokens {off}, and so does a mask of ones"
         evidence = f"{text.side}: other tokens under the mask move real tokens {off}; a mask that hides nothing gives "
         case.report("mask-ignored", f"{evidence}the same output")
         return
@@ -169,13 +167,14 @@ def _report_batch_of_one(case: ModelCase, text: PaddedText, fills: tuple[float, 
     return True
 
 
-def _ask_positions(case: ModelCase, text: PaddedText, padding: float, reference: Tensor, question: str) -> None:
+def _ask_positions(case: ModelCase, text: PaddedText, padding: float, question: str) -> None:
     """Ask whether the padded text gives the output of the text alone, with positions as generate() counts them."""
     alone = text.alone(padding)
-    found: list[float] = []
+    smallest: list[float] = []
     for positions in ({}, count_positions(case, text, alone)):
         if positions is None:
             continue
+        reference = case.subject.run(text.short, **_for_short(positions, text))
         whole = case.subject.run(join([alone, text.longer]), **_for_two(positions, text))
         single = case.subject.run(alone, **positions)
         gaps = [case.gap(text.real(out), reference) for out in (whole, single)]
@@ -190,12 +189,12 @@ def _ask_positions(case: ModelCase, text: PaddedText, padding: float, reference:
                 "in a batch of two they do not",
             )
             return
-        found.append(min(gaps))
-    off = case.measured(min(found))
+        smallest.append(min(gaps))
+    off = case.measured(min(smallest))
     zeroed = _find_zeroed(case, text, alone)
     if zeroed:
         case.report("mask-zeroes-rows", f"{text.side}: {zeroed}; outputs differ from those without padding {off}")
-    elif text.left and not (case.causal and len(found) > 1):
+    elif text.left and not (case.causal and len(smallest) > 1):
         case.not_tested[question] = (
             f"what is masked changes nothing, but outputs differ from those of the text alone {off}: positions count "
             "the padding; pad on the right"
@@ -211,6 +210,11 @@ def count_positions(case: ModelCase, text: PaddedText, alone: ModelInputs) -> di
         return None
     real = alone.values[text.group.mask].bool() != text.group.hides
     return {name: (real.long().cumsum(-1) - 1).clamp(min=0)}
+
+
+def _for_short(positions: dict[str, Tensor], text: PaddedText) -> dict[str, Tensor]:
+    """Return the positions of the text without its padding."""
+    return {name: value[:, text.count :] if text.left else value[:, : -text.count] for name, value in positions.items()}
 
 
 def _for_two(positions: dict[str, Tensor], text: PaddedText) -> dict[str, Tensor]:

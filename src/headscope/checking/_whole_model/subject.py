@@ -165,7 +165,7 @@ def prepare_model(model: nn.Module, inputs: ModelInputs, call: Callable[..., Any
     reasons: list[str] = []
     for dtype in DTYPES:
         subject = ModelSubject(copy_model(model, dtype), dtype, call)
-        _avoid_kernels(subject.model)
+        avoid_kernels(subject.model)
         try:
             subject.run(inputs)
         except CODE_ERRORS as error:  # whatever it raises, this dtype does not fit
@@ -178,26 +178,32 @@ def prepare_model(model: nn.Module, inputs: ModelInputs, call: Callable[..., Any
     )
 
 
-def _avoid_kernels(model: nn.Module) -> None:
-    """Select implementations of transformers that run on the CPU in float64."""
+def list_configs(model: nn.Module) -> list[Any]:
+    """Return the configs of a model and of its parts, each once."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if config is not None}.values())
+
+
+def avoid_kernels(model: Any) -> None:
+    """Select implementations of transformers that run on the CPU in any dtype and size."""
     config = getattr(model, "config", None)
     if config is None or not is_transformers(model):
         return
-    for part in {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}.values():
+    for part in list_configs(model):
         if hasattr(part, "_experts_implementation"):
             part._experts_implementation = "eager"  # that of grouped products does not take float64
     if any(name in str(config._attn_implementation) for name in ("flash", "flex", "paged", "/")):
-        model.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
+        model.set_attn_implementation("eager")
 
 
 @contextmanager
 def attention_set_to(model: Any, name: str) -> Generator[None]:
     """Return a context in which a model of transformers attends by this implementation."""
-    parts = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
-    before = [(part, part._attn_implementation) for part in parts.values() if hasattr(part, "_attn_implementation")]
+    configs = [config for config in list_configs(model) if hasattr(config, "_attn_implementation")]
+    before = [(config, config._attn_implementation) for config in configs]
     try:
         model.set_attn_implementation(name)
         yield
     finally:
-        for part, implementation in before:
-            part._attn_implementation = implementation
+        for config, implementation in before:
+            config._attn_implementation = implementation
