@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,66 +10,99 @@ from torch import Tensor
 from headscope.checking._copies import CODE_ERRORS, describe_error
 from headscope.checking._whole_model.behaviour import broken, change_tokens
 from headscope.checking._whole_model.case import ModelCase
-from headscope.checking._whole_model.inputs import ModelInputs, cut, is_transformers
+from headscope.checking._whole_model.inputs import MaskGroup, ModelInputs, cut
 
 QUESTION = "packed documents"
+RANKS = ("separated", "alone", "documents-mixed", "mask-4d-ignored", "refused")
+"""Answers, the best first: a model needs to support one of the two forms of a mask."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Two documents in one row, and the mask of four axes that separates them.
+
+    Attributes:
+        plain: the inputs without a mask.
+        border: the first token of the second document.
+        positions: position_ids that start again there, if the model takes them.
+        additive: whether the mask is numbers to add; else boolean, True = visible.
+    """
+
+    plain: ModelInputs
+    group: MaskGroup
+    border: int
+    positions: dict[str, Tensor]
+    additive: bool
+
+    def run(self, case: ModelCase, inputs: ModelInputs, border: int) -> Tensor:
+        """Return the output for a mask that separates documents at a border; 0 = one document."""
+        length = self.plain.length
+        document = torch.arange(length) >= border
+        visible = document[:, None] == document
+        visible = (visible.tril() if case.causal else visible)[None, None]
+        numbers = torch.zeros(visible.shape, dtype=case.subject.dtype)
+        mask = numbers.masked_fill(~visible, torch.finfo(numbers.dtype).min) if self.additive else visible
+        return case.subject.run(inputs, **{self.group.mask: mask}, **self.positions)
 
 
 def ask_documents(case: ModelCase) -> None:
     """Ask whether a mask of four axes separates two documents in one row, and whether positions alone do."""
-    entry, subject = case.entry, case.subject
+    entry = case.entry
     group = next((group for group in entry.groups if entry.main in group.tokens), None)
-    if case.unusable or group is None or not case.aligned or not is_transformers(subject.model):
-        case.not_tested[QUESTION] = case.unusable or "the model is not one of transformers that takes attention_mask"
-        return
-    if entry.length < 6:
-        case.not_tested[QUESTION] = f"inputs: got {entry.length} tokens, expected at least 6"
+    reason = case.unusable
+    if not reason and (group is None or not case.aligned or not group.mask.endswith("attention_mask")):
+        reason = "the model has no attention_mask of the sequence along which its output runs"
+    if not reason and entry.length < 6:
+        reason = f"inputs: got {entry.length} tokens, expected at least 6"
+    if reason or group is None:
+        case.not_tested[QUESTION] = reason
         return
     border = entry.length // 2
     plain = entry.with_values(**{group.mask: None})
-    positions = count_again(entry.length, border) if "position_ids" in subject.parameters else {}
-    mask = {group.mask: separate(entry.length, border, bool(case.causal), subject.dtype)}
-    try:
-        packed = subject.run(plain, **mask, **positions)
-    except CODE_ERRORS as error:
-        case.not_tested[QUESTION] = f"a mask [B, 1, T, T] is not supported: {describe_error(error)}"
-        return
-    if packed.shape != case.out.shape or broken(packed):
-        case.not_tested[QUESTION] = "with a mask [B, 1, T, T], the output has another shape or is not finite"
-        return
-    _judge(case, plain, packed, border, (mask, positions))
+    positions = count_again(entry.length, border) if "position_ids" in case.subject.parameters else {}
+    answers: list[tuple[str, str]] = []
+    for additive in (True, False):
+        answers.append(_judge(case, Packed(plain, group, border, positions, additive)))
+        if answers[-1][0] == "separated":
+            break
+    name, text = min(answers, key=lambda answer: RANKS.index(answer[0]))
+    if name == "separated":
+        case.understood.append("a mask [B, 1, T, T] separates packed documents")
+    elif name in ("alone", "refused"):
+        case.not_tested[QUESTION] = text
+    else:
+        case.report(name, text)
     if positions:
         _note_positions(case, plain, border, positions)
 
 
-def _judge(
-    case: ModelCase, plain: ModelInputs, packed: Tensor, border: int, more: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
-    mask, positions = more
-    changed = case.subject.run(change_tokens(plain, 0, border), **mask, **positions)
-    leak = case.gap(packed[:, border:], changed[:, border:])
+def _judge(case: ModelCase, packed: Packed) -> tuple[str, str]:
+    """Return what a mask of four axes does, one of ``RANKS``, and the evidence or reason."""
+    plain, border = packed.plain, packed.border
+    try:
+        out = packed.run(case, plain, border)
+        changed = packed.run(case, change_tokens(plain, 0, border), border)
+        joint = packed.run(case, plain, 0)
+    except CODE_ERRORS as error:
+        return "refused", f"a mask [B, 1, T, T] is not supported: {describe_error(error)}"
+    if out.shape != case.out.shape or broken(out):
+        return "refused", "with a mask [B, 1, T, T], the output has another shape or is not finite"
+    leak = case.gap(out[:, border:], changed[:, border:])
     if leak > case.subject.tolerance:
-        off = case.measured(leak)
-        name = next(iter(mask))
-        joint = separate(plain.length, 0, bool(case.causal), case.subject.dtype)
-        if not case.differ(packed, case.subject.run(plain, **{name: joint}, **positions)):
-            evidence = "a mask [B, 1, T, T] that separates two documents changes nothing: other tokens in the first "
-            case.report("mask-4d-ignored", f"{evidence}document move the second {off}")
-        else:
-            evidence = "with a mask [B, 1, T, T] that separates two documents, other tokens in the first document move "
-            case.report("documents-mixed", f"{evidence}the second {off}; the mask has an effect, but not in every layer")
-        return
-    group = next(group for group in case.entry.groups if case.entry.main in group.tokens)
-    again = {name: value[:, border:] for name, value in positions.items()}
-    alone = case.subject.run(cut(case.entry, group, border, case.entry.length), **again)
-    if case.differ(packed[:, border:], alone):
-        off = case.measured(case.gap(packed[:, border:], alone))
-        case.not_tested[f"{QUESTION}, alone"] = (
-            f"they do not mix, but the second one alone differs {off}: its positions are others, or a mask "
+        moved = f"other tokens in the first document move the second {case.measured(leak)}"
+        if not case.differ(out, joint):
+            return "mask-4d-ignored", f"a mask [B, 1, T, T] that separates two documents changes nothing: {moved}"
+        start = "a mask [B, 1, T, T] that separates two documents has an effect, but not in every layer"
+        return "documents-mixed", f"{start}: {moved}"
+    again = {name: value[:, border:] for name, value in packed.positions.items()}
+    alone = case.subject.run(cut(case.entry, packed.group, border, plain.length), **again)
+    if case.differ(out[:, border:], alone):
+        off = case.measured(case.gap(out[:, border:], alone))
+        return "alone", (
+            f"they do not mix, but the second one alone differs {off}: its positions are others, or the mask "
             "[B, 1, T, T] replaces a window of the model"
         )
-    else:
-        case.understood.append("a mask [B, 1, T, T] separates packed documents")
+    return "separated", ""
 
 
 def _note_positions(case: ModelCase, plain: ModelInputs, border: int, positions: dict[str, Tensor]) -> None:
@@ -82,15 +115,6 @@ def _note_positions(case: ModelCase, plain: ModelInputs, border: int, positions:
         case.understood.append("position_ids that start again do not separate documents")
     else:
         case.understood.append("position_ids that start again separate documents, without an attention_mask")
-
-
-def separate(length: int, border: int, causal: bool, dtype: torch.dtype) -> Tensor:
-    """Return numbers to add that separate two documents, [1, 1, T, T]."""
-    document = torch.arange(length) >= border
-    visible = document[:, None] == document
-    if causal:
-        visible = visible.tril()
-    return torch.zeros(1, 1, length, length, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 def count_again(length: int, border: int) -> dict[str, Tensor]:
