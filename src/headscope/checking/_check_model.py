@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headscope._support.arguments import check_type
 from headscope.checking._copies import CODE_ERRORS, describe_error
 from headscope.checking._findings import Finding, Findings
 from headscope.checking._whole_model.batches import ask_batches
@@ -92,8 +93,7 @@ def check_model(
         >>> findings.names, findings["weights-discarded"].seen
         (('weights-discarded',), 'attention returns weights [1, 5, 5] that nothing reads: need_weights is True')
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, expected an nn.Module")
+    check_type("model", model, nn.Module, "an nn.Module")
     options = ModelOptions(causal, length, flex, reproducible)
     with (
         torch.random.fork_rng(devices=[]),
@@ -143,7 +143,5 @@ def _sort_findings(case: ModelCase) -> tuple[Finding, ...]:
     findings: list[Finding] = []
     for name in sorted(names, key=lambda name: rank[case.observations[name].severity]):
         observation, entry = case.observations[name], MODEL_CATALOGUE[name]
-        findings.append(
-            Finding(name, observation.severity, observation.evidence, entry.why, entry.fix, entry.code)
-        )
+        findings.append(Finding(name, observation.severity, observation.evidence, entry.why, entry.fix, entry.code))
     return tuple(findings)

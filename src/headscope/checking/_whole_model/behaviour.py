@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope.checking._whole_model.case import ModelCase
+from headscope.checking._whole_model.hooks import broken, first_broken_module
 from headscope.checking._whole_model.inputs import ModelInputs, is_transformers
 
 DROPOUTS = frozenset({"native_dropout", "bernoulli_", "bernoulli"})
@@ -29,40 +26,6 @@ class _DropoutMode(TorchDispatchMode):
     ) -> Any:
         self.active |= func.overloadpacket.__name__ in DROPOUTS
         return func(*args, **(kwargs or {}))
-
-
-class _NonFinite:
-    """The first module whose output is not finite."""
-
-    def __init__(self) -> None:
-        self.name = ""
-
-    def see(self, name: str, output: Any) -> None:
-        """Record a module, if it is the first."""
-        tensors = output if isinstance(output, (tuple, list)) else [output]
-        if not self.name and any(isinstance(x, Tensor) and x.is_floating_point() and broken(x) for x in tensors):
-            self.name = name
-
-
-def broken(x: Tensor) -> bool:
-    """Return whether a tensor holds NaN or infinity; masks of -inf are not among the outputs of modules."""
-    return not bool(torch.isfinite(x).all())
-
-
-@contextlib.contextmanager
-def first_broken_module(model: Any) -> Generator[_NonFinite]:
-    """Return a context in which the first module with an output that is not finite is recorded."""
-    record = _NonFinite()
-    handles = [
-        module.register_forward_hook(lambda _m, _i, output, name=name: record.see(name, output))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        yield record
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def ask_finite(case: ModelCase) -> None:
@@ -163,31 +126,3 @@ def _expect_causal(case: ModelCase) -> tuple[bool | None, str]:
     if flags and not any(flags.values()):
         return None, "no attention layer has is_causal = True"
     return None, "neither its config nor its layers say whether it is causal"
-
-
-class FunctionUses(TorchFunctionMode):
-    """Records which of some tensors are arguments of a function of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.watched: dict[int, Tensor] = {}
-        self.used: set[int] = set()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self.watched:
-            for value in _flat((args, kwargs)):
-                if id(value) in self.watched:
-                    self.used.add(id(value))
-        return func(*args, **(kwargs or {}))
-
-
-def _flat(value: Any) -> Generator[Any]:
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (tuple, list)):
-        yield value
-        return
-    for part in value:
-        yield from _flat(part)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope.checking._copies import CODE_ERRORS, describe_error
-from headscope.checking._whole_model.behaviour import FunctionUses, broken, first_broken_module
 from headscope.checking._whole_model.case import ModelCase
+from headscope.checking._whole_model.hooks import FunctionUses, broken, first_broken_module, observing_outputs
 from headscope.checking._whole_model.inputs import ModelInputs, cut
 from headscope.checking._whole_model.padding import list_padded, pick_fills
 from headscope.checking._whole_model.subject import ModelSubject, avoid_kernels, copy_model
@@ -68,16 +68,8 @@ def ask_discarded_weights(case: ModelCase) -> None:
             weights.append((name, output[1]))
             uses.watched[id(output[1])] = output[1]
 
-    handles = [
-        module.register_forward_hook(lambda _m, _i, output, name=name: see(name, output))
-        for name, module in layers.items()
-    ]
-    try:
-        with uses:
-            result = case.subject.call_with(case.entry)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with observing_outputs(layers, see), uses:
+        result = case.subject.call_with(case.entry)
     uses.watched.clear()
     unused: dict[str, Tensor] = {}
     while weights:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headscope.checking._copies import CODE_ERRORS, describe_error
-from headscope.checking._whole_model.behaviour import broken, change_tokens
+from headscope.checking._whole_model.behaviour import change_tokens
 from headscope.checking._whole_model.case import ModelCase
+from headscope.checking._whole_model.hooks import broken
 from headscope.checking._whole_model.inputs import MaskGroup, ModelInputs, cut
 
 QUESTION = "packed documents"
@@ -31,7 +33,7 @@ class Packed:
     plain: ModelInputs
     group: MaskGroup
     border: int
-    positions: dict[str, Tensor]
+    positions: dict[str, Any]
     additive: bool
 
     def run(self, case: ModelCase, inputs: ModelInputs, border: int) -> Tensor:
@@ -105,7 +107,7 @@ def _judge(case: ModelCase, packed: Packed) -> tuple[str, str]:
     return "separated", ""
 
 
-def _note_positions(case: ModelCase, plain: ModelInputs, border: int, positions: dict[str, Tensor]) -> None:
+def _note_positions(case: ModelCase, plain: ModelInputs, border: int, positions: dict[str, Any]) -> None:
     """Note whether positions that start again separate documents, which some models read from them."""
     try:
         one, other = (case.subject.run(x, **positions) for x in (plain, change_tokens(plain, 0, border)))
@@ -117,6 +119,6 @@ def _note_positions(case: ModelCase, plain: ModelInputs, border: int, positions:
         case.understood.append("position_ids that start again separate documents, without an attention_mask")
 
 
-def count_again(length: int, border: int) -> dict[str, Tensor]:
+def count_again(length: int, border: int) -> dict[str, Any]:
     """Return position_ids that start again at the second document."""
     return {"position_ids": torch.cat([torch.arange(border), torch.arange(length - border)])[None]}

@@ -73,9 +73,9 @@ class ModelInputs:
     def entry(self, row: int) -> ModelInputs:
         """Return one entry, as a batch of one."""
         size = self.batch
-        return self.with_values(**{
-            name: value[row : row + 1] for name, value in self.values.items() if _has_batch(value, size)
-        })
+        return self.with_values(
+            **{name: value[row : row + 1] for name, value in self.values.items() if _has_batch(value, size)}
+        )
 
     def describe(self) -> str:
         """Return the call in words: the names and shapes of its tensors."""
@@ -159,8 +159,10 @@ def _list_groups(model: nn.Module, values: Mapping[str, Any], names: Sequence[st
         )
         stem = mask.removesuffix("_mask").removesuffix("_padding").removesuffix("_key")
         named = tuple(name for name in fitting if name.startswith(stem) or stem.startswith(name))
-        if fitting and not (is_transformers(model) and value.dtype.is_floating_point):
-            groups.append(MaskGroup(mask, named or fitting, mask.endswith("key_padding_mask"), value.dtype))
+        ones = bool((value != 0).any())
+        if fitting and (ones or not value.is_floating_point()):  # zeros of real numbers may be numbers to add
+            hides = mask.endswith("key_padding_mask") or not ones
+            groups.append(MaskGroup(mask, named or fitting, hides, value.dtype))
     return tuple(groups)
 
 

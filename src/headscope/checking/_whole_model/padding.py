@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +9,8 @@ import torch
 from torch import Tensor
 
 from headscope.checking._copies import CODE_ERRORS, describe_error
-from headscope.checking._whole_model.behaviour import broken, first_broken_module
 from headscope.checking._whole_model.case import ModelCase
+from headscope.checking._whole_model.hooks import broken, first_broken_module, inner_modules, observing_outputs
 from headscope.checking._whole_model.inputs import SEQUENCES, MaskGroup, ModelInputs, cut, join, pad, vary
 
 LEAST = 4  # tokens of a sequence that is padded
@@ -203,7 +201,7 @@ def _ask_positions(case: ModelCase, text: PaddedText, padding: float, question: 
         case.report("padding-changes-output", f"{text.side}: real tokens differ from those of the text alone {off}")
 
 
-def count_positions(case: ModelCase, text: PaddedText, alone: ModelInputs) -> dict[str, Tensor] | None:
+def count_positions(case: ModelCase, text: PaddedText, alone: ModelInputs) -> dict[str, Any] | None:
     """Return position_ids as generate() of transformers counts them, from the first real token; None if not taken."""
     name = "position_ids"
     if name not in case.subject.parameters or text.group.tokens[0] not in SEQUENCES or not text.rows:
@@ -212,12 +210,12 @@ def count_positions(case: ModelCase, text: PaddedText, alone: ModelInputs) -> di
     return {name: (real.long().cumsum(-1) - 1).clamp(min=0)}
 
 
-def _for_short(positions: dict[str, Tensor], text: PaddedText) -> dict[str, Tensor]:
+def _for_short(positions: dict[str, Any], text: PaddedText) -> dict[str, Any]:
     """Return the positions of the text without its padding."""
     return {name: value[:, text.count :] if text.left else value[:, : -text.count] for name, value in positions.items()}
 
 
-def _for_two(positions: dict[str, Tensor], text: PaddedText) -> dict[str, Tensor]:
+def _for_two(positions: dict[str, Any], text: PaddedText) -> dict[str, Any]:
     """Return the positions of the padded text and of the longer one."""
     return {
         name: torch.cat([value, torch.arange(value.shape[1])[None].to(value.dtype)])
@@ -251,20 +249,6 @@ def _zero_rows(case: ModelCase, inputs: ModelInputs) -> dict[str, Tensor]:
         if isinstance(first, Tensor) and first.ndim == 3 and name not in rows:
             rows[name] = (first == 0).all(-1)
 
-    with _hooks(case.subject.model, see):
+    with observing_outputs(inner_modules(case.subject.model), see):
         case.subject.run(inputs)
     return rows
-
-
-@contextlib.contextmanager
-def _hooks(model: Any, see: Any) -> Generator[None]:
-    handles = [
-        module.register_forward_hook(lambda _m, _i, output, name=name: see(name, output))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -44,7 +44,8 @@ main()
 
 
 @click.command(short_help="Find the mistakes in your attention module.")
-@click.argument("target", metavar="FILE.py:NAME")
+@click.argument("target", metavar="FILE.py:NAME", required=False)
+@click.option("--model", metavar="DIR", help="Check a whole model instead: a folder with a Hugging Face model.")
 @click.option(
     "--args", "arguments", metavar="ARGS", help='Arguments that build the module: --args "512, 8, causal=True".'
 )
@@ -64,8 +65,10 @@ main()
 )
 @click.option("--timeout", type=SIZE, default=60, show_default=True, help="Seconds after which the check is stopped.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the report.")
-def check(target: str, arguments: str | None, timeout: int, as_json: bool, **options: Any) -> int:
-    """Find the mistakes in an attention module by running it and comparing what it computes.
+def check(
+    target: str | None, model: str | None, arguments: str | None, timeout: int, as_json: bool, **options: Any
+) -> int:
+    """Find the mistakes in an attention module, or in a whole model, by what it computes.
 
     NAME is a class or function that builds a module (with --args, if it needs arguments), a module, or a function that
     attends (with --embed-dim).
@@ -73,7 +76,15 @@ def check(target: str, arguments: str | None, timeout: int, as_json: bool, **opt
     FILE.py is imported and run in a separate process with a time limit and without network access from Python;
     processes that the code starts end with it. This is not a sandbox: check only code that you trust. The exit code
     is 1 if there are findings, else 0.
+
+    With --model, the folder is read offline; only .safetensors are read, and no code of its repository is run.
     """
+    if model is not None:
+        from headscope.cli._shared.model_check import check_folder_model
+
+        return check_folder_model(model, target, arguments, as_json, options)
+    if target is None:
+        raise Mistake(f"target: missing, expected FILE.py:NAME, for example {_example('')}, or --model DIR")
     path, name = _parse_target(target)
     args, kwargs = _parse_arguments(arguments or "")
     if (scale := options["scale"]) is not None and not (math.isfinite(scale) and scale > 0):
