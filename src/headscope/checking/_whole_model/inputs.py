@@ -100,7 +100,7 @@ def read_inputs(model: nn.Module, inputs: Any) -> ModelInputs:
         TypeError: the inputs are of another type.
         ValueError: the inputs have no tensor with a batch axis.
     """
-    names = list(inspect.signature(model.forward).parameters)
+    names = argument_names(model)
     if isinstance(inputs, Mapping):
         values, positional = {str(name): value for name, value in inputs.items()}, ()
     elif isinstance(inputs, (Tensor, Sequence)) and not isinstance(inputs, str):
@@ -123,6 +123,20 @@ def read_inputs(model: nn.Module, inputs: Any) -> ModelInputs:
         raise ValueError("inputs: got no tensor with a batch axis, expected one such as input_ids [B, T]")
     main = next((name for name in SEQUENCES if name in tensors), tensors[0])
     return ModelInputs(values, positional, main, _list_groups(model, values, names))
+
+
+def argument_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments of ``forward``, and those of the classes it passes ``**kwargs`` on to."""
+    names: dict[str, None] = {}
+    for kind in type(model).__mro__:
+        forward = vars(kind).get("forward")
+        if not callable(forward):
+            continue
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
+        names |= dict.fromkeys(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+        if all(p.kind != p.VAR_KEYWORD for p in parameters):
+            break
+    return tuple(names)
 
 
 def is_transformers(model: nn.Module) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope.checking._copies import CODE_ERRORS, CheckError, describe_error, list_tensors
-from headscope.checking._whole_model.inputs import ModelInputs, is_transformers
+from headscope.checking._whole_model.inputs import ModelInputs, argument_names, is_transformers
 from headscope.checking._whole_model.lifting import lifted
 
 DTYPES = (torch.float64, torch.float32)
@@ -78,7 +77,7 @@ class ModelSubject:
     @property
     def parameters(self) -> frozenset[str]:
         """The names of the arguments of its forward."""
-        return frozenset(inspect.signature(self.model.forward).parameters)
+        return frozenset(argument_names(self.model))
 
     @property
     def tolerance(self) -> float:
@@ -117,9 +116,10 @@ class ModelSubject:
     def measure_noise(self, inputs: ModelInputs) -> Tensor:
         """Measure how far rounding moves the output; return the output.
 
-        The weights of the copy move by one rounding, up or down at random, and stay so.
+        The weights of the copy move by one rounding, up or down at random, and stay so. If two calls differ without
+        that, the output depends on earlier calls, and noise is one rounding of the output.
         """
-        before = self.run(inputs)
+        before, again = self.run(inputs), self.run(inputs)
         generator = torch.Generator().manual_seed(7)
         step = torch.finfo(self.dtype).eps
         with torch.no_grad():
@@ -128,10 +128,12 @@ class ModelSubject:
                     sign = torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.int8) * 2 - 1
                     parameter.mul_(1 + step * sign.to(self.dtype))
         after = self.run(inputs)
-        finite = torch.isfinite(before) & torch.isfinite(after)
+        finite = torch.isfinite(before) & torch.isfinite(after) & torch.isfinite(again)
         if bool(finite.any()):
             self.size = float(after[finite].abs().max())
-            self.noise = max(float((after - before)[finite].abs().max()), step * self.size)
+            steady = torch.equal(before[finite], again[finite])
+            moved = float((after - before)[finite].abs().max()) if steady else 0.0
+            self.noise = max(moved, step * self.size)
         return after
 
 
