@@ -12,7 +12,7 @@ from headscope.checking._copies import CODE_ERRORS, describe_error
 from headscope.checking._whole_model.behaviour import change_tokens
 from headscope.checking._whole_model.case import ModelCase
 from headscope.checking._whole_model.hooks import broken
-from headscope.checking._whole_model.inputs import MaskGroup, ModelInputs, cut
+from headscope.checking._whole_model.inputs import MaskGroup, ModelInputs, cut, is_transformers
 
 QUESTION = "packed documents"
 RANKS = ("separated", "alone", "documents-mixed", "mask-4d-ignored", "refused")
@@ -89,6 +89,8 @@ def _judge(case: ModelCase, packed: Packed) -> tuple[str, str]:
         return "refused", f"a mask [B, 1, T, T] is not supported: {describe_error(error)}"
     if out.shape != case.out.shape or broken(out):
         return "refused", "with a mask [B, 1, T, T], the output has another shape or is not finite"
+    if not is_transformers(case.subject.model) and case.differ(joint, case.out):  # those may replace a window
+        return "refused", "a mask [B, 1, T, T] is not supported: with one that hides nothing, the output is another"
     leak = case.gap(out[:, border:], changed[:, border:])
     if leak > case.subject.tolerance:
         moved = f"other tokens in the first document move the second {case.measured(leak)}"
