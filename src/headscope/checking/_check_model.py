@@ -101,10 +101,9 @@ def check_model(
         torch.autocast("cpu", enabled=False),
         _use_cpu(),
     ):
-        read = read_inputs(model, inputs)
-        entry = without_padding(read)
-        subject = prepare_model(model, entry, call)
-        case = ModelCase(model, subject, read, entry, options, subject.measure_noise(entry))
+        entry = without_padding(read_inputs(model, inputs))
+        subject, own = prepare_model(model, entry, call)
+        case = ModelCase(model, subject, own, entry, options, subject.measure_noise(entry))
         _describe_call(case)
         for question in QUESTIONS:
             _ask(case, question)

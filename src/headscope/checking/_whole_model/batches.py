@@ -5,7 +5,6 @@ from __future__ import annotations
 from headscope.checking._copies import CODE_ERRORS, describe_error
 from headscope.checking._whole_model.case import ModelCase
 from headscope.checking._whole_model.inputs import join, vary
-from headscope.checking._whole_model.subject import ModelSubject, copy_model
 
 QUESTION = "batch size and place"
 
@@ -33,9 +32,11 @@ def ask_batches(case: ModelCase) -> None:
 
 def _ask_bits(case: ModelCase) -> None:
     """Measure the difference in the model's own dtype, which is rounding; report it if bits must be the same."""
-    dtype = next((p.dtype for p in case.original.parameters() if p.is_floating_point()), case.subject.dtype)
-    words = str(dtype).removeprefix("torch.")
-    subject = ModelSubject(copy_model(case.original, None), dtype, case.subject.call)
+    subject = case.own
+    if subject is None:
+        case.not_tested["bits in batches"] = "the model does not run on the CPU in its own dtype"
+        return
+    words = str(subject.dtype).removeprefix("torch.")
     others = [vary(case.entry, seed) for seed in (1, 2)]
     try:
         alone = subject.run(case.entry)

@@ -29,10 +29,10 @@ class ModelCase:
     """One check of a model.
 
     Attributes:
-        original: the caller's model, which is copied again for questions in its own dtype.
+        original: the caller's model, which is copied again in half precision.
         subject: the copy in float64.
-        inputs: as the caller passed them.
-        entry: one entry of them, without padding.
+        own: the copy in the model's own dtype; None if that does not run on the CPU.
+        entry: one entry of the inputs, without padding.
         out: the output for ``entry``.
         causal: whether no output depends on a later token; None if that is not known.
         unusable: why outputs cannot be compared; "" = they can.
@@ -43,7 +43,7 @@ class ModelCase:
 
     original: nn.Module
     subject: ModelSubject
-    inputs: ModelInputs
+    own: ModelSubject | None
     entry: ModelInputs
     options: ModelOptions
     out: Tensor

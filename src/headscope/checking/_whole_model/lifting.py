@@ -6,8 +6,7 @@ would then hide differences below 1e-7. Lifted to float64, the same code rounds 
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,11 +34,6 @@ def _lift(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-@contextmanager
-def lifted(dtype: torch.dtype) -> Generator[None]:
-    """Return a context in which a model in float64 computes in float64 only; for another dtype, it changes nothing."""
-    if dtype != torch.float64:
-        yield
-        return
-    with LiftMode():
-        yield
+def lifted(lifts: bool) -> AbstractContextManager[object]:
+    """Return a context in which a model in float64 computes in float64 only, or one that changes nothing."""
+    return LiftMode() if lifts else nullcontext()

@@ -120,8 +120,8 @@ def _ask_side(case: ModelCase, text: PaddedText, question: str) -> None:
 
 
 def _report_nan(case: ModelCase, text: PaddedText, whole: Tensor, padding: float) -> bool:
-    """Report NaN or infinity that padding causes; the output without padding is finite."""
-    if not broken(whole):
+    """Report NaN or infinity that padding causes, also in the model's own dtype; without padding, all is finite."""
+    if not broken(whole) or (case.own is not None and not broken(case.own.run(text.batch(padding)))):
         return False
     with first_broken_module(case.subject.model) as record:
         case.subject.run(text.batch(padding))

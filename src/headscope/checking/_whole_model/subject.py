@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from headscope.checking._copies import CODE_ERRORS, CheckError, describe_error, 
 from headscope.checking._whole_model.inputs import ModelInputs, argument_names, is_transformers
 from headscope.checking._whole_model.lifting import lifted
 
-DTYPES = (torch.float64, torch.float32)
+WAYS = ((torch.float64, True), (torch.float64, False), (torch.float32, False))
+"""Dtypes in which questions are asked, and whether casts to float32 are lifted to it; the first that fits is used."""
 
 
 def copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -65,12 +66,14 @@ class ModelSubject:
         model: the copy.
         dtype: of its numbers.
         call: the caller's function that calls it, or None.
+        lifts: whether casts to float32 inside the model become casts to float64.
         noise: how far outputs move if each weight moves by one rounding, and the largest output.
     """
 
     model: nn.Module
     dtype: torch.dtype
     call: Callable[..., Any] | None = None
+    lifts: bool = False
     noise: float = 0.0
     size: float = 1.0
 
@@ -98,7 +101,7 @@ class ModelSubject:
         if is_transformers(self.model) and "return_dict" in self.parameters:
             more = {"return_dict": True, **more}
         torch.default_generator.manual_seed(seed)
-        with warnings.catch_warnings(), torch.no_grad(), lifted(self.dtype):
+        with warnings.catch_warnings(), torch.no_grad(), lifted(self.lifts):
             warnings.simplefilter("ignore")  # from the checked code
             if self.call is not None:
                 return self.call(self.model, *args, **values, **more)
@@ -158,26 +161,64 @@ def is_aligned(out: Tensor, inputs: ModelInputs) -> bool:
     return out.ndim > 2 and out.shape[1] == inputs.length
 
 
-def prepare_model(model: nn.Module, inputs: ModelInputs, call: Callable[..., Any] | None) -> ModelSubject:
-    """Copy the model in the first dtype in which it runs: float64, or float32.
+def prepare_model(
+    model: nn.Module, inputs: ModelInputs, call: Callable[..., Any] | None
+) -> tuple[ModelSubject, ModelSubject | None]:
+    """Copy the model in the first dtype in which it runs and computes the same function, and in its own dtype.
+
+    Code that depends on the dtype may compute something else in float64, such as NaN. The output in the model's own
+    dtype decides.
+
+    Returns:
+        the copy for most questions, and that in its own dtype; None if that does not run on the CPU.
 
     Raises:
-        CheckError: it runs in neither.
+        CheckError: it runs in no dtype.
     """
+    own = _prepare_own(model, inputs, call)
+    expected = None if own is None else own.run(inputs)
     reasons: list[str] = []
-    for dtype in DTYPES:
-        subject = ModelSubject(copy_model(model, dtype), dtype, call)
+    fallback: ModelSubject | None = None
+    for dtype, lifts in WAYS:
+        subject = ModelSubject(copy_model(model, dtype), dtype, call, lifts)
         avoid_kernels(subject.model)
         try:
-            subject.run(inputs)
+            out = subject.run(inputs)
         except CODE_ERRORS as error:  # whatever it raises, this dtype does not fit
             reasons.append(f"in {str(dtype).removeprefix('torch.')}: {describe_error(error)}")
-        else:
-            return subject
+            continue
+        if own is None or expected is None or _is_same_function(out, expected, own.dtype):
+            return subject, own
+        fallback = fallback or subject
+    if fallback is not None:
+        return fallback, own
     raise CheckError(
-        f"model: the call with {inputs.describe()} fails {'; '.join(reasons)}; check inputs, or give "
+        f"model: the call with {inputs.describe()} fails {'; '.join(dict.fromkeys(reasons))}; check inputs, or give "
         "call=lambda model, **inputs: ..."
     )
+
+
+def _prepare_own(model: nn.Module, inputs: ModelInputs, call: Callable[..., Any] | None) -> ModelSubject | None:
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    subject = ModelSubject(copy_model(model, None), dtype, call)
+    for portable in (False, True):
+        if portable:
+            avoid_kernels(subject.model)
+        with suppress(*CODE_ERRORS):
+            subject.run(inputs)
+            return subject
+    return None
+
+
+def _is_same_function(out: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether an output is that of another dtype, up to its rounding: half-way, in orders of magnitude."""
+    if out.shape != expected.shape:
+        return False
+    finite = torch.isfinite(expected)
+    if not bool(finite.any()):
+        return True
+    off = (out - expected)[finite].abs().nan_to_num(float("inf"))
+    return float(off.max()) <= torch.finfo(dtype).eps ** 0.5 * float(expected[finite].abs().max())
 
 
 def list_configs(model: nn.Module) -> list[Any]:
