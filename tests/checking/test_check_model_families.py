@@ -13,17 +13,39 @@ from support.model_families import IDS, KINDS, build_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-STATE = ("documents-mixed",)
-"""State layers and convolutions read along the row, past the mask of attention."""
+MIXED = ("documents-mixed",)
+"""Layers with a state or a convolution read along the row, past a mask of attention."""
 FINDINGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "causal": {},
-    "masked": {},
-    "seq2seq": {},
+    "causal": {
+        **dict.fromkeys(("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "inkling2_text"), MIXED),
+        **dict.fromkeys(("inkling_text", "lfm3", "minimax", "olmo_hybrid"), MIXED),
+        **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), MIXED),
+        "cpmant": ("mask-ignored",),  # attention_mask is an argument without use: its mask is that of token id 0
+        "deepseek_v4": ("padding-leaks", "documents-mixed"),  # keys are compressed with the padding among them
+        "falcon_mamba": ("chunked-prefill-differs",),  # the state starts again in a chunk of several tokens
+        "jamba": ("chunked-prefill-differs", "documents-mixed"),  # its Mamba layers, as above
+        "mamba": ("chunked-prefill-differs",),  # as above
+        "mamba2": ("mask-4d-ignored",),  # it has no attention, and accepts a mask of it
+        "moshi": ("decoding-differs",),  # its cache forgets keys behind a window, which the mask of a whole text lacks
+        "prophetnet": ("padding-changes-output", "decoding-differs"),  # masked keys count in rows that see nothing
+        "recurrent_gemma": ("padding-leaks", "documents-mixed"),  # the recurrence does not read the mask
+        "rwkv": ("mask-ignored",),  # attention_mask is documented as not used
+        "xlstm": ("mask-ignored",),  # attention_mask is an argument without use
+    },
+    "masked": {
+        "convbert": ("padding-leaks", "documents-mixed"),  # convolutions over padding
+        "fnet": ("mask-ignored",),  # a Fourier transform of all tokens
+        "funnel": ("padding-leaks",),  # a mean of neighbours, of which one can be padding
+        "nystromformer": ("padding-leaks", "documents-mixed"),  # landmarks are means over the padding, too
+        "yoso": ("mask-ignored",),  # the mask is divided by 10,000, which is no longer its fill
+    },
+    "seq2seq": {
+        "fsmt": ("decoding-differs",),  # use_cache=True drops the causal mask, also for a prompt of several tokens
+        "longt5": ("fp16-overflow",),  # scores are filled with -1e10, which is -infinity in float16
+        "prophetnet": ("padding-changes-output", "decoding-differs"),
+    },
 }
-"""Families with findings, of transformers 5.23. The cause of each, where it is not a state layer:
-
-- bamba and others pass position_ids only in generate(), which is no finding.
-"""
+"""Families with findings, of transformers 5.23, and their causes."""
 FEW: dict[str, tuple[str, ...]] = {
     "causal": ("llama", "gpt2", "mistral", "gemma2", "qwen3_moe", "bloom", "opt", "mamba", "rwkv", "jamba"),
     "masked": ("bert", "roberta", "fnet"),

@@ -16,11 +16,13 @@ from transformers.models.auto.modeling_auto import (
 
 from support.watched_models import VOCABULARY, spread
 
-KINDS: dict[str, dict[str, Any]] = {
-    "causal": dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    "masked": dict(MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-    "seq2seq": dict(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+_MAPPINGS: Any = {
+    "causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
+KINDS: dict[str, dict[str, Any]] = {kind: dict(names) for kind, names in _MAPPINGS.items()}
+"""Kind -> family -> the name of its class."""
 MOST_PARAMETERS = 30_000_000  # of a model with nested configurations, whose sizes the table does not reach
 IDS = torch.randint(3, VOCABULARY - 1, (2, 13), generator=torch.Generator().manual_seed(1))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import random
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -55,8 +57,8 @@ def check_model(
 
     Each question compares a few forward passes that must agree, such as of a text alone and padded. They run in
     float64 on the CPU, on a copy of the model. Two outputs differ if their difference is larger than the geometric mean
-    of the largest output and of what one rounding of each weight changes. The model, its mode, its dtype and torch's
-    random state do not change.
+    of the largest output and of what one rounding of each weight changes. The model, its mode, its dtype and the random
+    states do not change.
 
     Args:
         model: a model of transformers, or any ``nn.Module``.
@@ -97,6 +99,7 @@ def check_model(
     options = ModelOptions(causal, length, flex, reproducible)
     with (
         torch.random.fork_rng(devices=[]),
+        _other_random_states(),
         torch.inference_mode(False),
         torch.autocast("cpu", enabled=False),
         _use_cpu(),
@@ -108,6 +111,17 @@ def check_model(
         for question in QUESTIONS:
             _ask(case, question)
     return Findings(type(model).__name__, _sort_findings(case), tuple(case.understood), case.not_tested)
+
+
+@contextmanager
+def _other_random_states() -> Generator[None]:
+    """Return a context after which the random states of Python and numpy are as before: some models use them."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _use_cpu() -> AbstractContextManager[object]:

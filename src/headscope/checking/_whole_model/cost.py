@@ -107,9 +107,10 @@ def ask_memory(case: ModelCase) -> None:
     question = "memory"
     config = getattr(case.subject.model, "config", None)
     context = case.options.length or getattr(config, "max_position_embeddings", None)
-    context = context if isinstance(context, int) else case.entry.length
-    if context < LONG:
-        case.not_tested[question] = f"the context is {context} tokens; pass length=4096, to test it"
+    context = context if isinstance(context, int) else case.entry.length if case.aligned else None
+    if context is None or context < LONG:
+        words = "is not known" if context is None else f"is {context} tokens"
+        case.not_tested[question] = f"the context {words}; pass length=4096, to test it"
         return
     group = next((group for group in case.entry.groups if case.entry.main in group.tokens), None)
     length = case.entry.length
