@@ -270,9 +270,8 @@ def test_documents_of_layers_with_a_state_mix() -> None:
     class Convolved(transformers.LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             result = super().forward(*args, **kwargs)
-            result.logits = (
-                result.logits + result.logits.roll(1, 1) * (torch.arange(result.logits.shape[1]) > 0)[:, None]
-            )
+            logits: Any = result.logits
+            result.logits = logits + logits.roll(1, 1) * (torch.arange(logits.shape[1]) > 0)[:, None]
             return result
 
     findings = check_model(llama(Convolved), TEXT)
@@ -376,6 +375,14 @@ def test_inputs_of_every_form() -> None:
     assert one == check_model(model, (x,)).understood == check_model(model, {"x": x}).understood
     called = check_model(model, {"x": x}, call=lambda model, x: {"out": model(x)}).understood
     assert called == one
+
+
+def test_a_model_with_the_length_first_is_called_through_a_function() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 19)
+    x = numbers(2, 7, WIDTH)
+    assert check_model(layer, x).names == ("batch-changes-output",), "its first axis is the length"
+    called = check_model(layer, x, call=lambda model, src: model(src.transpose(0, 1)).transpose(0, 1))
+    assert called.names == ()
 
 
 def test_a_padding_mask_of_torch_hides_where_it_is_true() -> None:

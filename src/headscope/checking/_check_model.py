@@ -64,14 +64,15 @@ def check_model(
         model: a model of transformers, or any ``nn.Module``.
         inputs: the arguments of a call: a dict (``input_ids`` [B, T], ``attention_mask`` [B, T], …), a tensor or a
             tuple. In a dict, the masks over tokens are those with "mask" in their name and two axes, 1 = real; names
-            that end in ``key_padding_mask`` mask where they are True.
+            that end in ``key_padding_mask`` mask where they are True. The first axis of each tensor is the batch.
         causal: whether no token may attend to a later one; by default, as the config and layers of a model of
             transformers imply.
         length: the length at which it will be used; from 1,024 on, stored weights of all pairs are reported as slow.
             By default, ``config.max_position_embeddings``.
         flex: whether to compare compiled flex attention, too, which takes minutes.
         reproducible: whether an entry must have the same bits in every batch, which most models do not guarantee.
-        call: ``call(model, **inputs)``, where ``model(**inputs)`` is not the call.
+        call: ``call(model, *args, **kwargs)``, where ``model(*args, **kwargs)`` is not the call, such as
+            ``lambda model, x: model(x.transpose(0, 1)).transpose(0, 1)`` for a model of [T, B, E].
 
     Returns:
         The findings, causes first, and the questions that could not be asked with their reasons.
