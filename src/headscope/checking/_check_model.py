@@ -21,7 +21,7 @@ from headscope.checking._whole_model.case import ModelCase, ModelOptions
 from headscope.checking._whole_model.catalogue import EXPLAINS, MODEL_CATALOGUE
 from headscope.checking._whole_model.cost import ask_discarded_weights, ask_half_precision, ask_memory
 from headscope.checking._whole_model.documents import ask_documents
-from headscope.checking._whole_model.implementations import ask_implementations
+from headscope.checking._whole_model.implementations import ask_flex, ask_implementations
 from headscope.checking._whole_model.inputs import read_inputs, without_padding
 from headscope.checking._whole_model.padding import ask_padding
 from headscope.checking._whole_model.subject import prepare_model
@@ -37,6 +37,7 @@ QUESTIONS: tuple[Callable[[ModelCase], None], ...] = (
     ask_documents,
     ask_cache,
     ask_implementations,
+    ask_flex,
     ask_half_precision,
     ask_discarded_weights,
     ask_memory,

@@ -40,7 +40,8 @@ class _NonFinite:
     def see(self, name: str, output: Any) -> None:
         """Record a module, if it is the first."""
         tensors = output if isinstance(output, (tuple, list)) else [output]
-        if not self.name and any(isinstance(x, Tensor) and x.is_floating_point() and broken(x) for x in tensors):
+        numbers = [x for x in tensors if isinstance(x, Tensor) and x.is_floating_point() and not x.is_nested]
+        if not self.name and any(map(broken, numbers)):
             self.name = name
 
 

@@ -11,7 +11,7 @@ from headscope.checking._copies import CODE_ERRORS, describe_error
 from headscope.checking._whole_model.case import ModelCase
 from headscope.checking._whole_model.inputs import is_transformers
 from headscope.checking._whole_model.padding import list_padded, pick_fills
-from headscope.checking._whole_model.subject import attention_set_to
+from headscope.checking._whole_model.subject import ModelSubject, attention_set_to
 
 QUESTION = "implementations"
 FLEX = "flex_attention"
@@ -25,15 +25,15 @@ def ask_implementations(case: ModelCase) -> None:
         return
     register_attention()
     own = str(model.config._attn_implementation)
-    reference = _outputs(case)
+    reference = _outputs(case, case.subject)
     agreed, same_bits = [own], True
-    for name in ("eager", "sdpa", "headscope", *([FLEX] if case.options.flex else [])):
+    for name in ("eager", "sdpa", "headscope"):
         if name == own:
             continue
         refused = "sdpa" if name != "eager" and _is_refused(case, "sdpa") else ""
         try:
             with attention_set_to(model, name):
-                outputs = _outputs(case)
+                outputs = _outputs(case, case.subject)
         except CODE_ERRORS as error:
             case.not_tested[f"{QUESTION}, {name}"] = describe_error(error)
             continue
@@ -62,10 +62,43 @@ def _is_refused(case: ModelCase, name: str) -> bool:
         return True
 
 
-def _outputs(case: ModelCase) -> dict[str, Tensor]:
+def ask_flex(case: ModelCase) -> None:
+    """Ask whether compiled flex attention computes the same function, in the model's own dtype.
+
+    Its compiler supports neither float64 nor the lifted casts.
+    """
+    if not case.options.flex:
+        return
+    question, subject = f"{QUESTION}, {FLEX}", case.own
+    if case.unusable or subject is None or not hasattr(subject.model, "set_attn_implementation"):
+        case.not_tested[question] = (
+            case.unusable or "the model has no set_attn_implementation(), or no dtype of the CPU"
+        )
+        return
+    subject.measure_noise(case.entry)
+    reference = _outputs(case, subject)
+    try:
+        with attention_set_to(subject.model, FLEX):
+            outputs = _outputs(case, subject)
+    except CODE_ERRORS as error:
+        case.not_tested[question] = describe_error(error)
+        return
+    gaps = {what: case.gap(expected, outputs[what]) for what, expected in reference.items()}
+    what, off = max(gaps.items(), key=lambda pair: pair[1])
+    config: Any = subject.model.config
+    own = str(config._attn_implementation)
+    if off > subject.tolerance:
+        words = f"by up to {off:.3g} (outputs up to {subject.size:.3g}; rounding explains {subject.noise:.1g})"
+        case.report("implementations-differ", f"{what}, {FLEX} and {own} differ {words}")
+    else:
+        words = str(subject.dtype).removeprefix("torch.")
+        case.understood.append(f"compiled {FLEX} agrees with {own}, in {words}")
+
+
+def _outputs(case: ModelCase, subject: ModelSubject) -> dict[str, Tensor]:
     """Return the outputs of real tokens, without padding and with padding on each side."""
-    outputs = {"without padding": case.subject.run(case.entry)}
+    outputs = {"without padding": subject.run(case.entry)}
     for text in list_padded(case):
         padding = pick_fills(case, text.group)[2]
-        outputs[text.side] = text.real(case.subject.run(text.batch(padding)))
+        outputs[text.side] = text.real(subject.run(text.batch(padding)))
     return outputs

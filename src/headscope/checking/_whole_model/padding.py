@@ -246,7 +246,7 @@ def _zero_rows(case: ModelCase, inputs: ModelInputs) -> dict[str, Tensor]:
 
     def see(name: str, output: Any) -> None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
-        if isinstance(first, Tensor) and first.ndim == 3 and name not in rows:
+        if isinstance(first, Tensor) and not first.is_nested and first.ndim == 3 and name not in rows:
             rows[name] = (first == 0).all(-1)
 
     with observing_outputs(inner_modules(case.subject.model), see):
