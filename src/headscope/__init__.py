@@ -22,6 +22,7 @@ _HOME = {
     "attend": "functional",
     "attention": "functional",
     "check": "checking",
+    "check_model": "checking",
     "head_importance": "heads",
     "load_example": "examples",
     "observe": "functional",
@@ -42,6 +43,7 @@ __all__ = [
     "attention",
     "cache",
     "check",
+    "check_model",
     "head_importance",
     "layouts",
     "load_example",
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from headscope import cache, layouts, masks, nn_compat, onnx, positions
-    from headscope.checking import Findings, check
+    from headscope.checking import Findings, check, check_model
     from headscope.examples import load_example
     from headscope.functional import Attended, attend, attention, observe
     from headscope.heads import ablate, head_importance

@@ -24,7 +24,8 @@ SECONDS_OF_ONE, SECONDS_OF_EACH = 60, 30  # the default time limit of a single f
 
 
 @click.command(short_help="Find the mistakes in an attention module, or in a folder of them.")
-@click.argument("targets", metavar="FILE.py[:NAME]|FOLDER...", nargs=-1, required=True)
+@click.argument("targets", metavar="FILE.py[:NAME]|FOLDER...", nargs=-1)
+@click.option("--model", metavar="DIR", help="Check a whole model instead: a folder with a Hugging Face model.")
 @click.option("--args", metavar="ARGS", help='Arguments that build the module: --args "512, 8, causal=True".')
 @click.option("--class", "class_", metavar="NAME", help="What to check in each file.  [default: its only module class]")
 @click.option("--call", metavar="EXPR", help='How to call it: --call "module(x, x, x, mask)[0]".')
@@ -55,8 +56,8 @@ SECONDS_OF_ONE, SECONDS_OF_EACH = 60, 30  # the default time limit of a single f
 @click.option("--table", is_flag=True, help="Print a table of the files, also for a single one.")
 @click.option("--json", is_flag=True, help="Print JSON.")
 @click.option("--csv", is_flag=True, help="Print CSV, a line for each file.")
-def check(targets: Sequence[str], config: str | None, jobs: int | None, **options: Any) -> int:
-    """Find the mistakes in attention modules by running them and comparing what they compute.
+def check(targets: Sequence[str], model: str | None, config: str | None, jobs: int | None, **options: Any) -> int:
+    """Find the mistakes in attention modules, or in a whole model, by what they compute.
 
     \b
     A finding is
@@ -72,11 +73,19 @@ def check(targets: Sequence[str], config: str | None, jobs: int | None, **option
     The files are imported and run in separate processes with a time limit and without network access from Python;
     processes that the code starts end with it. This is not a sandbox: check only code that you trust.
 
+    With --model, the folder is read offline; only .safetensors are read, and no code of its repository is run.
+
     The exit code is 0 if no file fails; 1 if one fails, or could not be checked among several; 2 after a mistake in
     the options, or if a single file could not be checked.
     """
     from headscope.cli._check.targets import is_one_file, list_submissions
 
+    if model is not None:
+        from headscope.cli._shared.model_check import check_folder_model
+
+        return check_folder_model(model, targets, {"config": config, "jobs": jobs, **options})
+    if not targets:
+        raise Mistake("targets: missing, expected FILE.py:NAME, a folder, or --model DIR")
     forms = [name for name in ("table", "json", "csv") if options.pop(name)]
     if len(forms) > 1:
         raise Mistake(f"--{forms[0]}: got --{forms[1]} as well, expected one of --table, --json and --csv")

@@ -1,0 +1,162 @@
+"""check_model: find what is wrong with a whole model, from outside, by a few forward passes for each question."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from headscope._support.arguments import check_type
+from headscope.checking._copies import CODE_ERRORS, describe_error
+from headscope.checking._findings import Finding, Findings
+from headscope.checking._whole_model.batches import ask_batches
+from headscope.checking._whole_model.behaviour import ask_causal, ask_finite, ask_random
+from headscope.checking._whole_model.caching import ask_cache
+from headscope.checking._whole_model.case import ModelCase, ModelOptions
+from headscope.checking._whole_model.catalogue import EXPLAINS, MODEL_CATALOGUE
+from headscope.checking._whole_model.cost import ask_discarded_weights, ask_half_precision, ask_memory
+from headscope.checking._whole_model.documents import ask_documents
+from headscope.checking._whole_model.implementations import ask_flex, ask_implementations
+from headscope.checking._whole_model.inputs import read_inputs, without_padding
+from headscope.checking._whole_model.padding import ask_padding
+from headscope.checking._whole_model.subject import prepare_model
+
+__all__ = ["check_model"]
+
+QUESTIONS: tuple[Callable[[ModelCase], None], ...] = (
+    ask_finite,
+    ask_random,
+    ask_causal,
+    ask_batches,
+    ask_padding,
+    ask_documents,
+    ask_cache,
+    ask_implementations,
+    ask_flex,
+    ask_half_precision,
+    ask_discarded_weights,
+    ask_memory,
+)
+
+
+def check_model(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    causal: bool | None = None,
+    length: int | None = None,
+    flex: bool = False,
+    reproducible: bool = False,
+    call: Callable[..., Any] | None = None,
+) -> Findings:
+    """Find what is wrong with a whole model, from outside: padding, masks, batches, caches, attention kernels, dtypes.
+
+    Each question compares a few forward passes that must agree, such as of a text alone and padded. They run in
+    float64 on the CPU, on a copy of the model. Two outputs differ if their difference is larger than the geometric mean
+    of the largest output and of what one rounding of each weight changes. The model, its mode, its dtype and the random
+    states do not change.
+
+    Args:
+        model: a model of transformers, or any ``nn.Module``.
+        inputs: the arguments of a call: a dict (``input_ids`` [B, T], ``attention_mask`` [B, T], …), a tensor or a
+            tuple. In a dict, the masks over tokens are those with "mask" in their name and two axes, 1 = real; names
+            that end in ``key_padding_mask`` mask where they are True. The first axis of each tensor is the batch.
+        causal: whether no token may attend to a later one; by default, as the config and layers of a model of
+            transformers imply.
+        length: the length at which it will be used; from 1,024 on, stored weights of all pairs are reported as slow.
+            By default, ``config.max_position_embeddings``.
+        flex: whether to compare compiled flex attention, too, which takes minutes.
+        reproducible: whether an entry must have the same bits in every batch, which most models do not guarantee.
+        call: ``call(model, *args, **kwargs)``, where ``model(*args, **kwargs)`` is not the call, such as
+            ``lambda model, x: model(x.transpose(0, 1)).transpose(0, 1)`` for a model of [T, B, E].
+
+    Returns:
+        The findings, causes first, and the questions that could not be asked with their reasons.
+
+    Raises:
+        TypeError: ``model`` is not a module, or ``inputs`` is of another type.
+        ValueError: ``inputs`` has no tensor with a batch axis.
+        CheckError: the model cannot be copied, or the call fails.
+
+    Examples:
+        >>> import torch
+        >>> from headscope import check_model
+        >>> class Layer(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        ...
+        ...     def forward(self, x):
+        ...         return x + self.attention(x, x, x)[0]
+        >>> findings = check_model(Layer(), torch.randn(2, 5, 8))
+        >>> findings.names, findings["weights-discarded"].seen
+        (('weights-discarded',), 'attention returns weights [1, 5, 5] that nothing reads: need_weights is True')
+    """
+    check_type("model", model, nn.Module, "an nn.Module")
+    options = ModelOptions(causal, length, flex, reproducible)
+    with (
+        torch.random.fork_rng(devices=[]),
+        _other_random_states(),
+        torch.inference_mode(False),
+        torch.autocast("cpu", enabled=False),
+        _use_cpu(),
+    ):
+        entry = without_padding(read_inputs(model, inputs))
+        subject, own = prepare_model(model, entry, call)
+        case = ModelCase(model, subject, own, entry, options, subject.measure_noise(entry))
+        _describe_call(case)
+        for question in QUESTIONS:
+            _ask(case, question)
+    return Findings(type(model).__name__, _sort_findings(case), tuple(case.understood), case.not_tested)
+
+
+@contextmanager
+def _other_random_states() -> Generator[None]:
+    """Return a context after which the random states of Python and numpy are as before: some models use them."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _use_cpu() -> AbstractContextManager[object]:
+    """Return a context that puts new tensors on the CPU; without overhead where that is the default device."""
+    return nullcontext() if torch.empty(0).is_cpu else torch.device("cpu")
+
+
+def _describe_call(case: ModelCase) -> None:
+    subject = case.subject
+    words = str(subject.dtype).removeprefix("torch.")
+    case.understood.append(f"called as model{case.entry.describe()}, in {words}")
+    case.understood.append(
+        f"outputs up to {subject.size:.3g}; one rounding of each weight moves them by {subject.noise:.1g}; a "
+        f"difference above {subject.tolerance:.1g} counts"
+    )
+
+
+def _ask(case: ModelCase, question: Callable[[ModelCase], None]) -> None:
+    """Ask a question; record an error of the model and continue."""
+    try:
+        question(case)
+    except CODE_ERRORS as error:  # raised by unknown code
+        subject = question.__name__.removeprefix("ask_").replace("_", " ")
+        case.not_tested[f"the rest of {subject}"] = describe_error(error)
+
+
+def _sort_findings(case: ModelCase) -> tuple[Finding, ...]:
+    """Return the findings that do not follow from another one, the most severe first."""
+    explained = {other for name in case.observations for other in EXPLAINS.get(name, ())}
+    rank = {"wrong": 0, "fragile": 1, "unusual": 2, "slow": 3}
+    names = [name for name in case.observations if name not in explained]
+    findings: list[Finding] = []
+    for name in sorted(names, key=lambda name: rank[case.observations[name].severity]):
+        observation, entry = case.observations[name], MODEL_CATALOGUE[name]
+        findings.append(Finding(name, observation.severity, observation.evidence, entry.why, entry.fix, entry.code))
+    return tuple(findings)

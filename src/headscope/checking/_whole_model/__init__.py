@@ -1,0 +1,1 @@
+"""check_model: questions to a whole model, each answered by a few forward passes."""

@@ -1,0 +1,254 @@
+"""Questions about padding: what the masked tokens hold, on which side they are, and a padded batch of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope.checking._copies import CODE_ERRORS, describe_error
+from headscope.checking._whole_model.case import ModelCase
+from headscope.checking._whole_model.hooks import broken, first_broken_module, inner_modules, observing_outputs
+from headscope.checking._whole_model.inputs import SEQUENCES, MaskGroup, ModelInputs, cut, join, pad, vary
+
+LEAST = 4  # tokens of a sequence that is padded
+
+
+@dataclass(frozen=True)
+class PaddedText:
+    """A short text, and the same with padding on one side.
+
+    Attributes:
+        group: the mask, and the sequences that it covers.
+        short: the text alone.
+        longer: another text as long as the padded one.
+        count: the number of tokens of padding.
+        left: whether they are on the left.
+        rows: whether the output has rows of this sequence.
+    """
+
+    group: MaskGroup
+    short: ModelInputs
+    longer: ModelInputs
+    count: int
+    left: bool
+    rows: bool
+
+    @property
+    def side(self) -> str:
+        """The side, in words."""
+        return f"{self.group.tokens[0]} padded on the {'left' if self.left else 'right'}"
+
+    def alone(self, fill: float) -> ModelInputs:
+        """Return the padded text, as a batch of one."""
+        return pad(self.short, self.group, self.count, self.left, fill)
+
+    def batch(self, fill: float) -> ModelInputs:
+        """Return the padded text and a longer one."""
+        return join([self.alone(fill), self.longer])
+
+    def real(self, out: Tensor) -> Tensor:
+        """Return the rows of real tokens of the first entry."""
+        if not self.rows:
+            return out[:1]
+        return out[:1, self.count :] if self.left else out[:1, : out.shape[1] - self.count]
+
+
+def list_padded(case: ModelCase) -> list[PaddedText]:
+    """Return a text for each mask over tokens, padded on the left and on the right."""
+    texts: list[PaddedText] = []
+    for group in case.entry.groups:
+        length = case.entry.values[group.tokens[0]].shape[1]
+        count = min(3, length // 3)
+        short = cut(case.entry, group, 0, length - count)
+        rows = case.aligned and case.entry.main in group.tokens
+        texts += [PaddedText(group, short, vary(case.entry, 1), count, left, rows) for left in (True, False)]
+    return texts
+
+
+def pick_fills(case: ModelCase, group: MaskGroup) -> tuple[float, float, float]:
+    """Return two tokens of ordinary text, or numbers, and what this model is padded with."""
+    value = case.entry.values[group.tokens[0]]
+    if value.is_floating_point():
+        return 0.5, -1.5, 0.0
+    config = getattr(case.subject.model, "config", None)
+    padding = getattr(config, "pad_token_id", None)
+    padding = 0 if not isinstance(padding, int) or padding < 0 else padding
+    tokens = [int(token) for token in value.unique() if int(token) != padding]
+    first, last = (tokens[0], tokens[-1]) if tokens else (padding, padding)
+    return first, last if last != first else padding, padding
+
+
+def ask_padding(case: ModelCase) -> None:
+    """Ask, for each mask over tokens and each side, what padding changes."""
+    if not case.entry.groups:
+        case.not_tested["padding"] = "forward() has no attention_mask for these inputs, and inputs has no mask [B, T]"
+        return
+    if case.unusable:
+        case.not_tested["padding"] = case.unusable
+        return
+    for text in list_padded(case):
+        question = f"padding, {text.side}"
+        if case.entry.values[text.group.tokens[0]].shape[1] < LEAST:
+            case.not_tested[question] = f"{text.group.tokens[0]}: expected at least {LEAST} tokens"
+            continue
+        try:
+            _ask_side(case, text, question)
+        except CODE_ERRORS as error:  # whatever it raises, this call is not supported
+            case.not_tested[question] = describe_error(error)
+
+
+def _ask_side(case: ModelCase, text: PaddedText, question: str) -> None:
+    first, second, padding = pick_fills(case, text.group)
+    whole = case.subject.run(text.batch(padding))
+    if _report_nan(case, text, whole, padding):
+        return
+    one, other = (case.subject.run(text.batch(fill)) for fill in (first, second))
+    leak = case.gap(text.real(one), text.real(other))
+    if leak > case.subject.tolerance:
+        _report_leak(case, text, first, one, leak)
+        return
+    if case.differ(one[1:], other[1:]):
+        off = case.measured(case.gap(one[1:], other[1:]))
+        case.report("padding-leaks", f"{text.side}: other padding in entry 0 moves the output of entry 1 {off}")
+        return
+    if _report_batch_of_one(case, text, (first, second)):
+        return
+    _ask_positions(case, text, padding, question)
+
+
+def _report_nan(case: ModelCase, text: PaddedText, whole: Tensor, padding: float) -> bool:
+    """Report NaN or infinity that padding causes, also in the model's own dtype; without padding, all is finite."""
+    if not broken(whole) or (case.own is not None and not broken(case.own.run(text.batch(padding)))):
+        return False
+    with first_broken_module(case.subject.model) as record:
+        case.subject.run(text.batch(padding))
+    real = broken(text.real(whole)) or broken(whole[1:])
+    rows = (~torch.isfinite(whole)).flatten(2 if whole.ndim > 2 else 1).any(-1)
+    count = f"{int(rows.sum())} of {rows.numel()} rows of the output are"
+    where = "rows of real tokens are among them" if real else "they are rows of padding"
+    module = f"; the first module with such an output is {record.name}" if record.name else ""
+    case.report("nan-from-padding", f"{text.side}, {text.count} tokens: {count} NaN or infinite; {where}{module}")
+    return True
+
+
+def _report_leak(case: ModelCase, text: PaddedText, fill: float, one: Tensor, leak: float) -> None:
+    """Report padding whose contents change real tokens: the mask has no effect, or not everywhere."""
+    batch = text.batch(fill)
+    mask = batch.values[text.group.mask]
+    unmasked = case.subject.run(batch.with_values(**{text.group.mask: text.group.build(torch.ones_like(mask).bool())}))
+    off = case.measured(leak)
+    if not case.differ(text.real(one), text.real(unmasked)):
+        evidence = f"{text.side}: other tokens under the mask move real tokens {off}; a mask that hides nothing gives "
+        case.report("mask-ignored", f"{evidence}the same output")
+        return
+    case.report("padding-leaks", f"{text.side}: other tokens under the mask move real tokens {off}")
+
+
+def _report_batch_of_one(case: ModelCase, text: PaddedText, fills: tuple[float, float]) -> bool:
+    """Report padding that is masked in a batch of two, and not in a batch of one."""
+    try:
+        one, other = (case.subject.run(text.alone(fill)) for fill in fills)
+    except CODE_ERRORS as error:
+        case.report("fails-on-batch-of-one", f"{text.side}: {describe_error(error)}")
+        return True
+    leak = case.gap(text.real(one), text.real(other))
+    if leak <= case.subject.tolerance:
+        return False
+    case.report(
+        "padded-batch-of-one-differs",
+        f"{text.side}: in a batch of one, other tokens under the mask move real tokens {case.measured(leak)}; in a "
+        "batch of two they change nothing",
+    )
+    return True
+
+
+def _ask_positions(case: ModelCase, text: PaddedText, padding: float, question: str) -> None:
+    """Ask whether the padded text gives the output of the text alone, with positions as generate() counts them."""
+    alone = text.alone(padding)
+    smallest: list[float] = []
+    for positions in ({}, count_positions(case, text, alone)):
+        if positions is None:
+            continue
+        reference = case.subject.run(text.short, **_for_short(positions, text))
+        whole = case.subject.run(join([alone, text.longer]), **_for_two(positions, text))
+        single = case.subject.run(alone, **positions)
+        gaps = [case.gap(text.real(out), reference) for out in (whole, single)]
+        if max(gaps) <= case.subject.tolerance:
+            if positions:
+                case.understood.append(f"{text.side}: equal to the text alone, with position_ids counted from it")
+            return
+        if gaps[0] <= case.subject.tolerance:
+            case.report(
+                "padded-batch-of-one-differs",
+                f"{text.side}: in a batch of one, real tokens differ from the text alone {case.measured(gaps[1])}; "
+                "in a batch of two they do not",
+            )
+            return
+        smallest.append(min(gaps))
+    off = case.measured(min(smallest))
+    zeroed = _find_zeroed(case, text, alone)
+    if zeroed:
+        case.report("mask-zeroes-rows", f"{text.side}: {zeroed}; outputs differ from those without padding {off}")
+    elif text.left and not (case.causal and len(smallest) > 1):
+        case.not_tested[question] = (
+            f"what is masked changes nothing, but outputs differ from those of the text alone {off}: positions count "
+            "the padding; pad on the right"
+        )
+    else:
+        case.report("padding-changes-output", f"{text.side}: real tokens differ from those of the text alone {off}")
+
+
+def count_positions(case: ModelCase, text: PaddedText, alone: ModelInputs) -> dict[str, Any] | None:
+    """Return position_ids as generate() of transformers counts them, from the first real token; None if not taken."""
+    name = "position_ids"
+    if name not in case.subject.parameters or text.group.tokens[0] not in SEQUENCES or not text.rows:
+        return None
+    real = alone.values[text.group.mask].bool() != text.group.hides
+    return {name: (real.long().cumsum(-1) - 1).clamp(min=0)}
+
+
+def _for_short(positions: dict[str, Any], text: PaddedText) -> dict[str, Any]:
+    """Return the positions of the text without its padding."""
+    return {name: value[:, text.count :] if text.left else value[:, : -text.count] for name, value in positions.items()}
+
+
+def _for_two(positions: dict[str, Any], text: PaddedText) -> dict[str, Any]:
+    """Return the positions of the padded text and of the longer one."""
+    return {
+        name: torch.cat([value, torch.arange(value.shape[1])[None].to(value.dtype)])
+        for name, value in positions.items()
+    }
+
+
+def _find_zeroed(case: ModelCase, text: PaddedText, padded: ModelInputs) -> str:
+    """Return the first module with rows of zeros that it does not have without padding, in words; "" if there is none.
+
+    Rows of padding do not count.
+    """
+    before, after = (_zero_rows(case, inputs) for inputs in (text.short, padded))
+    for name, rows in after.items():
+        plain = before.get(name)
+        if plain is None:
+            continue
+        if text.rows and rows.shape[1] == padded.length:
+            rows = rows[:, text.count :] if text.left else rows[:, : rows.shape[1] - text.count]
+        if rows.shape == plain.shape and bool((rows & ~plain).any()):
+            return f"{int((rows & ~plain).sum())} of {rows.numel()} rows that {name} returns are 0"
+    return ""
+
+
+def _zero_rows(case: ModelCase, inputs: ModelInputs) -> dict[str, Tensor]:
+    """Return, by module, which rows of its output are all zero, [B, T]; the first call of a module counts."""
+    rows: dict[str, Tensor] = {}
+
+    def see(name: str, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if isinstance(first, Tensor) and not first.is_nested and first.ndim == 3 and name not in rows:
+            rows[name] = (first == 0).all(-1)
+
+    with observing_outputs(inner_modules(case.subject.model), see):
+        case.subject.run(inputs)
+    return rows
