@@ -179,11 +179,11 @@ ATTENDS: dict[str, Own] = {
 
 PRODUCTS_OF_HEADS = {name for name, own in ATTENDS.items() if own.__qualname__.startswith("by_head")}
 UNRECORDED = PRODUCTS_OF_HEADS | {
-    *("addbmm", "sparse softmax", "chunks of queries, written", "top-k, scattered", "a pad"),
-    *(f"weights that heads share, {how}" for how in ("repeated", "expanded", "repeat")),
+    *("addbmm", "sparse softmax", "chunks of queries, written", "top-k, scattered"),
+    *(f"weights that heads share, {how}" for how in ("repeated", "expanded")),
 }
 """Each product is one of one head or of a part of the weights, or the weights are not those of the softmax."""
-OTHER_LOGITS = {"gumbel_softmax", "a sink that is cut off"}
+OTHER_LOGITS = {"gumbel_softmax", "a sink that is cut off", "a pad", "weights that heads share, repeat"}
 
 
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")

@@ -174,7 +174,8 @@ class Watch:
         self._entered = False
         self._streams = Streams()
         self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # modules that ran and were all observed
-        self.followed: set[str] | None = None  # modules whose operations are followed; None: all, to find these
+        self._followed: set[str] = set()  # modules whose operations are followed
+        self._ran: set[str] = set()  # modules whose operations were followed once, to find these
         self._errors: dict[str, tuple[Tensor, float]] = {}
         self._warned: set[str] = set()
         self._warned_of_ids = False
@@ -266,6 +267,10 @@ class Watch:
         check_values(call)
         return self._streams.of(call, [*running_frames()])
 
+    def follows(self, name: str) -> bool:
+        """Return whether the operations of a module are followed."""
+        return name in self._followed or name not in self._ran
+
     def compare(self, layer: str, call: InterceptedCall) -> None:
         """Compare a layer's first output with the output of its call by definition.
 
@@ -306,7 +311,8 @@ class Watch:
             self._running.discard(forward)
         if not finished or not forward.active or isinstance(forward, Again):
             return
-        self.followed = (self.followed or set()) | forward.to_follow
+        self._followed |= forward.to_follow
+        self._ran |= forward.ran.keys()
         if self.monitor is not None:
             order = self.recording._order
             parts = {layer: forward.parts[layer] for layer in sorted(forward.parts, key=order.__getitem__)}
@@ -324,16 +330,18 @@ class Watch:
         if missing:
             raise WatchError(
                 f"watch: {len(missing)} of the attention layers that ran could not be observed: "
-                f"{describe_modules(self.modules, missing)}. They do not call scaled_dot_product_attention or "
-                'another function that headscope recognises. Exclude them with layers=, or give unseen="ignore"'
+                f"{describe_modules(self.modules, missing)}. They neither call a function that "
+                "headscope recognises nor compute a softmax of products that it can follow. Exclude them with layers=, "
+                'or give unseen="ignore"'
             )
         self._complete.add(both)
 
     def _warn_of_unrecorded(self, forward: Pass, missing: Collection[str]) -> None:
         """Warn, once for each layer, of attention that was not recorded."""
-        if not forward.unrecorded:
+        refused = forward.refused if forward.observed else set[str]()  # else the watch ends with an error
+        if not forward.unrecorded and not refused:
             return
-        texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing)
+        texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing, refused)
         for name, text in texts.items():
             if name not in self.chosen or name in self._warned:
                 continue
@@ -369,13 +377,19 @@ class Pass:
         self.observed: set[str] = set()
         self.unrecorded: dict[str, str | None] = {}  # see describe_unrecorded
         self.to_follow: set[str] = set()
+        self.refused: set[str] = set()
 
     def follows(self, name: str) -> bool:
-        """Return whether a module is followed: in the first forward pass all of them are."""
-        return self.watch.followed is None or name in self.watch.followed
+        """Return whether a module is followed: all are in the first forward pass in which they run."""
+        return self.watch.follows(name)
 
     def note_followed(self, name: str) -> None:
         """Note a module that the next forward passes have to follow."""
+        self.to_follow.add(name)
+
+    def note_refused(self, name: str) -> None:
+        """Note that a module has written out an attention that cannot be recorded."""
+        self.refused.add(name)
         self.to_follow.add(name)
 
     def note_unrecorded(self, name: str, operator: str | None) -> None:
@@ -400,11 +414,18 @@ class Pass:
             WatchError: it cannot be measured; the message names the layer.
         """
         self.observed.add(name)
+        self.measure(name, frame.calls, make)()
+
+    def measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
+        """Measure a call, the ``number``-th of its module from 1 on, and return a function that records it.
+
+        Raises:
+            WatchError: it cannot be measured; the message names the layer.
+        """
         watch = self.watch
-        watch.layout.attended.add(name)
         if name not in watch.chosen:
-            return
-        layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
+            return partial(self._note_observed, name)
+        layer = name if number == 1 else f"{name}#{number}"
         before = watch.recording.about.kinds.get(layer)
         try:
             call = make()
@@ -421,10 +442,21 @@ class Pass:
             part = measure(call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {error}") from error
-        order = (watch.places[name], frame.calls)
-        watch.recording._add(layer, order, part, kind, partial(layer_origin, watch.modules, name, call))
-        if watch.monitor is not None:
-            self.parts[layer] = self.parts[layer].merge(part) if layer in self.parts else part
+        widths = call.q.shape[-1], 0 if call.v is None else call.v.shape[-1]
+        origin = partial(layer_origin, watch.modules, name, call.q.shape[-3], widths)
+        order = (watch.places[name], number)
+
+        def record() -> None:
+            self._note_observed(name)
+            watch.recording._add(layer, order, part, kind, origin)
+            if watch.monitor is not None:
+                self.parts[layer] = self.parts[layer].merge(part) if layer in self.parts else part
+
+        return record
+
+    def _note_observed(self, name: str) -> None:
+        self.observed.add(name)
+        self.watch.layout.attended.add(name)
 
 
 class Again(Unfollowed, Pass):
@@ -432,6 +464,10 @@ class Again(Unfollowed, Pass):
 
     def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
         """Do nothing: the call was recorded before."""
+
+    def measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
+        """Do nothing: the call was recorded before."""
+        return lambda: None
 
 
 Watch.__module__ = "headscope.watching"  # its public path
