@@ -336,8 +336,8 @@ class Follower(TorchDispatchMode):
         self.table.assign(out, axes, role, place.fixed)
 
     def _note_join(self, name: str, out: Tensor, args: tuple[Any, ...]) -> None:
-        parts = [x for x in args[0] if is_followed(x) and x.ndim]
-        if len(parts) != len(args[0]):
+        parts = [x for x in args[0] if x.numel()]  # a cache may begin as an empty tensor of one axis
+        if not parts or not all(is_followed(x) for x in parts):
             return
         scope, at = self.scope(), (args[1] if len(args) > 1 else 0) % out.ndim
         roles = [self.table.role(x) for x in parts]
