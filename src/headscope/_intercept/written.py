@@ -1,7 +1,7 @@
 """Attention that a module writes out as products and a softmax, found among its operations and reported as a call.
 
-Operations are followed in the first forward pass. After it, only the modules are followed in which such an attention
-was found, so a model of fused attention pays nothing.
+Operations are followed in the first forward pass in which a module runs. After it, only the modules are followed in
+which such an attention was found, so a model of fused attention pays nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from headscope._intercept.intercepted_call import InterceptedCall, Kind
 from headscope._intercept.masks import HIDDEN, to_rule
 from headscope.masks import Mask
 
-IS_ON = True
 MOST_SCORES = 1 << 26  # numbers in scores of single heads that wait for the module around them to end
 ROUNDING = 0.9
 """A mask of -1e9 added to a score may be rounded to a little more."""
@@ -54,7 +53,7 @@ class Found:
 
 def is_to_be_followed(frame: Frame) -> bool:
     """Return whether a watcher of this forward pass wants the operations of a module to be followed."""
-    return IS_ON and any(forward.active and forward.follows(name) for forward, name in frame.forwards.values())
+    return any(forward.active and forward.follows(name) for forward, name in frame.forwards.values())
 
 
 @contextmanager
