@@ -28,7 +28,7 @@ class WrittenAttention:
         query_tokens, key_tokens: which tokens the queries and the keys are.
         scope: what encloses its operations from the scores on, the outermost first.
         needed_scope: what also encloses the operations that its axes are known from.
-        has_heads: whether an axis of heads was found.
+        heads: the pieces of its axis of heads; empty: no such axis was found.
         is_whole: whether the product holds all of the weights.
     """
 
@@ -41,7 +41,7 @@ class WrittenAttention:
     key_tokens: Tokens
     scope: tuple[Any, ...]
     needed_scope: tuple[Any, ...]
-    has_heads: bool
+    heads: Axis
     is_whole: bool
 
 

@@ -85,7 +85,7 @@ def complete(
         key_tokens=key_tokens,
         scope=within,
         needed_scope=enclosing([within, *scopes]),
-        has_heads=bool(roles.heads),
+        heads=roles.heads,
         is_whole=is_whole,
     )
 

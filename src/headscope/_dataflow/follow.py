@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headscope._dataflow import operands
 from headscope._dataflow.attention import WrittenAttention
 from headscope._dataflow.axes import Axis, Place, fresh_axes, is_of, sources
-from headscope._dataflow.completion import matches_softmax
+from headscope._dataflow.completion import enclosing, matches_softmax
 from headscope._dataflow.elementwise import combined_place, combined_role
 from headscope._dataflow.moves import joined_axes, moved_axes, note_part
 from headscope._dataflow.products import multiply
@@ -23,6 +23,7 @@ from headscope._dataflow.roles import (
     PARAMETER,
     HeadOutput,
     Lost,
+    Product,
     Role,
     Scores,
     Softmax,
@@ -42,7 +43,7 @@ class Follower(TorchDispatchMode):
         scope: returns what encloses the operation that runs, the outermost first.
         is_paused: returns whether operations are not to be followed now.
         report: is called with each attention, and its number.
-        refuse: is called with the scope of each attention that cannot be recorded.
+        refuse: is called with what encloses an attention that cannot be recorded, and its first product.
         joined: is called with the numbers of attentions whose outputs are concatenated, in their order.
     """
 
@@ -55,7 +56,7 @@ class Follower(TorchDispatchMode):
         scope: Callable[[], tuple[Any, ...]],
         is_paused: Callable[[], bool],
         report: Callable[[WrittenAttention, int], None],
-        refuse: Callable[[tuple[Any, ...]], None],
+        refuse: Callable[[tuple[Any, ...], Product], None],
         joined: Callable[[list[int], int | None], None],
     ) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class Follower(TorchDispatchMode):
     def _drop_scores(self, softmax: Softmax) -> None:
         """Let go of scores; what was multiplied of a part of their softmax is not recorded."""
         if softmax.parts and softmax.scores is not None:
-            self._refuse(softmax.scope)
+            self._refuse(enclosing([softmax.product.scope, softmax.scope]), softmax.product)
         softmax.scores = None
 
     def _drop_expired(self) -> None:
@@ -249,7 +250,7 @@ class Follower(TorchDispatchMode):
         role = result.role
         self.completions += result.attends
         if result.refused is not None:
-            self._refuse(result.refused.scope)
+            self._refuse(enclosing([result.refused.scope, self.scope()]), result.refused)
             self.completions += 1
         if result.attention is not None:
             role = self._take(result.attention, result.softmax)
@@ -274,16 +275,16 @@ class Follower(TorchDispatchMode):
             new_role = role
         elif isinstance(role, Scores):
             is_own = x.untyped_storage()._cdata != out.untyped_storage()._cdata  # else it has overwritten its input
-            softmax = self._wait(x, out, place.axes, axis) if is_own and x.shape == out.shape else None
+            softmax = self._wait(role.product, x, out, place.axes, axis) if is_own and x.shape == out.shape else None
             new_role = Weights(role.product, softmax, frozenset(sources(place.axes[axis])), softmax is None)
         self.table.assign(out, place.axes, new_role, place.fixed)
 
-    def _wait(self, scores: Tensor, out: Tensor, axes: list[Axis], axis: int) -> Softmax:
+    def _wait(self, product: Product, scores: Tensor, out: Tensor, axes: list[Axis], axis: int) -> Softmax:
         """Return a softmax that waits for values."""
         self._drop_expired()
         storage = out.untyped_storage()
         at = int(out.storage_offset())
-        softmax = Softmax(StorageWeakRef(storage), storage._cdata, scores, axes, at, axis, self.scope())
+        softmax = Softmax(product, StorageWeakRef(storage), storage._cdata, scores, axes, at, axis, self.scope())
         self._waiting.append(softmax)
         for old in self._waiting[:-MOST_WAITING]:
             self._drop_scores(old)

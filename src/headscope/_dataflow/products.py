@@ -131,7 +131,9 @@ def _completed(
     if isinstance(found, Refusal):
         return Result(result, refused=role.product)
     if found is None:
-        return Result(result)
+        contracted = frozenset(sources(place.axes[-1 if is_left else -2]))
+        keys = role.over or frozenset((*sources(role.product.rows), *sources(role.product.columns)))
+        return Result(result, None if contracted & keys else Lost(role.product))
     if softmax is None or found.is_whole:
         role.use.is_done = True
         return Result(result, None, found, softmax, attends=True)

@@ -61,6 +61,7 @@ class Softmax:
     """The result of a softmax of scores, from when it is computed until it is multiplied with values.
 
     Attributes:
+        product: the first one of the scores.
         storage, address: that of its result.
         scores: its input; None: it has been used, or overwritten.
         axes, offset: the axes of its result, and the place of its first number in its storage.
@@ -69,6 +70,7 @@ class Softmax:
         parts: the places of those parts of its result that were multiplied with values, and their sizes.
     """
 
+    product: Product
     storage: StorageWeakRef
     address: int
     scores: Tensor | None

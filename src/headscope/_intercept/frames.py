@@ -110,7 +110,8 @@ class Frame:
         accelerate: headscope's kernel should attend, too.
         quiet: its attention calls are observed as a whole: calls within them are not.
         softmaxes: those that it has computed itself and not yet multiplied with values.
-        written: attentions that it has written out; see ``written``.
+        written, refused: attentions that it has written out, and the tokens of those that are not recorded; see
+            ``written``.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -123,6 +124,7 @@ class Frame:
         self.quiet = False
         self.softmaxes: list[softmax.Weights] = []
         self.written: list[Any] = []
+        self.refused: list[Any] = []
         self._arguments: Mapping[str, Any] | None = None
 
     @property

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headscope._dataflow import Follower, Piece, Source, Tokens, WrittenAttention, same_tokens
+from headscope._dataflow import Axis, Follower, Piece, Product, Source, Tokens, WrittenAttention, same_tokens
 from headscope._intercept import frames
 from headscope._intercept.frames import Frame
 from headscope._intercept.intercepted_call import InterceptedCall, Kind
@@ -35,6 +35,7 @@ class Found:
         number: that of the attention, among those of this pass.
         attention: it itself, while it may be one of the heads that a loop computes; None: it has been measured.
         tokens: which tokens its queries are, and its keys.
+        heads: the pieces of its axis of heads.
         call: which call of its module it is; 0: not known yet.
         records: functions that record it.
         joint: the numbers of this attention and of the others whose outputs are joined with its own, in their order.
@@ -45,6 +46,7 @@ class Found:
     number: int
     attention: WrittenAttention | None
     tokens: tuple[Tokens, Tokens]
+    heads: Axis
     call: int = 0
     records: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     joint: list[int] = field(default_factory=list[int])
@@ -65,11 +67,12 @@ def followed(frame: Frame) -> Generator[None]:
     def report(attention: WrittenAttention, number: int) -> None:
         inner: Frame = attention.scope[-1]
         _note_followed(attention.needed_scope[-1])
-        found = Found(inner, number, attention, (attention.query_tokens, attention.key_tokens), joint=[number])
-        all_found[number] = found
-        if attention.has_heads:
-            _measure(found, attention)
+        tokens = attention.query_tokens, attention.key_tokens
+        found = all_found[number] = Found(inner, number, attention, tokens, attention.heads, joint=[number])
+        found.is_refused = _sources(tokens) in inner.refused
         inner.written.append(found)
+        if attention.heads:
+            _measure(found, attention)
 
     def join(numbers: list[int], axis: int | None) -> None:
         """Note attentions whose outputs were joined; ``axis``: along which, from the end; None: a new one."""
@@ -81,7 +84,7 @@ def followed(frame: Frame) -> Generator[None]:
 
     follower = Follower(
         list(frame.module.parameters()), lambda: tuple(thread.stack), lambda: thread.stack[-1].quiet, report,
-        lambda scope: _refuse(scope[-1]), join,
+        lambda scope, product: _refuse_product(scope[-1], product), join,
     )  # fmt: skip
     thread.follower = follower
     try:
@@ -105,37 +108,54 @@ def _refuse(frame: Frame) -> None:
             forward.note_refused(name)
 
 
-def _measure(found: Found, attention: WrittenAttention, frame: Frame | None = None) -> None:
-    """Measure an attention, as a call of its own or as more sequences of one that a loop over a batch computes."""
-    frame = found.frame if frame is None else frame
-    found.attention = None
-    for other in frame.written:
-        if other is not found and other.call and _is_loop(other, found):
-            found.call = other.call
-            if other.is_refused or not _is_loop_of_batch(other, found):
-                other.is_refused = found.is_refused = True
-                return
-    if not found.call:
+def _refuse_product(frame: Frame, product: Product) -> None:
+    """Refuse an attention, and with it others of the same tokens in this module: they may be other heads of it."""
+    _refuse(frame)
+    pairs = [
+        _sources((product.row_tokens, product.column_tokens)),
+        _sources((product.column_tokens, product.row_tokens)),
+    ]
+    frame.refused += pairs
+    for found in frame.written:
+        found.is_refused |= found.frame is frame and _sources(found.tokens) in pairs
+
+
+def _measure(found: Found, attention: WrittenAttention) -> None:
+    """Measure an attention, as a call of its own or as more sequences of one that a loop over a batch computes.
+
+    A loop over something else is refused.
+    """
+    frame, found.attention = found.frame, None
+    sources = _sources(found.tokens)
+    others = [each for each in frame.written if each.call and each.frame is frame and _sources(each.tokens) == sources]
+    apart = [each for each in others if each.tokens != found.tokens]
+    if apart:
+        calls = {each.call for each in others}
+        fits = all(_is_loop_of_batch(each, found) for each in apart)
+        if len(apart) < len(others) or len(calls) > 1 or not fits:
+            for each in (*others, found):
+                each.is_refused = True
+    if found.is_refused:
+        return
+    if apart:
+        found.call = apart[0].call
+    else:
         frame.calls += 1
         found.call = frame.calls
     found.records = frame.measure(partial(as_call, attention), found.call)
 
 
-def _is_loop(a: Found, b: Found) -> bool:
-    """Return whether two attentions are of other parts of the same tokens."""
-    return a.tokens != b.tokens and _sources(a) == _sources(b)
-
-
-def _sources(found: Found) -> list[set[Source | None]]:
-    return [{each[0] for each in tokens} for tokens in found.tokens]
+def _sources(tokens: tuple[Tokens, Tokens]) -> tuple[frozenset[Source | None], frozenset[Source | None]]:
+    """Return the axes that tokens run along, whichever they are of these."""
+    return frozenset(each[0] for each in tokens[0]), frozenset(each[0] for each in tokens[1])
 
 
 def _is_loop_of_batch(a: Found, b: Found) -> bool:
-    """Return whether two attentions differ in what was selected along an axis that has neither queries nor keys."""
+    """Return whether attentions differ in nothing but a selection along an axis that has neither queries nor keys."""
     pieces = [[{each for each in tokens if isinstance(each, Piece)} for tokens in found.tokens] for found in (a, b)]
-    along = {piece.source for piece in (*pieces[0][0], *pieces[0][1])}
-    moving = {source for x, y in zip(a.tokens, b.tokens, strict=True) for source, *_ in x ^ y}
-    return pieces[0] == pieces[1] and not along & moving
+    along = {piece.source for tokens in pieces[0] for piece in tokens}
+    moving = {each[0] for x, y in zip(a.tokens, b.tokens, strict=True) for each in x ^ y}
+    return pieces[0] == pieces[1] and a.heads == b.heads and not along & moving
 
 
 def settle(frame: Frame, around: Frame | None) -> None:
@@ -169,21 +189,23 @@ def settle(frame: Frame, around: Frame | None) -> None:
 
 
 def _settle_group(group: list[Found], frame: Frame) -> None:
-    """Measure attentions whose outputs were joined."""
+    """Measure attentions whose outputs were joined: the heads of one, or others, each of its own."""
     first = group[0]
-    same = all(each.tokens == first.tokens for each in group)
     singles = [each.attention for each in group if each.attention is not None]
-    if len(singles) < len(group) and same and all(each.frame is first.frame for each in group):
-        for each in group:  # groups of heads
-            each.is_refused = True
-    elif len(singles) == len(group) and same and _are_heads(group):
+    same = [each.tokens == first.tokens for each in group]
+    if all(same) and len(singles) == len(group) and _are_heads(group):
         _note_followed(frame)
-        own = first.frame if all(each.frame is first.frame for each in group) else frame
+        if any(each.frame is not first.frame for each in group):
+            first.frame = frame
+        first.is_refused = any(each.is_refused for each in group)
         for each in group[1:]:
             frame.written.remove(each)
-        first.frame = own
         _measure(first, _joined(singles))
         return
+    tokens = {each.tokens for each in group}
+    if all(each.frame is first.frame for each in group) and len(tokens) < len(group):
+        for each in group:  # groups of heads, or heads of several sequences
+            each.is_refused = True
     for each in group:
         if each.attention is not None:
             _measure(each, each.attention)
