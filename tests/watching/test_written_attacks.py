@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from headscope import watch
 from headscope.watching import WatchError, WatchWarning
-from support.written_attacks import ATTACKS, attack_module
 from support.watched_small import Attention
+from support.written_attacks import ATTACKS, attack_module
 
 RIGHT = [name for name, attack in ATTACKS.items() if attack.expected == "right"]
 
@@ -52,3 +56,190 @@ def test_what_is_refused_beside_a_recorded_layer_is_warned_of(name: str) -> None
     with pytest.warns(WatchWarning, match=r"1 \(Attends\) may also attend"), watch(model) as seen:
         model(x)
     assert seen.layers == ("0",)
+
+
+class Single(nn.Module):
+    """One head, over part of the tokens for queries or keys."""
+
+    def __init__(self, queries: slice = slice(None), keys: slice = slice(None)) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(15, 15) for _ in range(3))
+        self.queries, self.keys = queries, keys
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = x[:, self.queries], x[:, self.keys]
+        return (self.q(y) @ self.k(z).mT).softmax(-1) @ self.v(z)
+
+
+class Beside(nn.Module):
+    """Concatenates the outputs of two attentions."""
+
+    def __init__(self, a: nn.Module, b: nn.Module) -> None:
+        super().__init__()
+        self.near, self.far = a, b
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return torch.cat([self.near(x), self.far(memory)], -1)
+
+
+def test_attentions_of_other_tokens_are_not_heads_of_one_layer() -> None:
+    model = Beside(Single(), Single())
+    with watch(model) as seen:
+        model(torch.randn(2, 5, 15), torch.randn(2, 5, 15))
+    assert seen.layers == ("near", "far")
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "kind"),
+    [
+        (slice(None), slice(None), "self"),
+        (slice(3, None), slice(None), "self"),  # as with a cache
+        (slice(3), slice(None), "cross"),
+        (slice(None), slice(3), "cross"),
+        (slice(5), slice(5, None), "cross"),
+        (slice(None), slice(None, None, 2), "cross"),
+    ],
+)
+def test_parts_of_the_tokens_are_not_the_same_tokens(queries: slice, keys: slice, kind: str) -> None:
+    model = Single(queries, keys)
+    with watch(model) as seen:
+        model(torch.randn(2, 10, 15))
+    assert seen.about.kinds == {"Single": kind}
+
+
+def test_a_module_that_first_runs_in_a_later_pass_is_recorded() -> None:
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.passes = Single(), Single(), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            return self.first(x) if self.passes == 1 else self.second(self.first(x))
+
+    model = Later()
+    with watch(model) as seen:
+        for _ in range(3):
+            model(torch.randn(2, 5, 15))
+    assert seen.layers == ("first", "second")
+    assert seen["entropy"].count.tolist() == [[30], [20]]
+
+
+def test_the_scores_of_weights_that_are_gone_are_not_retained() -> None:
+    scores: list[StorageWeakRef] = []
+
+    class Pools(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                s = x @ x.mT
+                scores.append(StorageWeakRef(s.untyped_storage()))
+                x = x + s.softmax(-1).mean()
+                del s
+                assert sum(not each.expired() for each in scores) <= 1
+            return x
+
+    model = nn.Sequential(Attention(), Pools())
+    with torch.no_grad(), watch(model):
+        model(torch.randn(2, 5, 15))
+    assert all(each.expired() for each in scores)
+
+
+class OfFeatures(nn.Module):
+    """Attends to the features of its input as tokens, which a projection embeds, as iTransformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Linear(5, 12), nn.Linear(12, 36)
+        self.weights = torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.embed(x.mT)).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+        p = (q @ k.mT).softmax(-1)
+        self.weights = p.detach().double()
+        return p @ v
+
+
+class OfStacked(nn.Module):
+    """Attends to tokens that are stacked from projections of one vector, as FT-Transformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeds, self.qkv = nn.ModuleList(nn.Linear(5, 12) for _ in range(7)), nn.Linear(12, 36)
+        self.weights = torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.stack([embed(x) for embed in self.embeds], 1)
+        q, k, v = self.qkv(tokens).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+        p = (q @ k.mT).softmax(-1)
+        self.weights = p.detach().double()
+        return p @ v
+
+
+class OfTwoProducts(nn.Module):
+    """Adds products with keys of the content and keys of the positions, in this order or the other."""
+
+    def __init__(self, *, content_first: bool) -> None:
+        super().__init__()
+        self.qkv, self.position = nn.Linear(15, 45), nn.Linear(15, 15)
+        self.places, self.content_first = nn.Parameter(torch.randn(7, 15)), content_first
+        self.weights = torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 5)).permute(2, 0, 3, 1, 4)
+        content, position = q @ k.mT, q @ self.position(self.places).unflatten(-1, (3, 5)).transpose(0, 1).mT
+        p = (content + position if self.content_first else position + content).softmax(-1)
+        self.weights = p.detach().double()
+        return p @ v
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (OfFeatures(), (2, 5, 11)),
+        (OfStacked(), (2, 5)),
+        (OfTwoProducts(content_first=True), (2, 7, 15)),
+        (OfTwoProducts(content_first=False), (2, 7, 15)),
+    ],
+    ids=["features", "stacked", "content and position", "position and content"],
+)
+def test_tokens_of_other_kinds(model: Any, shape: tuple[int, ...]) -> None:
+    with watch(model) as seen:
+        model(torch.randn(*shape))
+    expected = torch.special.entr(model.weights).sum(-1).mean((0, 2))
+    torch.testing.assert_close(seen["entropy"].mean[0], expected, rtol=1e-5, atol=1e-6)
+
+
+class OfChannels(nn.Module):
+    """Attends to the channels of an image, as it comes, as DANet does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(2)
+        return ((y @ y.mT).softmax(-1) @ y).view_as(x)
+
+
+class OfMixedTokens(nn.Module):
+    """Attends to fewer keys, which a projection of the tokens makes, as Linformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.mix = nn.Linear(15, 45), nn.Parameter(torch.randn(4, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ (self.mix @ k).mT).softmax(-1) @ (self.mix @ v)
+
+
+@pytest.mark.parametrize(("model", "shape"), [(OfChannels(), (2, 5, 7, 3)), (OfMixedTokens(), (2, 7, 15))])
+def test_what_may_not_be_tokens_is_warned_of(model: nn.Module, shape: tuple[int, ...]) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.known, self.other = Attention(), model
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.known(x).sum() + self.other(y).sum()
+
+    both = Both()
+    with pytest.warns(WatchWarning, match="other .* may also attend"), watch(both) as seen:
+        both(torch.randn(2, 7, 15), torch.randn(*shape))
+    assert seen.layers == ("known",)

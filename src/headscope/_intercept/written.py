@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,30 +27,28 @@ ROUNDING = 0.9
 """A mask of -1e9 added to a score may be rounded to a little more."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Found:
     """An attention that a module has written out.
 
     Attributes:
         frame: the module.
-        number: that of the attention, among those of this pass.
         attention: it itself, while it may be one of the heads that a loop computes; None: it has been measured.
         tokens: which tokens its queries are, and its keys.
         heads: the pieces of its axis of heads.
         call: which call of its module it is; 0: not known yet.
         records: functions that record it.
-        joint: the numbers of this attention and of the others whose outputs are joined with its own, in their order.
+        joint: this attention and the others whose outputs are joined with its own, in their order.
         is_refused: whether it cannot be recorded.
     """
 
     frame: Frame
-    number: int
     attention: WrittenAttention | None
     tokens: tuple[Tokens, Tokens]
     heads: Axis
     call: int = 0
     records: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
-    joint: list[int] = field(default_factory=list[int])
+    joint: list[Found] = field(default_factory=list[Any])
     is_refused: bool = False
 
 
@@ -68,7 +67,8 @@ def followed(frame: Frame) -> Generator[None]:
         inner: Frame = attention.scope[-1]
         _note_followed(attention.needed_scope[-1])
         tokens = attention.query_tokens, attention.key_tokens
-        found = all_found[number] = Found(inner, number, attention, tokens, attention.heads, joint=[number])
+        found = all_found[number] = Found(inner, attention, tokens, attention.heads)
+        found.joint = [found]
         found.is_refused = _sources(tokens) in inner.refused
         inner.written.append(found)
         if attention.heads:
@@ -78,9 +78,11 @@ def followed(frame: Frame) -> Generator[None]:
         """Note attentions whose outputs were joined; ``axis``: along which, from the end; None: a new one."""
         if not all(number in all_found for number in numbers) or axis not in (-1, None):
             return
-        joint = list(dict.fromkeys(each for number in numbers for each in all_found[number].joint))
-        for number in joint:
-            all_found[number].joint = joint
+        joint: list[Found] = []
+        for number in numbers:
+            joint += [each for each in all_found[number].joint if each not in joint]
+        for found in joint:
+            found.joint = joint
 
     follower = Follower(
         list(frame.module.parameters()), lambda: tuple(thread.stack), lambda: thread.stack[-1].quiet, report,
@@ -165,13 +167,12 @@ def settle(frame: Frame, around: Frame | None) -> None:
     module around it, if each head is a module of its own.
     """
     waiting = list(frame.written)
-    by_number = {found.number: found for found in waiting}
-    done: set[int] = set()
+    done: list[Found] = []
     for found in waiting:
-        if found.number in done:
+        if found in done:
             continue
-        group = [by_number[number] for number in found.joint if number in by_number]
-        done |= {each.number for each in group}
+        group = [each for each in found.joint if each in waiting]
+        done += group
         if len(group) == 1 and found.attention is not None:
             if found.frame is frame and around is not None and _has_room(around, found):
                 around.written.append(found)
@@ -213,8 +214,8 @@ def _settle_group(group: list[Found], frame: Frame) -> None:
 
 def _are_heads(group: list[Found]) -> bool:
     """Return whether attentions are of the same size, in one module or in modules of one class."""
-    first = group[0]
-    if any(type(each.frame.module) is not type(first.frame.module) for each in group):
+    modules = {id(each.frame.module): type(each.frame.module) for each in group}
+    if len(set(modules.values())) > 1 or len(modules) != len({id(each.frame) for each in group}):
         return False
     shapes = {each.attention.scores.shape for each in group if each.attention is not None}
     return len(shapes) == 1
