@@ -53,7 +53,7 @@ def combined_role(
         tensors, roles: its arguments.
         has_number: whether a number is an argument, too.
     """
-    if not out.is_floating_point():
+    if not out.is_floating_point() or not any(roles):
         return None
     if roles and all(role == PARAMETER for role in roles):
         return PARAMETER

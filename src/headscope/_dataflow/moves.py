@@ -108,6 +108,7 @@ def note_part(entry: Entry, into: Tensor, before: Place, part: Place, scope: tup
             source.kind = kind
         return
     entry.parts.append(part)
+    entry.whole = None
     entry.layout, entry.joined = _written_layout(entry.layout, into, before.axes, part.axes, scope)
 
 

@@ -25,6 +25,7 @@ class Entry:
         layout, offset: its axes, and the place of the first number in bytes.
         role: what its numbers are; None: nothing that matters here.
         fixed: what was selected along axes that it does not have.
+        whole: the shape and the strides of the tensor that was assigned, and its axes; None: the layout has changed.
         parts: where the tensors come from that were written into parts of it.
         joined: the axes that run over these parts.
     """
@@ -34,6 +35,7 @@ class Entry:
     offset: int
     role: Role | None = None
     fixed: Fixed = frozenset()
+    whole: tuple[torch.Size, tuple[int, ...], list[Axis]] | None = None
     parts: list[Place] = field(default_factory=list[Place])
     joined: list[Source] = field(default_factory=list[Source])
 
@@ -69,6 +71,10 @@ class Table:
             axes = fresh_axes(x, scope, range(x.ndim) if is_parameter else (-1,), outside=True)
             self.assign(x, axes, PARAMETER if is_parameter else None)
             return Place(axes, frozenset())
+        whole = entry.whole
+        is_whole = whole is not None and x.shape == whole[0] and x.stride() == whole[1]
+        if whole is not None and is_whole and int(x.storage_offset()) * x.element_size() == entry.offset:
+            return Place(whole[2], entry.fixed)
         place = resolve(x, entry.layout, entry.offset, scope)
         return Place(place.axes, place.fixed | entry.fixed) if entry.fixed else place
 
@@ -80,7 +86,10 @@ class Table:
         """Note the axes and the role of a tensor that an operation has made; return its entry."""
         storage = x.untyped_storage()
         offset = int(x.storage_offset()) * x.element_size()
-        entry = self._entries[storage._cdata] = Entry(StorageWeakRef(storage), layout_of(x, axes), offset, role, fixed)
+        own = list(axes)
+        whole = None if 0 in x.stride() else (x.shape, x.stride(), own)
+        entry = Entry(StorageWeakRef(storage), layout_of(x, own), offset, role, fixed, whole)
+        self._entries[storage._cdata] = entry
         if len(self._entries) > self._next_sweep:
             self.sweep()
         return entry
