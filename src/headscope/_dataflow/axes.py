@@ -94,6 +94,15 @@ def is_of_tokens(axis: Axis) -> bool:
     return bool(pieces) and all(source.kind != "feature" or step in source.projected for source, step in pieces)
 
 
+def overlap(a: Axis, b: Axis) -> bool:
+    """Return whether two axes of one tensor run along the same numbers, as the windows of ``unfold`` do."""
+    return any(
+        x.source is y.source and x.source is not None and x.step < y.step * y.size and y.step < x.step * x.size
+        for x in a
+        for y in b
+    )
+
+
 def fresh_axes(
     x: Tensor, scope: tuple[Any, ...], features: Iterable[int] = (-1,), *, outside: bool = False
 ) -> list[Axis]:

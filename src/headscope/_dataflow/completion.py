@@ -39,13 +39,14 @@ def complete(
     own = frozenset(sources(keys))
     if own != frozenset(sources(contracted)) or (role.over is not None and own != role.over):
         return None
-    rows_are_keys = _shares(keys, product.rows)
-    if not rows_are_keys and not _shares(keys, product.columns):
+    is_single = not own and role.over is not None and not (product.rows and product.columns)  # one key
+    rows_are_keys = bool(product.columns) if is_single else _shares(keys, product.rows)
+    if not rows_are_keys and not is_single and not _shares(keys, product.columns):
         return None
     queries = product.columns if rows_are_keys else product.rows
     if p.ndim == 3 and not product.is_folded and _shares(p_axes[0], queries):
         return None  # values that depend on the query
-    if not is_of_tokens(keys) or product.sums_rows:
+    if not (is_single or is_of_tokens(keys)) or product.is_other:
         return REFUSAL
     roles = assign_roles(axes, key_axis, queries, product.is_folded, product.outside)
     if roles is None:

@@ -16,6 +16,7 @@ from headscope._dataflow.attention import WrittenAttention
 from headscope._dataflow.axes import Axis, Place, fresh_axes, is_of, sources
 from headscope._dataflow.completion import enclosing, matches_softmax
 from headscope._dataflow.elementwise import combined_place, combined_role
+from headscope._dataflow.joining import joined_product
 from headscope._dataflow.moves import joined_axes, moved_axes, note_part
 from headscope._dataflow.products import multiply
 from headscope._dataflow.roles import (
@@ -239,6 +240,8 @@ class Follower(TorchDispatchMode):
             self._joined([old.number, role.number], None)
         if isinstance(role, Weights):
             role = Lost(role.product) if role.dropped else role.altered()
+        if isinstance(role, (Scores, Weights)) and isinstance(old, (Scores, Weights)):
+            role = replace(role, product=joined_product([old.product, role.product]))
         entry.role = role
 
     def _note_product(self, name: str, out: Tensor, args: tuple[Any, ...]) -> None:
@@ -369,9 +372,10 @@ class Follower(TorchDispatchMode):
         if weights:
             over = weights[0].over
             if len(weights) == len(roles) and all(each.over == over and not each.dropped for each in weights):
-                return weights[0].altered()
+                return replace(weights[0].altered(), product=joined_product([each.product for each in weights]))
             return Lost(weights[0].product)
-        return next((role for role in roles if isinstance(role, Scores)), None)
+        scores = [role.product for role in roles if isinstance(role, Scores)]
+        return Scores(joined_product(scores)) if scores else None
 
     def _rank(self, x: Tensor) -> tuple[bool, int, int]:
         """Return how much of an argument is known: the keys of earlier steps, from outside, say less than new ones."""

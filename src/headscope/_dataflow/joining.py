@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from headscope._dataflow.axes import Axis, Fixed, Kind, Piece, Place, Source, fresh_axis, size_of
-from headscope._dataflow.roles import Tokens
+from headscope._dataflow.roles import Product, Tokens
 
 
 def tokens_of(axes: Sequence[Axis], fixed: Fixed) -> Tokens:
@@ -21,6 +22,27 @@ def tokens_of(axes: Sequence[Axis], fixed: Fixed) -> Tokens:
     return frozenset(piece for piece in pieces if piece.source is not None and piece.source.kind != "feature") | {
         each for each in fixed if each[0].kind != "feature"
     }
+
+
+def joined_tokens(parts: Sequence[Tokens]) -> Tokens:
+    """Return which tokens those of several parts are together; none: it is not known."""
+    common = frozenset[Any].intersection(*parts)
+    if all(part == common for part in parts):
+        return common
+    rest = [[piece for piece in part - common if isinstance(piece, Piece)] for part in parts]
+    if any(len(pieces) != 1 or len(part - common) != 1 for pieces, part in zip(rest, parts, strict=True)):
+        return frozenset()
+    chain = _chain([tuple(pieces) for pieces in rest])
+    return common | {chain} if chain else frozenset()
+
+
+def joined_product(products: Sequence[Product]) -> Product:
+    """Return the product of scores that are joined: the first, with the tokens of all."""
+    first = products[0]
+    if all(each is first for each in products):
+        return first
+    rows, columns = ([getattr(each, name) for each in products] for name in ("row_tokens", "column_tokens"))
+    return replace(first, row_tokens=joined_tokens(rows), column_tokens=joined_tokens(columns))
 
 
 def kind_of_parts(parts: Sequence[Place]) -> Kind:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from headscope._dataflow.attention import WrittenAttention
-from headscope._dataflow.axes import Axis, Fixed, Place, fresh_axis, size_of, sources
+from headscope._dataflow.axes import Axis, Fixed, Place, fresh_axis, overlap, size_of, sources
 from headscope._dataflow.completion import Refusal, complete
 from headscope._dataflow.joining import tokens_of
 from headscope._dataflow.roles import PARAMETER, Lost, Product, Role, Scores, Softmax, Weights
@@ -51,6 +51,9 @@ def multiply(table: Table, left: Tensor, right: Tensor, out: Tensor, scope: tupl
         return Result(Place([*outer, *axes], frozenset()))
     fixed = a.fixed | b.fixed
     values = Place([*outer, a.axes[-2], b.axes[-1]], frozenset(each for each in fixed if each[0].kind != "feature"))
+    for role, other in ((left_role, right_role), (right_role, left_role)):
+        if isinstance(role, (Weights, Lost)) and isinstance(other, (Scores, Weights, Lost)):
+            return Result(values, Lost(role.product))
     for role, p, v, is_left in ((left_role, left, right, True), (right_role, right, left, False)):
         place = a if is_left else b
         if isinstance(role, Weights):
@@ -91,7 +94,9 @@ def _product(table: Table, a: Place, b: Place, is_folded: bool, scope: tuple[Any
         tokens_of([*outer, rows], a.fixed),
         tokens_of([*(outer and [b.axes[0]]), columns], b.fixed),
         is_folded,
-        any(source.kind == "row" for source in summed),
+        any(source.kind == "row" for source in summed)
+        or any(overlap(b.axes[0], columns) for _ in outer)
+        or any(overlap(a.axes[0], rows) for _ in outer),
         len(outside) if len(outside) == len(set(summed)) else 0,
         scope,
     )
@@ -116,7 +121,7 @@ def _merged(a: Axis, b: Axis) -> Axis:
 def _may_attend(product: Product, p: Tensor, is_left: bool) -> bool:
     """Return whether numbers that are not followed may be the weights of keys."""
     size = p.shape[-1 if is_left else -2]
-    return any(size_of(axis) == size for axis in (product.rows, product.columns)) and not product.sums_rows
+    return any(size_of(axis) == size for axis in (product.rows, product.columns)) and not product.is_other
 
 
 def _completed(

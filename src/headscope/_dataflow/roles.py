@@ -34,7 +34,7 @@ class Product:
         rows, columns: the axes of its last two, along sources of their own.
         row_tokens, column_tokens: which tokens they are.
         is_folded: whether it has no axis N, so that its rows may hold a batch.
-        sums_rows: whether it sums over rows, and not over features alone.
+        is_other: whether it cannot be that of an attention: it sums over rows, or each row has columns of its own.
         outside: from how many tensors from outside its factors come; 0: a projection was applied, or it is not known.
         scope: where it was computed.
     """
@@ -44,7 +44,7 @@ class Product:
     row_tokens: Tokens
     column_tokens: Tokens
     is_folded: bool
-    sums_rows: bool
+    is_other: bool
     outside: int
     scope: tuple[Any, ...]
 

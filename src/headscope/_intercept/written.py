@@ -76,7 +76,7 @@ def followed(frame: Frame) -> Generator[None]:
 
     def join(numbers: list[int], axis: int | None) -> None:
         """Note attentions whose outputs were joined; ``axis``: along which, from the end; None: a new one."""
-        if not all(number in all_found for number in numbers) or axis not in (-1, None):
+        if not all(number in all_found for number in numbers) or axis == -2:  # more queries
             return
         joint: list[Found] = []
         for number in numbers:
