@@ -253,7 +253,7 @@ def test_nothing_of_a_step_reads_a_number(monkeypatch: pytest.MonkeyPatch) -> No
     eye = torch.eye(9).expand(1, 2, 9, 9)
     part = next(iter(observe(eye, eye, eye).parts.values()))
     measured: Callable[..., Any] = lambda *_: part  # noqa: E731
-    monkeypatch.setattr("headscope.watching._watch.measure", measured)
+    monkeypatch.setattr("headscope.watching._pass.measure", measured)
     monkeypatch.setattr("headscope.watching._recording.PENDING", 2)
     model = Steered()
     sharp, first = torch.tensor(1.0), torch.tensor(False)

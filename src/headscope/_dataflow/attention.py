@@ -76,20 +76,20 @@ def assign_roles(axes: Sequence[Axis], key_axis: int, query_axis: Axis, folded: 
     batch: list[Piece] = []
     heads: list[Piece] = []
     queries: list[Piece] = []
-    for axis in (*axes[:key_axis], *axes[key_axis + 1 :]):
-        for piece in axis:
-            if (
-                piece.source is not None
-                and piece.source in query_sources
-                and (piece.source.kind != "feature" or not has_rows)
-            ):
-                queries.append(piece)
-            elif piece.source is None or piece.source.kind == "joined":
-                return None
-            elif piece.source.kind == "feature":
-                heads.append(piece)
-            else:
-                batch.append(piece)
+    for piece in (piece for axis in (*axes[:key_axis], *axes[key_axis + 1 :]) for piece in axis):
+        source = piece.source
+        if source is None or (source.kind == "joined" and source not in query_sources):
+            return None
+        is_feature = source.kind == "feature"
+        is_projected = is_feature and piece.step in source.projected
+        if source in query_sources and (not is_feature or is_projected or not has_rows):
+            queries.append(piece)
+        elif is_projected and not source.is_outside:
+            return None  # perhaps heads, perhaps tokens that projections have made
+        elif is_feature and not is_projected:
+            heads.append(piece)
+        else:
+            batch.append(piece)
     if folded and len(queries) > max(1, len(keys)):
         cut = len(queries) - max(1, len(keys))
         batch, queries = batch + queries[:cut], queries[cut:]

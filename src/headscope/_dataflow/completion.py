@@ -75,7 +75,7 @@ def complete(
             result = _output(out, p_axes, is_left, shared, roles.queries)
     query_tokens, key_tokens = _tokens(product, rows_are_keys)
     within = enclosing([product.scope, scope] if softmax is None else [product.scope, softmax.scope, scope])
-    scopes = [source.scope for source in sources(roles.heads) if source.scope]
+    scopes = [*product.scopes, *(source.scope for source in sources(roles.heads) if source.scope)]
     return WrittenAttention(
         scores=logits,
         v=values,

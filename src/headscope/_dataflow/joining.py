@@ -65,7 +65,12 @@ def stacked_axis(parts: Sequence[Place], scope: tuple[Any, ...]) -> Axis:
     """Return the axis over parts of the same shape."""
     if len(parts) == 1:
         return ()
-    return _spaced(parts) or fresh_axis(len(parts), kind_of_parts(parts), scope)
+    return _repeated(parts) or _spaced(parts) or fresh_axis(len(parts), kind_of_parts(parts), scope)
+
+
+def _repeated(parts: Sequence[Place]) -> Axis:
+    """Return the piece of parts that all come from the same numbers."""
+    return (Piece(None, 0, len(parts)),) if all(part == parts[0] for part in parts) else ()
 
 
 def _spaced(parts: Sequence[Place]) -> Axis:
@@ -110,7 +115,7 @@ def concatenated_axis(parts: Sequence[Place], at: int, size: int, scope: tuple[A
         return (chain,)
     if len({size_of(axis) for axis in axes}) == 1:
         own = parts[0].axes[at]
-        over = _spaced(parts)
+        over = _repeated(parts) or _spaced(parts)
         if not over and not any(axis and axis[0].source is None for axis in axes):
             kind = kind_of_parts(parts)
             if kind == "feature" or not own:
@@ -142,7 +147,7 @@ def _chain(axes: Sequence[Axis]) -> Piece | None:
 
 def _merged(over: Piece, own: Axis) -> Axis:
     """Return the axis of a piece over an axis, as one piece where they follow each other."""
-    if own and own[0].source is over.source and over.step == own[0].step * own[0].size:
+    if own and own[0].source is over.source and over.source is not None and over.step == own[0].step * own[0].size:
         return (own[0]._replace(size=own[0].size * over.size, start=over.start), *own[1:])
     return (over, *own)
 

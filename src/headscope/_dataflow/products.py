@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from headscope._dataflow.attention import WrittenAttention
-from headscope._dataflow.axes import Axis, Fixed, Place, fresh_axis, overlap, size_of, sources
+from headscope._dataflow.axes import Axis, Fixed, Piece, Place, Source, fresh_axis, overlap, size_of, sources
 from headscope._dataflow.completion import Refusal, complete
 from headscope._dataflow.joining import tokens_of
 from headscope._dataflow.roles import PARAMETER, Lost, Product, Role, Scores, Softmax, Weights
@@ -41,10 +42,13 @@ def multiply(table: Table, left: Tensor, right: Tensor, out: Tensor, scope: tupl
     a, b = table.place(left, scope), table.place(right, scope)
     outer = [_merged(a.axes[0], b.axes[0])] if left.ndim == 3 else []
     if right_role == PARAMETER and left_role != PARAMETER:
-        columns = _projected(table, a.axes[-2], b.axes[-1], out.shape[-1], scope)
-        return Result(Place([*outer, a.axes[-2], columns], a.fixed), _role_of_projection(left_role, a.axes[-1]))
+        columns = _projected(table, a.axes[-2:], b.axes[-1], out.shape[-1], scope)
+        return Result(
+            Place([*outer, _unrepeated(a.axes[-2], scope), columns], a.fixed),
+            _role_of_projection(left_role, a.axes[-1]),
+        )
     if left_role == PARAMETER and right_role != PARAMETER:
-        rows = _projected(table, b.axes[-1], a.axes[-2], out.shape[-2], scope)
+        rows = _projected(table, b.axes[:-3:-1], a.axes[-2], out.shape[-2], scope)
         return Result(Place([*outer, rows, b.axes[-1]], b.fixed), _role_of_projection(right_role, b.axes[-2]))
     if left_role == PARAMETER:  # queries that are learned
         axes = [fresh_axis(out.shape[-2], "row", scope), fresh_axis(out.shape[-1], "feature", scope)]
@@ -65,14 +69,28 @@ def multiply(table: Table, left: Tensor, right: Tensor, out: Tensor, scope: tupl
     return Result(Place([*outer, product.rows, product.columns], fixed), Scores(product))
 
 
-def _projected(table: Table, rows: Axis, axis: Axis, size: int, scope: tuple[Any, ...]) -> Axis:
-    """Return the axis of features that a projection makes: those of its parameter, for all that it projects."""
+def _projected(table: Table, factor: Sequence[Axis], axis: Axis, size: int, scope: tuple[Any, ...]) -> Axis:
+    """Return the axis of features that a projection makes: those of its parameter, for all that it projects.
+
+    Args:
+        table: where new sources are noted.
+        factor: the rows of what is projected, and the axis that is summed over.
+        axis, size: the other axis of the parameter, and its size.
+        scope: where it is computed.
+    """
+    rows, summed = factor
+    own = sources(summed)
     for piece in rows:
-        if piece.source is not None:
+        if piece.source is not None and piece.source not in own:  # else they are heads, and these their features
             piece.source.projected.add(piece.step)
     if any(piece.source is None for piece in axis):
         return fresh_axis(size, "feature", scope)
     return table.derive(axis, scope[-2:-1], scope)
+
+
+def _unrepeated(rows: Axis, scope: tuple[Any, ...]) -> Axis:
+    """Return rows that a projection makes: those of what was repeated, such as a batch, are rows of their own."""
+    return tuple(Piece(Source("row", scope), 1, each.size) if each.source is None else each for each in rows)
 
 
 def _role_of_projection(role: Role | None, contracted: Axis) -> Role | None:
@@ -99,6 +117,7 @@ def _product(table: Table, a: Place, b: Place, is_folded: bool, scope: tuple[Any
         or any(overlap(a.axes[0], rows) for _ in outer),
         len(outside) if len(outside) == len(set(summed)) else 0,
         scope,
+        tuple(source.scope for source in summed if source.scope),
     )
 
 

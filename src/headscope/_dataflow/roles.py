@@ -37,6 +37,7 @@ class Product:
         is_other: whether it cannot be that of an attention: it sums over rows, or each row has columns of its own.
         outside: from how many tensors from outside its factors come; 0: a projection was applied, or it is not known.
         scope: where it was computed.
+        scopes: where the features come from that it sums over.
     """
 
     rows: Axis
@@ -47,6 +48,7 @@ class Product:
     is_other: bool
     outside: int
     scope: tuple[Any, ...]
+    scopes: tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)

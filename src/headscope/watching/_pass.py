@@ -65,6 +65,7 @@ class Pass:
         self.unrecorded: dict[str, str | None] = {}  # see describe_unrecorded
         self.to_follow: set[str] = set()
         self.refused: set[str] = set()
+        self.written: set[str] = set()  # modules that have written out an attention
 
     def follows(self, name: str) -> bool:
         """Return whether a module is followed: all are in the first forward pass in which they run."""
@@ -101,9 +102,18 @@ class Pass:
             WatchError: it cannot be measured; the message names the layer.
         """
         self.observed.add(name)
-        self.measure(name, frame.calls, make)()
+        self._measure(name, frame.calls, make)()
 
     def measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
+        """Measure a call that a module has written out; return a function that records it.
+
+        Raises:
+            WatchError: it cannot be measured; the message names the layer.
+        """
+        self.written.add(name)
+        return self._measure(name, number, make)
+
+    def _measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
         """Measure a call, the ``number``-th of its module from 1 on, and return a function that records it.
 
         Raises:

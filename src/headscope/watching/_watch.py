@@ -169,6 +169,8 @@ class Watch:
         self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # modules that ran and were all observed
         self._followed: set[str] = set()  # modules whose operations are followed
         self._ran: set[str] = set()  # modules whose operations were followed once, to find these
+        self._written: set[str] = set()  # modules in which these have found attention
+        self._refused: set[str] = set()  # modules with an attention that could not be recorded
         self._errors: dict[str, tuple[Tensor, float]] = {}
         self._warned: set[str] = set()
         self._warned_of_ids = False
@@ -331,8 +333,10 @@ class Watch:
 
     def _warn_of_unrecorded(self, forward: Pass, missing: Collection[str]) -> None:
         """Warn, once for each layer, of attention that was not recorded."""
-        refused = forward.refused if forward.observed else set[str]()  # else the watch ends with an error
-        if not forward.unrecorded and not refused:
+        self._refused |= forward.refused | (self._written & forward.ran.keys() - forward.observed)
+        self._written |= forward.written
+        refused = self._refused if self.recording._order else set[str]()  # else the watch ends with an error
+        if not forward.unrecorded and not refused - self._warned:
             return
         texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing, refused)
         for name, text in texts.items():
