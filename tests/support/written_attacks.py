@@ -222,6 +222,44 @@ def shared_weights(q: Tensor, k: Tensor, v: Tensor, note: Note) -> Tensor:
     return note((q @ k.mT)[:, :1].softmax(-1).repeat(1, 3, 1, 1)) @ v
 
 
+def own_keys(q: Tensor, k: Tensor, v: Tensor, note: Note) -> Tensor:
+    """Local attention: each query has a window of keys of its own."""
+    k, v = (F.pad(x, (0, 0, 1, 1)).unfold(-2, 3, 1).mT for x in (k, v))
+    p = (q[..., None, :] @ k.mT).softmax(-1)
+    return (note(p) @ v).squeeze(-2)
+
+
+def weights_of_weights(q: Tensor, k: Tensor, v: Tensor, note: Note) -> Tensor:
+    p = (q @ k.mT).softmax(-1)
+    return note(p @ p) @ v
+
+
+def normalised_later(q: Tensor, k: Tensor, v: Tensor, note: Note) -> Tensor:
+    e = (q @ k.mT).exp()
+    note(e / e.sum(-1, keepdim=True))
+    return e @ v / e.sum(-1, keepdim=True)
+
+
+def groups_of_heads(q: Tensor, k: Tensor, v: Tensor, note: Note) -> Tensor:
+    p = [(q[:, at] @ k[:, at].mT).softmax(-1) for at in (slice(2), slice(2, 4))]
+    note(torch.cat(p, 1))
+    return torch.cat([p[0] @ v[:, :2], p[1] @ v[:, 2:]], 1)
+
+
+def chunks_of_keys(q: Tensor, k: Tensor, v: Tensor, note: Note) -> Tensor:
+    return note(torch.cat([q @ k[..., :3, :].mT, q @ k[..., 3:, :].mT], -1).softmax(-1)) @ v
+
+
+def two_values(q: Tensor, k: Tensor, v: Tensor, note: Note) -> Tensor:
+    p = note((q @ k.mT).softmax(-1))
+    return p @ v + p @ (2 * v)
+
+
+def repeated_batch(q: Tensor, k: Tensor, v: Tensor, note: Note) -> Tensor:
+    q, k, v = (torch.cat([x, x]) for x in (q, k, v))
+    return (note((q @ k.mT).softmax(-1)) @ v)[:2]
+
+
 ATTACKS: dict[str, Attack] = {
     "renormalised": Attack(renormalised, "right"),
     "powered": Attack(powered, "right"),
@@ -251,12 +289,22 @@ ATTACKS: dict[str, Attack] = {
     "heads changed one by one": Attack(heads_changed_one_by_one, "refused"),
     "heads that talk": Attack(talking, "refused"),
     "heads that share weights": Attack(shared_weights, "right"),
+    "keys of each query": Attack(own_keys, "refused"),
+    "weights of weights": Attack(weights_of_weights, "refused"),
+    "normalised after the product": Attack(normalised_later, "refused"),
+    "groups of heads": Attack(groups_of_heads, "refused"),
+    "chunks of keys": Attack(chunks_of_keys, "right"),
+    "two tensors of values": Attack(two_values, "right"),
+    "a batch repeated after the projections": Attack(repeated_batch, "refused"),
 }
+
+
+FOUR_HEADS = {"heads in permuted groups", "groups of heads"}
 
 
 def attack_module(name: str) -> Any:
     """Return the module of an attack, and its input."""
     attack = ATTACKS[name]
     torch.manual_seed(7)
-    heads, width = (4, 28) if name == "heads in permuted groups" else (3, 15)
+    heads, width = (4, 28) if name in FOUR_HEADS else (3, 15)
     return Attends(attack.own, heads, width).train(attack.train), torch.randn(2, 7, width)

@@ -51,7 +51,7 @@ def test_refused(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in RIGHT])
 def test_what_is_refused_beside_a_recorded_layer_is_warned_of(name: str) -> None:
     refused, x = attack_module(name)
-    attention = Attention(x.shape[-1])
+    attention = Attention(x.shape[-1], refused.heads)
     model = torch.nn.Sequential(attention, refused)
     with pytest.warns(WatchWarning, match=r"1 \(Attends\) may also attend"), watch(model) as seen:
         model(x)
@@ -243,3 +243,91 @@ def test_what_may_not_be_tokens_is_warned_of(model: nn.Module, shape: tuple[int,
     with pytest.warns(WatchWarning, match="other .* may also attend"), watch(both) as seen:
         both(torch.randn(2, 7, 15), torch.randn(*shape))
     assert seen.layers == ("known",)
+
+
+class Splits(nn.Module):
+    """Attends with three heads, after a change of its input."""
+
+    def __init__(self, width: int = 15) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 45)
+        self.weights: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 5)).movedim(-3, 0).transpose(-3, -2)
+        p = (q @ k.mT).softmax(-1)
+        self.weights.append(p.detach().double().flatten(0, -4))
+        return p @ v
+
+
+def recorded_as(seen: Any, weights: list[Tensor]) -> None:
+    expected = torch.special.entr(torch.cat(weights)).sum(-1)
+    torch.testing.assert_close(seen["entropy"].mean[0], expected.mean((0, 2)), rtol=1e-5, atol=1e-6)
+    assert seen["entropy"].count[0].tolist() == [expected[:, 0].numel()] * 3
+
+
+def test_one_token_is_one_key() -> None:
+    model = Splits()
+    with watch(model) as seen:
+        model(torch.randn(2, 1, 15))
+    assert seen["effective_keys"].mean.tolist() == [[1.0] * 3]
+
+
+def test_a_repeated_batch_is_a_batch() -> None:
+    class Repeats(Splits):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.repeat_interleave(2, 0)) + super().forward(torch.cat([x, x]))
+
+    model = Repeats()
+    with watch(model) as seen:
+        model(torch.randn(2, 7, 15))
+    assert seen.layers == ("Repeats", "Repeats#2")
+    recorded_as(seen, model.weights[:1])
+
+
+def test_series_are_a_batch_although_they_are_features_of_the_input() -> None:
+    """As PatchTST attends to the patches of each series."""
+
+    class OfSeries(Splits):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mT.unfold(-1, 3, 3))
+
+    model = OfSeries(width=3)
+    with watch(model) as seen:
+        model(torch.randn(2, 12, 5))
+    recorded_as(seen, model.weights)
+
+
+def test_pixels_of_a_raw_image_are_tokens() -> None:
+    class OfPixels(Splits):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.flatten(2).mT)
+
+    model = OfPixels()
+    with watch(model) as seen:
+        model(torch.randn(2, 15, 3, 5))
+    recorded_as(seen, model.weights)
+
+
+def test_a_pass_that_cannot_be_recorded_is_warned_of() -> None:
+    class Sometimes(Splits):
+        passes = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            if self.passes == 2:
+                return torch.stack([(row @ row.mT).sigmoid() @ row for row in x])
+            return super().forward(x)
+
+    model = Sometimes()
+    with pytest.warns(WatchWarning, match="may also attend"), watch(model) as seen:
+        torch.stack([model(torch.randn(2, 7, 15)).sum() for _ in range(3)])
+    recorded_as(seen, model.weights)
+
+
+def test_weights_that_were_changed_have_no_logits() -> None:
+    model, x = attack_module("renormalised")
+    with watch(model) as seen:
+        model(x)
+    part = seen.stats.parts["Attends"]
+    assert not {"lse", "max_logit"} & part.moments.keys()
