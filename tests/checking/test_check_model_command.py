@@ -28,7 +28,7 @@ def test_a_sound_model_has_exit_code_0(run: Run, folder: Path) -> None:
     assert "with its cache, token by token: equal to the whole" in findings["understood"]
 
 
-def test_a_finding_has_exit_code_1(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_what_is_slow_is_reported_and_does_not_fail(run: Run, folder: Path, tmp_path: Path) -> None:
     eager = tmp_path / "eager"
     eager.mkdir()
     for file in folder.iterdir():
@@ -36,7 +36,7 @@ def test_a_finding_has_exit_code_1(run: Run, folder: Path, tmp_path: Path) -> No
     config = json.loads((eager / "config.json").read_text())
     (eager / "config.json").write_text(json.dumps({**config, "n_positions": 29, "attn_implementation": "eager"}))
     ran = run("check", "--model", str(eager), "--length", "4096")
-    assert ran.code == 1
+    assert ran.code == 0
     assert "· quadratic-memory  slow" in ran.out
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import ablate, watch
-from headscope._intercept import written
 from headscope.watching import WatchWarning
 from support.cases import case
 from support.commands import Run
@@ -31,12 +30,6 @@ tensordot: Callable[..., Tensor] = torch.tensordot  # its stub has the overloads
 chain_matmul: Callable[..., Tensor] = torch.chain_matmul
 aten: Any = torch.ops.aten
 private_torch: Any = torch
-
-
-@pytest.fixture(autouse=True)
-def follow_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch on what is off by default; see ``headscope._intercept.written``."""
-    monkeypatch.setattr(written, "IS_ON", True)
 
 
 Own = Callable[[Tensor, Tensor], Tensor]
@@ -179,11 +172,11 @@ ATTENDS: dict[str, Own] = {
 
 PRODUCTS_OF_HEADS = {name for name, own in ATTENDS.items() if own.__qualname__.startswith("by_head")}
 UNRECORDED = PRODUCTS_OF_HEADS | {
-    *("addbmm", "sparse softmax", "chunks of queries, written", "top-k, scattered", "a pad"),
-    *(f"weights that heads share, {how}" for how in ("repeated", "expanded", "repeat")),
+    *("addbmm", "sparse softmax", "chunks of queries, written", "top-k, scattered"),
+    *(f"weights that heads share, {how}" for how in ("repeated", "expanded")),
 }
 """Each product is one of one head or of a part of the weights, or the weights are not those of the softmax."""
-OTHER_LOGITS = {"gumbel_softmax", "a sink that is cut off"}
+OTHER_LOGITS = {"gumbel_softmax", "a sink that is cut off", "a pad", "weights that heads share, repeat"}
 
 
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
@@ -192,13 +185,6 @@ def test_a_second_attention_that_is_not_recorded_is_warned_of(own: str) -> None:
     for fused_inside, memory in product((False, True), (7, 3)):
         with case(fused_inside, memory):
             check_warning(own, fused_inside, memory)
-
-
-@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
-@pytest.mark.parametrize("own", ATTENDS)
-def test_without_following_operations_all_are_warned_of(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written, "IS_ON", False)
-    check_warning(own, False, 7)
 
 
 def check_warning(own: str, fused_inside: bool, memory: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from headscope._dataflow.axes import Axis, Piece, Source, size_of
+from headscope._dataflow.axes import Axis, Piece, size_of, sources
+from headscope._dataflow.roles import Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,24 +20,29 @@ class WrittenAttention:
     Shapes: scores [B, H, Q, K]; v [B, H, K, Dv]; out [B, H, Q, Dv].
 
     Attributes:
-        scores: the input of the softmax: scaled, masked, with any bias.
+        scores: the input of the softmax: scaled, masked, with any bias; or else the logarithms of the weights.
         v: the values; None if one product holds some of the heads only.
         sinks: [H], logits beside those of the keys, whose weights were cut off; None: none.
         out: the product with the values; None if dropout changed the weights before it.
-        same_tokens: whether queries and keys come from the same tokens; None: unknown.
+        has_logits: whether ``scores`` are the input of the softmax.
+        query_tokens, key_tokens: which tokens the queries and the keys are.
         scope: what encloses its operations from the scores on, the outermost first.
         needed_scope: what also encloses the operations that its axes are known from.
-        has_heads: whether an axis of heads was found.
+        heads: the pieces of its axis of heads; empty: no such axis was found.
+        is_whole: whether the product holds all of the weights.
     """
 
     scores: Tensor
     v: Tensor | None
     sinks: Tensor | None
     out: Tensor | None
-    same_tokens: bool | None
+    has_logits: bool
+    query_tokens: Tokens
+    key_tokens: Tokens
     scope: tuple[Any, ...]
     needed_scope: tuple[Any, ...]
-    has_heads: bool
+    heads: Axis
+    is_whole: bool
 
 
 @dataclass(frozen=True)
@@ -54,34 +60,46 @@ class Roles:
         return (*self.batch, *self.heads)
 
 
-def assign_roles(axes: Sequence[Axis], key_axis: int, query_sources: Sequence[Source], folded: bool) -> Roles:
-    """Return which piece of the scores' axes is what.
+def assign_roles(axes: Sequence[Axis], key_axis: int, query_axis: Axis, folded: bool, outside: int) -> Roles | None:
+    """Return which piece of the scores' axes is what; None if it is not known of one.
 
     Args:
         axes: of the scores.
         key_axis: which of them has the keys.
-        query_sources: the sources of the product's other axis.
+        query_axis: the product's other axis.
         folded: whether that axis may hold a batch, too: then as many of its pieces are queries as the keys have.
+        outside: from how many tensors from outside queries and keys come, if they are not projected here.
     """
     keys = axes[key_axis]
+    query_sources = sources(query_axis)
+    has_rows = any(source.kind != "feature" for source in query_sources)  # else its tokens are features
     batch: list[Piece] = []
     heads: list[Piece] = []
     queries: list[Piece] = []
-    for at, axis in enumerate(axes):
-        if at == key_axis:
-            continue
-        for piece in axis:
-            if piece.source is not None and piece.source.kind == "feature":
-                heads.append(piece)
-            elif piece.source in query_sources:
-                queries.append(piece)
-            else:
-                batch.append(piece)
+    for piece in (piece for axis in (*axes[:key_axis], *axes[key_axis + 1 :]) for piece in axis):
+        source = piece.source
+        if source is None or (source.kind == "joined" and source not in query_sources):
+            return None
+        is_feature = source.kind == "feature"
+        is_projected = is_feature and piece.step in source.projected
+        if source in query_sources and (not is_feature or is_projected or not has_rows):
+            queries.append(piece)
+        elif is_projected and not source.is_outside:
+            return None  # perhaps heads, perhaps tokens that projections have made
+        elif is_feature and not is_projected:
+            heads.append(piece)
+        else:
+            batch.append(piece)
     if folded and len(queries) > max(1, len(keys)):
         cut = len(queries) - max(1, len(keys))
         batch, queries = batch + queries[:cut], queries[cut:]
-    if not heads and len(axes) == 4 and len(batch) == 2:  # [B, H, Q, K] from outside, in the usual order
-        heads = [batch.pop()]
+    if not heads and len(axes) == 4 and len(batch) == 2:
+        if outside == 1:
+            return None  # perhaps heads, perhaps a second axis of a batch
+        if outside > 1:
+            heads = [batch.pop()]  # [B, H, Q, K] from outside, in the usual order
+    if len({piece.source for piece in heads}) == 1:
+        heads.sort(key=lambda piece: -piece.step)
     return Roles(tuple(batch), tuple(heads), tuple(queries), keys)
 
 

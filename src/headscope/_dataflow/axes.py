@@ -1,44 +1,64 @@
 """The axes of tensors: which original axis each runs along, whatever views, copies and foldings lie between.
 
 An axis of a tensor is a list of pieces of original axes, the slowest first: the axis of [B, T, E] that a projection
-makes is one piece; after ``view(B, T, H, D)`` its last two axes are two pieces of it. Pieces follow from strides, so
-views need no rule of their own.
+makes is one piece; after ``view(B, T, H, D)`` its last two axes are two pieces of it. Pieces follow from strides and
+offsets, so views need no rule of their own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-Kind = Literal["row", "feature"]
+Kind = Literal["row", "feature", "joined"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Source:
     """An original axis.
 
     Attributes:
-        kind: "row": of the batch or of tokens; "feature": of numbers that a projection makes, or of parameters.
+        kind: "row": of the batch or of tokens; "feature": of numbers that a projection makes, or of parameters;
+            "joined": of parts that code has joined, where it is not known which of the two.
         scope: where it was made, as the follower's ``scope`` returns it.
+        is_outside: whether it is of a tensor that no followed operation has made.
+        projected: the steps of its pieces along which a projection was applied to each number: they may be tokens.
+        last: the axis of the last part, if tokens were concatenated.
     """
 
     kind: Kind
     scope: tuple[Any, ...] = ()
+    is_outside: bool = False
+    projected: set[int] = field(default_factory=set[int])
+    last: Axis = ()
 
 
 class Piece(NamedTuple):
-    """A part of an original axis: ``size`` numbers of it, ``step`` apart; no source: one number, repeated."""
+    """A part of an original axis: ``size`` numbers of it from ``start`` on, ``step`` apart.
+
+    Without a source it is one number, repeated.
+    """
 
     source: Source | None
     step: int
     size: int
+    start: int = 0
 
 
 Axis = tuple[Piece, ...]
+Fixed = frozenset[tuple[Source, int]]
+"""The numbers that code has selected along axes which a tensor no longer has."""
+
+
+class Place(NamedTuple):
+    """Where a tensor's numbers come from: its axes, and what was selected along others."""
+
+    axes: list[Axis]
+    fixed: Fixed
 
 
 class Extent(NamedTuple):
@@ -68,22 +88,33 @@ def is_of(axis: Axis, kind: Kind) -> bool:
     return bool(own_sources) and all(source.kind == kind for source in own_sources)
 
 
-def fresh_axes(x: Tensor, scope: tuple[Any, ...], features: Iterable[int] = (-1,)) -> list[Axis]:
+def is_of_tokens(axis: Axis) -> bool:
+    """Return whether an axis may run along tokens: all of its pieces are rows, or each number was projected."""
+    pieces = [(piece.source, piece.step) for piece in axis if piece.source is not None]
+    return bool(pieces) and all(source.kind != "feature" or step in source.projected for source, step in pieces)
+
+
+def overlap(a: Axis, b: Axis) -> bool:
+    """Return whether two axes of one tensor run along the same numbers, as the windows of ``unfold`` do."""
+    return any(
+        x.source is y.source and x.source is not None and x.step < y.step * y.size and y.step < x.step * x.size
+        for x in a
+        for y in b
+    )
+
+
+def fresh_axes(
+    x: Tensor, scope: tuple[Any, ...], features: Iterable[int] = (-1,), *, outside: bool = False
+) -> list[Axis]:
     """Return new axes for a tensor of which nothing is known: the last one has features, the others rows."""
     last = {axis % x.ndim for axis in features} if x.ndim else set()
-    return [fresh_axis(n, "feature" if at in last else "row", scope) for at, n in enumerate(x.shape)]
+    kinds: list[Kind] = ["feature" if at in last else "row" for at in range(x.ndim)]
+    return [fresh_axis(n, kind, scope, outside) for n, kind in zip(x.shape, kinds, strict=True)]
 
 
-def fresh_axis(size: int, kind: Kind, scope: tuple[Any, ...]) -> Axis:
+def fresh_axis(size: int, kind: Kind, scope: tuple[Any, ...], outside: bool = False) -> Axis:
     """Return an axis along a new source."""
-    return () if size == 1 else (Piece(Source(kind, scope), 1, size),)
-
-
-def renewed(axis: Axis, scope: tuple[Any, ...]) -> Axis:
-    """Return an axis of the same pieces, each along a new source: the rows of a product are not those of its factor."""
-    return tuple(
-        Piece(Source("row" if piece.source is None else piece.source.kind, scope), 1, piece.size) for piece in axis
-    )
+    return () if size == 1 else (Piece(Source(kind, scope, outside), 1, size),)
 
 
 def layout_of(x: Tensor, axes: Sequence[Axis]) -> Layout:
@@ -99,37 +130,62 @@ def layout_of(x: Tensor, axes: Sequence[Axis]) -> Layout:
     return tuple(sorted(extents, key=lambda extent: extent.stride))
 
 
-def resolve(x: Tensor, layout: Layout, scope: tuple[Any, ...]) -> list[Axis]:
-    """Return the axes of a tensor in a storage of this layout. An axis that does not fit has a new source."""
+def resolve(x: Tensor, layout: Layout, offset: int, scope: tuple[Any, ...]) -> Place:
+    """Return the axes of a tensor in a storage of this layout. An axis that does not fit has a new source.
+
+    Args:
+        x: the tensor.
+        layout: that of its storage.
+        offset: the place of the layout's first number, in bytes.
+        scope: for new axes.
+    """
+    width = x.element_size()
+    starts = [0] * len(layout)
+    rest = int(x.storage_offset()) * width - offset
+    for at in reversed(range(len(layout))):
+        if rest <= 0:
+            break
+        starts[at], rest = divmod(rest, layout[at].stride)
     axes: list[Axis] = []
-    for at, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        axis = _axis(size, stride * x.element_size(), layout)
-        axes.append(fresh_axis(size, "feature" if at == x.ndim - 1 else "row", scope) if axis is None else axis)
-    return axes
+    covered: set[int] = set()
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        axis = _axis(size, stride * width, layout, starts, covered)
+        axes.append(fresh_axis(size, "joined", scope) if axis is None else axis)
+    if len(covered) == len(layout):
+        return Place(axes, frozenset())
+    fixed = [
+        (extent.piece.source, extent.piece.start + extent.piece.step * starts[at])
+        for at, extent in enumerate(layout)
+        if at not in covered and extent.piece.source is not None
+    ]
+    return Place(axes, frozenset(fixed))
 
 
-def _axis(size: int, stride: int, layout: Layout) -> Axis | None:
+def _axis(size: int, stride: int, layout: Layout, starts: Sequence[int], covered: set[int]) -> Axis | None:
     """Return the pieces of ``size`` numbers, ``stride`` bytes apart; None if they do not fit the layout."""
     if size == 1:
         return ()
     if stride == 0:
         return (Piece(None, 0, size),)
     pieces: list[Piece] = []
-    for extent in layout:
-        whole = extent.stride * extent.piece.size
-        if stride >= whole:
+    for at, extent in enumerate(layout):
+        source, step, whole, first = extent.piece
+        if stride >= extent.stride * whole:
             continue
         if stride % extent.stride:
             return None
         by = stride // extent.stride
-        most = -(-extent.piece.size // by)
-        taken = min(size, most)
-        if taken > 1:
-            pieces.append(Piece(extent.piece.source, by * extent.piece.step, taken))
+        most = -((starts[at] - whole) // by)
+        if most < 1:
+            return None
+        part = min(size, most)
+        if part > 1:
+            covered.add(at)
+            pieces.append(Piece(source, by * step, part, first + step * starts[at]))
         if size <= most:
             return tuple(reversed(pieces))
-        if size % taken or by * taken != extent.piece.size:
+        if size % part or by * part != whole:
             return None
-        size //= taken
-        stride = whole
+        size //= part
+        stride = extent.stride * whole
     return None

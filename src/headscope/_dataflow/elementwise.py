@@ -8,25 +8,29 @@ from typing import Any
 
 from torch import Tensor
 
-from headscope._dataflow.axes import Axis, fresh_axis, sources
-from headscope._dataflow.roles import NOISE, PARAMETER, Exponentials, HeadOutput, Role, RowValue, Scores, Sums, Weights
+from headscope._dataflow.axes import Axis, Place, fresh_axis, sources
+from headscope._dataflow.roles import NOISE, PARAMETER, HeadOutput, Lost, Role, Scores, Use, Weights
 from headscope._dataflow.table import Table
 
 
-def combined_axes(table: Table, out: Tensor, tensors: Sequence[Tensor], scope: tuple[Any, ...]) -> list[Axis]:
+def combined_place(table: Table, out: Tensor, tensors: Sequence[Tensor], scope: tuple[Any, ...]) -> Place:
     """Return the axes of a result: each is that of the argument that says most of it.
 
     Arguments that are not repeated come first: a mask [B, T] says less of tokens than the tokens do. Of these,
     arguments on the way of an attention come first, then those that are followed, then parameters.
     """
     ordered = sorted((x for x in tensors if x.ndim), key=lambda x: (x.numel() < out.numel(), _rank(table, x)))
-    known = [(x, table.axes(x, scope)) for x in ordered]
+    known = [(x, table.place(x, scope)) for x in ordered]
     axes: list[Axis] = []
     for at in range(-out.ndim, 0):
-        fitting = [axes[at] for x, axes in known if x.ndim >= -at and x.shape[at] == out.shape[at]]
+        fitting = [place.axes[at] for x, place in known if x.ndim >= -at and x.shape[at] == out.shape[at]]
         best = next((axis for axis in fitting if sources(axis)), fitting[0] if fitting else None)
         axes.append(fresh_axis(out.shape[at], "feature" if at == -1 else "row", scope) if best is None else best)
-    return axes
+    fixed = known[0][1].fixed if known else frozenset()
+    for x, place in known[1:]:
+        if place.fixed and table.role(x) != PARAMETER:
+            fixed |= place.fixed
+    return Place(axes, fixed)
 
 
 def _rank(table: Table, x: Tensor) -> int:
@@ -40,8 +44,8 @@ def _rank(table: Table, x: Tensor) -> int:
 
 def combined_role(
     name: str, out: Tensor, tensors: Sequence[Tensor], roles: Sequence[Role | None], has_number: bool
-) -> Role | tuple[Exponentials, int] | None:
-    """Return the role of the result of an elementwise operation; exponentials and an axis if they now sum to one there.
+) -> Role | None:
+    """Return the role of the result of an elementwise operation.
 
     Args:
         name: of the operation.
@@ -49,44 +53,28 @@ def combined_role(
         tensors, roles: its arguments.
         has_number: whether a number is an argument, too.
     """
-    if not out.is_floating_point():
+    if not out.is_floating_point() or not any(roles):
         return None
     if roles and all(role == PARAMETER for role in roles):
         return PARAMETER
-    for x, role in zip(tensors, roles, strict=True):
-        others = [other for other in roles if other is not role]
-        if isinstance(role, Weights) and x.numel() == out.numel():
-            dropped = NOISE in others
-            changed = not dropped and (len(tensors) > 1 or has_number)
-            return replace(role, changed=role.changed or changed, dropped=role.dropped or dropped)
-        if isinstance(role, Exponentials) and x.numel() == out.numel():
-            return _of_exponentials(name, role, others, len(tensors) > 1 or has_number)
-        if isinstance(role, Scores) and x.numel() == out.numel():
-            return _of_scores(name, role, x, others)
-        if isinstance(role, Sums) and len(tensors) == 1:
-            return replace(role, inverted=not role.inverted) if name in ("reciprocal", "pow") else role
-        if isinstance(role, HeadOutput) and len(tensors) == 1:
-            return role
-    return NOISE if len(tensors) == 1 and roles[0] == NOISE else None
+    if lost := next((role for role in roles if isinstance(role, Lost)), None):
+        return lost
+    by_size = sorted(zip(tensors, roles, strict=True), key=lambda each: each[0].numel() < out.numel())
+    for kind in (Weights, Scores):
+        x, role = next(((x, role) for x, role in by_size if isinstance(role, kind)), (None, None))
+        if isinstance(role, Weights) and x is not None:
+            return _of_weights(name, role, roles, has_number, x.numel() == out.numel())
+        if isinstance(role, Scores):
+            return Weights(role.product, None, None, changed=True) if name in ("exp", "exp2") else role
+    if len(tensors) == 1 and (roles[0] == NOISE or isinstance(roles[0], HeadOutput)):
+        return roles[0]
+    return None
 
 
-def _of_exponentials(
-    name: str, role: Exponentials, others: Sequence[Role | None], changed: bool
-) -> Role | tuple[Exponentials, int]:
-    sums = next((other for other in others if isinstance(other, Sums)), None)
-    if sums is not None and sums.product is role.product and name == ("mul" if sums.inverted else "div"):
-        return role, sums.axis
-    return replace(role, changed=role.changed or changed)
-
-
-def _of_scores(
-    name: str, role: Scores, x: Tensor, others: Sequence[Role | None]
-) -> Role | tuple[Exponentials, int] | None:
-    if name == "exp":
-        scores = x if role.unshifted is None else role.unshifted
-        exponentials = Exponentials(role.product, scores)
-        return exponentials if role.normalized is None else (exponentials, role.normalized)
-    of_rows = next((other for other in others if isinstance(other, RowValue)), None)
-    if name == "sub" and of_rows is not None:
-        return Scores(role.product, of_rows.scores, of_rows.lse_axis)
-    return Scores(role.product)
+def _of_weights(name: str, role: Weights, roles: Sequence[Role | None], has_number: bool, same_size: bool) -> Role:
+    """Return the role of weights after an operation; those that are as they were keep their softmax."""
+    if NOISE in roles and len(roles) == 2 and name == "mul":
+        return replace(role, dropped=True)
+    if role.dropped and name in ("mul", "div") and len(roles) == 1 and has_number:
+        return role  # 1 / (1 - p), after the mask of a dropout
+    return replace(role, softmax=role.softmax if same_size else None, changed=True, use=Use())

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope._dataflow import operands
 from headscope._dataflow.attention import WrittenAttention
-from headscope._dataflow.axes import Axis, fresh_axes, is_of
-from headscope._dataflow.elementwise import combined_axes, combined_role
-from headscope._dataflow.moves import moved_axes, written_layout
-from headscope._dataflow.products import Completion, multiply
+from headscope._dataflow.axes import Axis, Place, fresh_axes, is_of, sources
+from headscope._dataflow.completion import enclosing, matches_softmax
+from headscope._dataflow.elementwise import combined_place, combined_role
+from headscope._dataflow.joining import joined_product
+from headscope._dataflow.moves import joined_axes, moved_axes, note_part
+from headscope._dataflow.products import multiply
 from headscope._dataflow.roles import (
     NOISE,
     PARAMETER,
-    Exponentials,
     HeadOutput,
+    Lost,
+    Product,
     Role,
-    RowValue,
     Scores,
     Softmax,
-    Sums,
     Weights,
 )
 from headscope._dataflow.table import Table, is_followed
@@ -42,6 +44,7 @@ class Follower(TorchDispatchMode):
         scope: returns what encloses the operation that runs, the outermost first.
         is_paused: returns whether operations are not to be followed now.
         report: is called with each attention, and its number.
+        refuse: is called with what encloses an attention that cannot be recorded, and its first product.
         joined: is called with the numbers of attentions whose outputs are concatenated, in their order.
     """
 
@@ -54,13 +57,15 @@ class Follower(TorchDispatchMode):
         scope: Callable[[], tuple[Any, ...]],
         is_paused: Callable[[], bool],
         report: Callable[[WrittenAttention, int], None],
-        joined: Callable[[list[int]], None],
+        refuse: Callable[[tuple[Any, ...], Product], None],
+        joined: Callable[[list[int], int | None], None],
     ) -> None:
         super().__init__()
         self.table = Table(parameters)
         self.scope = scope
         self._is_paused = is_paused
         self._report = report
+        self._refuse = refuse
         self._joined = joined
         self._waiting: list[Softmax] = []
         self._count = 0
@@ -78,11 +83,17 @@ class Follower(TorchDispatchMode):
         if operands.is_view(func):
             return self._view(func, args, kwargs)
         name = operands.name_of(func)
-        before = [self.table.axes(x, self.scope()) for x in args[:1]] if name == "copy" else []
+        writes = operands.is_in_place(func)
+        before = [self.table.place(x, self.scope()) for x in args[:1]] if name == "copy" else []
         out = func(*args, **kwargs)
         first = out[0] if isinstance(out, (tuple, list)) and out else out
+        if writes:
+            self._note_overwritten([first, *args[:1]])
         if isinstance(first, Tensor) and is_followed(first):
-            self._note(name, func, first, args, kwargs, before)
+            if writes and first.numel() * first.element_size() != first.untyped_storage().nbytes():
+                self._note_partial(name, first, args, before)
+            else:
+                self._note(name, func, first, args, kwargs)
         return out
 
     @classmethod
@@ -93,195 +104,292 @@ class Follower(TorchDispatchMode):
     def drop(self) -> None:
         """Let go of all tensors."""
         for softmax in self._waiting:
-            softmax.scores = None
+            self._drop_scores(softmax)
         self._waiting.clear()
+
+    def _drop_scores(self, softmax: Softmax) -> None:
+        """Let go of scores; what was multiplied of a part of their softmax is not recorded."""
+        if softmax.parts and softmax.scores is not None:
+            self._refuse(enclosing([softmax.product.scope, softmax.scope]), softmax.product)
+        softmax.scores = None
+
+    def _drop_expired(self) -> None:
+        """Let go of the scores of softmaxes that no tensor holds any more."""
+        if not any(softmax.storage.expired() for softmax in self._waiting):
+            return
+        self.table.sweep()
+        used = self.table.softmaxes()
+        for softmax in self._waiting:
+            if id(softmax) not in used:
+                self._drop_scores(softmax)
+        self._waiting = [softmax for softmax in self._waiting if softmax.scores is not None]
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for x in args[:1]:
-            if is_followed(x):
+            if is_followed(x) and self.table.find(x) is None:
                 self.table.axes(x, self.scope())  # what comes from outside has its axes before it is reshaped
         return func(*args, **kwargs)
 
-    def _note(
-        self, name: str, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], before: list[list[Axis]]
-    ) -> None:
+    def _note_overwritten(self, tensors: Sequence[object]) -> None:
+        """Let go of scores whose storage was written into."""
+        for x in tensors:
+            for each in x if isinstance(x, (tuple, list)) else (x,):
+                if not isinstance(each, Tensor):
+                    continue
+                address = each.untyped_storage()._cdata
+                for softmax in self._waiting:
+                    if softmax.scores is not None and softmax.scores.untyped_storage()._cdata == address:
+                        self._drop_scores(softmax)
+
+    def _note(self, name: str, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name in PRODUCTS:
             self._note_product(name, out, args)
         elif name in ("_softmax", "_safe_softmax", "_log_softmax"):
             self._note_softmax(name, out, args)
-        elif name in ("sum", "amax", "max", "logsumexp"):
-            self._note_reduction(name, out, args)
+        elif name in operands.REDUCTIONS:
+            self._note_reduction(out, args)
         elif name == "bernoulli":
             self.table.assign(out, self.table.axes(out, self.scope()), NOISE)
         elif name == "native_dropout":
             self._note_dropout(out, args)
         elif name == "copy":
-            self._note_write(out, args, before)
+            self._note_copy(out, args)
+        elif name in operands.JOINS:
+            self._note_join(name, out, args)
         elif name in operands.MOVES:
             self._note_move(name, out, args)
         elif operands.is_of_images(func) and out.ndim > 2:
-            self.table.assign(out, fresh_axes(out, self.scope(), (1,)))
+            self.table.assign(out, fresh_axes(out, self.scope(), (1,)), self._lost(args, kwargs))
         elif operands.is_elementwise(func):
             self._note_elementwise(name, out, args, kwargs)
-        elif operands.is_in_place(func):
-            self.table.assign(out, self.table.axes(out, self.scope()))
-        elif (tensors := operands.followed_tensors(args, kwargs)) and all(
-            self.table.role(x) == PARAMETER for x in tensors
-        ):
+        elif operands.is_norm(func) and is_followed(args[0]) and args[0].shape == out.shape:
+            self._note_norm(out, args)
+        else:
+            self._note_other(func, out, args, kwargs)
+
+    def _note_other(self, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the result of an operation that is not followed."""
+        if operands.is_in_place(func):
+            self.table.assign(out, self.table.axes(out, self.scope()), self._lost(args, kwargs))
+            return
+        tensors = operands.followed_tensors(args, kwargs)
+        address = out.untyped_storage()._cdata
+        if any(x.untyped_storage()._cdata == address for x in tensors):
+            return  # a view, although its schema does not say so
+        if operands.is_factory(func):
+            return
+        if tensors and all(self.table.role(x) == PARAMETER for x in tensors):
             self.table.assign(out, fresh_axes(out, self.scope(), range(out.ndim)), PARAMETER)
+        elif lost := self._lost(args, kwargs):
+            self.table.assign(out, fresh_axes(out, self.scope()), lost)
+
+    def _lost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lost | None:
+        """Return the role of a result if an argument has scores or weights."""
+        for x in operands.followed_tensors(args, kwargs):
+            role = self.table.role(x)
+            if isinstance(role, (Scores, Weights)):
+                return Lost(role.product)
+            if isinstance(role, Lost):
+                return role
+        return None
+
+    def _note_reduction(self, out: Tensor, args: tuple[Any, ...]) -> None:
+        """Note one number for each row, such as its largest score; a sum over heads is lost."""
+        x, axes = args[0], args[1] if len(args) > 1 else []
+        axes = [axes] if isinstance(axes, int) else axes
+        lost = self._lost(args[:1], {})
+        if lost is None or not isinstance(axes, (list, tuple)):
+            return
+        reduced = {source for at in axes for source in sources(self.table.axes(x, self.scope())[at])}
+        if not axes or reduced & {*sources(lost.product.rows), *sources(lost.product.columns)}:
+            return
+        self.table.assign(out, fresh_axes(out, self.scope()), lost)
+
+    def _note_norm(self, out: Tensor, args: tuple[Any, ...]) -> None:
+        place = self.table.place(args[0], self.scope())
+        role = self.table.role(args[0])
+        self.table.assign(out, place.axes, role if isinstance(role, Scores) else self._lost(args[:1], {}), place.fixed)
+
+    def _note_partial(self, name: str, out: Tensor, args: tuple[Any, ...], before: list[Place]) -> None:
+        """Note that an operation wrote into a part of a storage."""
+        entry = self.table.find(out)
+        if entry is None:
+            return
+        if name == "copy" and is_followed(args[1]) and args[1].ndim <= out.ndim and args[1].numel() == out.numel():
+            self._note_part(out, args[1], before[0])
+        elif isinstance(entry.role, Weights):
+            entry.role = entry.role.altered()
+        elif not isinstance(entry.role, (Scores, Lost)):
+            entry.role = None
+
+    def _note_part(self, out: Tensor, source: Tensor, before: Place) -> None:
+        """Note that a tensor was written into a part of another."""
+        entry, role = self.table.find(out), self.table.role(source)
+        if entry is None:
+            return
+        old = entry.role
+        if isinstance(old, (Weights, Lost)) and not entry.parts:  # its own weights, changed
+            entry.role = old if isinstance(old, Lost) else old.altered()
+            return
+        if isinstance(old, Scores) and not entry.parts:
+            return
+        place = self.table.place(source, self.scope())
+        axes: list[Axis] = [()] * (out.ndim - source.ndim) + place.axes
+        note_part(entry, out, before, Place(axes, place.fixed), self.scope())
+        if isinstance(role, HeadOutput) and isinstance(old, HeadOutput):
+            self._joined([old.number, role.number], None)
+        if isinstance(role, Weights):
+            role = Lost(role.product) if role.dropped else role.altered()
+        if isinstance(role, (Scores, Weights)) and isinstance(old, (Scores, Weights)):
+            role = replace(role, product=joined_product([old.product, role.product]))
+        entry.role = role
 
     def _note_product(self, name: str, out: Tensor, args: tuple[Any, ...]) -> None:
         left, right = PRODUCTS[name](args)
         if not is_followed(left) or not is_followed(right):
             return
+        self._drop_expired()
         result = multiply(self.table, left, right, out, self.scope())
         role = result.role
         self.completions += result.attends
-        if result.completion is not None:
-            role = self._take(result.completion)
-        self.table.assign(out, result.axes, role)
+        if result.refused is not None:
+            self._refuse(enclosing([result.refused.scope, self.scope()]), result.refused)
+            self.completions += 1
+        if result.attention is not None:
+            role = self._take(result.attention, result.softmax)
+        self.table.assign(out, result.place.axes, role, result.place.fixed)
 
-    def _take(self, completion: Completion) -> HeadOutput:
+    def _take(self, attention: WrittenAttention, softmax: Softmax | None) -> HeadOutput | None:
         """Report an attention whose last product has just been computed."""
         self._count += 1
-        self._forget(completion.softmax)
+        self._forget(softmax)
         self.table.sweep()
-        self._report(completion.attention, self._count)
-        return HeadOutput(self._count)
+        self._report(attention, self._count)
+        return HeadOutput(self._count) if attention.is_whole else None
 
     def _note_softmax(self, name: str, out: Tensor, args: tuple[Any, ...]) -> None:
         x, axis = args[0], args[1] % max(args[0].ndim, 1)
         role = self.table.role(x)
-        axes = self.table.axes(x, self.scope())
-        new_role: Role | None = None
-        if x.untyped_storage()._cdata == out.untyped_storage()._cdata:
-            x = out.detach().log()  # the softmax has overwritten its input
-        if isinstance(role, Scores):
-            if name == "_log_softmax":
-                new_role = Scores(role.product, x if role.unshifted is None else role.unshifted, axis)
-            else:
-                new_role = self._softmax(role, x, out, axes, axis)
-        self.table.assign(out, axes, new_role)
+        place = self.table.place(x, self.scope())
+        new_role: Role | None = role if isinstance(role, Lost) else None
+        if isinstance(role, Weights):
+            new_role = Lost(role.product)
+        elif isinstance(role, Scores) and name == "_log_softmax":
+            new_role = role
+        elif isinstance(role, Scores):
+            is_own = x.untyped_storage()._cdata != out.untyped_storage()._cdata  # else it has overwritten its input
+            softmax = self._wait(role.product, x, out, place.axes, axis) if is_own and x.shape == out.shape else None
+            new_role = Weights(role.product, softmax, frozenset(sources(place.axes[axis])), softmax is None)
+        self.table.assign(out, place.axes, new_role, place.fixed)
 
-    def _softmax(self, role: Scores, scores: Tensor, weights: Tensor, axes: list[Axis], axis: int) -> Weights:
-        """Return the role of the result of a softmax, which waits for values."""
-        unshifted = scores if role.unshifted is None or role.unshifted.shape != weights.shape else role.unshifted
-        return self._wait(Softmax(role.product, unshifted, axes, int(weights.storage_offset()), axis, self.scope()))
-
-    def _wait(self, softmax: Softmax) -> Weights:
+    def _wait(self, product: Product, scores: Tensor, out: Tensor, axes: list[Axis], axis: int) -> Softmax:
+        """Return a softmax that waits for values."""
+        self._drop_expired()
+        storage = out.untyped_storage()
+        at = int(out.storage_offset())
+        softmax = Softmax(product, StorageWeakRef(storage), storage._cdata, scores, axes, at, axis, self.scope())
         self._waiting.append(softmax)
         for old in self._waiting[:-MOST_WAITING]:
-            old.scores = None
+            self._drop_scores(old)
         del self._waiting[:-MOST_WAITING]
-        return Weights(softmax)
+        return softmax
 
-    def _note_reduction(self, name: str, out: Tensor, args: tuple[Any, ...]) -> None:
-        x = args[0]
-        role = self.table.role(x) if is_followed(x) else None
-        axes = [args[1]] if len(args) > 1 and isinstance(args[1], int) else args[1] if len(args) > 1 else []
-        if not isinstance(axes, (list, tuple)) or len(axes) != 1:
-            return
-        axis = axes[0] % x.ndim
-        new_role: Role | None = None
-        if isinstance(role, Scores) and name != "sum":
-            new_role = RowValue(x, axis if name == "logsumexp" else None)
-        elif isinstance(role, Exponentials) and name == "sum":
-            new_role = Sums(role.product, axis)
-        if new_role is not None:
-            self.table.assign(out, fresh_axes(out, self.scope()), new_role)
+    def _forget(self, softmax: Softmax | None) -> None:
+        if softmax is not None:
+            softmax.scores = None
+            self._waiting = [each for each in self._waiting if each is not softmax]
 
     def _note_dropout(self, out: Tensor, args: tuple[Any, ...]) -> None:
-        role = self.table.role(args[0])
-        axes = self.table.axes(args[0], self.scope())
-        self.table.assign(out, axes, Weights(role.softmax, role.changed, True) if isinstance(role, Weights) else role)
+        role = self._before_dropout(args[0])
+        place = self.table.place(args[0], self.scope())
+        if isinstance(role, Weights):
+            role = replace(role, dropped=True)
+        self.table.assign(out, place.axes, role, place.fixed)
 
-    def _note_write(self, out: Tensor, args: tuple[Any, ...], before: list[list[Axis]]) -> None:
-        """Note that a tensor was written into another, or into a part of one."""
+    def _before_dropout(self, x: Tensor) -> Role | None:
+        """Return the role of a tensor that is dropped now; weights that are still their softmax are unchanged."""
+        role = self.table.role(x)
+        if isinstance(role, Weights) and role.changed and not role.dropped and role.softmax is not None:
+            softmax = role.softmax
+            if softmax.scores is not None and matches_softmax(x, softmax.scores, softmax.axis):
+                return Weights(role.product, softmax, role.over, use=role.use)
+        return role
+
+    def _note_copy(self, out: Tensor, args: tuple[Any, ...]) -> None:
+        """Note that a tensor was written into a whole storage."""
         source = args[1]
         if not is_followed(source) or source.ndim > out.ndim:
+            self.table.assign(out, fresh_axes(out, self.scope()), None)
             return
-        role, scope = self.table.role(source), self.scope()
-        axes = combined_axes(self.table, out, [source], scope)
-        if out.numel() * out.element_size() == out.untyped_storage().nbytes():
-            self.table.assign(out, axes, role)
-            return
-        entry = self.table.find(out)
-        if entry is None or not isinstance(role, (Scores, Weights, HeadOutput)):
-            return
-        if isinstance(role, HeadOutput) and isinstance(entry.role, HeadOutput):
-            self._joined([entry.role.number, role.number])
-        if isinstance(role, Weights):
-            entry.role = None  # a part of the weights of several softmaxes
-            return
-        entry.layout = written_layout(entry.layout, out, before[0], axes, scope)
-        entry.role = role
+        place = combined_place(self.table, out, [source], self.scope())
+        self.table.assign(out, place.axes, self.table.role(source), place.fixed)
 
     def _note_move(self, name: str, out: Tensor, args: tuple[Any, ...]) -> None:
-        parts: list[Tensor] = [
-            x for x in (args[0] if isinstance(args[0], (list, tuple)) else args[:1]) if is_followed(x)
-        ]
-        if not parts or (name == "index" and sum(x is not None for x in args[1]) != 1):
+        x = args[0]
+        if not is_followed(x):
             return
-        known = [x for x in parts if self.table.find(x) is not None]
-        x = max(reversed(known), key=self._rank, default=parts[-1])
-        axes = moved_axes(name, x, self.table.axes(x, self.scope()), out, args, self.scope())
-        role = self._role_of_parts(name, x, axes, parts, out, args)
-        numbers = [each.number for part in parts if isinstance(each := self.table.role(part), HeadOutput)]
-        if isinstance(role, HeadOutput) and len(parts) > 1:
-            if len(numbers) == len(parts):
-                self._joined(numbers)
-            role = None
-        if axes is not None:
-            self.table.assign(out, axes, role)
+        role, place = self.table.role(x), self.table.place(x, self.scope())
+        follows = isinstance(role, (Scores, Weights))
+        axes = moved_axes(name, x, place.axes, out, self.scope(), ordered=follows)
+        if axes is None or (name == "index" and sum(each is not None for each in args[1]) != 1):
+            axes = fresh_axes(out, self.scope())
+            self.table.assign(out, axes, self._lost(args[:1], {}))
+            return
+        if isinstance(role, Weights) and name not in operands.COPIES:
+            role = Lost(role.product) if role.dropped else role.altered()
+        self.table.assign(out, axes, role, place.fixed)
 
-    def _role_of_parts(
-        self, name: str, x: Tensor, axes: list[Axis] | None, parts: Sequence[Tensor], out: Tensor, args: tuple[Any, ...]
-    ) -> Role | None:
-        """Return the role of a result of a move; weights that are joined have joined scores."""
-        role = self.table.role(x)
-        if not isinstance(role, Weights):
-            return role
-        softmax = role.softmax
-        if len(parts) == 1:
-            return role if out.numel() == x.numel() else None
-        roles = [each for part in parts if isinstance(each := self.table.role(part), Weights)]
-        scores = [each.softmax.scores for each in roles if each.softmax.scores is not None]
-        whole = all(part.shape == each.shape for part, each in zip(parts, scores, strict=False))
-        at = (args[1] if len(args) > 1 else 0) % out.ndim
-        if axes is None or len(scores) != len(parts) or not whole or (name == "cat" and at == softmax.axis):
+    def _note_join(self, name: str, out: Tensor, args: tuple[Any, ...]) -> None:
+        parts = [x for x in args[0] if x.numel()]  # a cache may begin as an empty tensor of one axis
+        if not parts or not all(is_followed(x) for x in parts):
+            return
+        scope, at = self.scope(), (args[1] if len(args) > 1 else 0) % out.ndim
+        roles = [self.table.role(x) for x in parts]
+        known = [x for x in parts if self.table.find(x) is not None and self.table.role(x) != PARAMETER]
+        if not known:
+            if all(role == PARAMETER for role in roles):
+                self.table.assign(out, fresh_axes(out, scope, range(out.ndim)), PARAMETER)
+            return
+        places = [self.table.place(x, scope) for x in known]
+        best = max(reversed(range(len(known))), key=lambda n: self._rank(known[n]))
+        complete = len(known) == len(parts)
+        role = self._joined_role(name, roles, at - out.ndim)
+        same = isinstance(self.table.role(known[best]), Scores)
+        axes = joined_axes(name, places, places[best], at, out, scope, all_known=complete, same=same)
+        fixed = frozenset[Any].intersection(*(place.fixed for place in places))
+        self.table.assign(out, axes, role, fixed)
+
+    def _joined_role(self, name: str, roles: Sequence[Role | None], at: int) -> Role | None:
+        """Return the role of tensors that are joined along an axis, counted from the end."""
+        numbers = [role.number for role in roles if isinstance(role, HeadOutput)]
+        if len(numbers) == len(roles):
+            self._joined(numbers, None if name == "stack" else at)
             return None
-        joined = torch.cat(scores, at) if name == "cat" else torch.stack(scores, at)
-        axis = softmax.axis + (name == "stack" and at <= softmax.axis)
-        for each in roles:
-            self._forget(each.softmax)
-        return self._wait(Softmax(softmax.product, joined, axes, int(out.storage_offset()), axis, softmax.scope))
+        lost = next((role for role in roles if isinstance(role, Lost)), None)
+        if lost is not None:
+            return lost
+        weights = [role for role in roles if isinstance(role, Weights)]
+        if weights:
+            over = weights[0].over
+            if len(weights) == len(roles) and all(each.over == over and not each.dropped for each in weights):
+                return replace(weights[0].altered(), product=joined_product([each.product for each in weights]))
+            return Lost(weights[0].product)
+        scores = [role.product for role in roles if isinstance(role, Scores)]
+        return Scores(joined_product(scores)) if scores else None
 
-    def _forget(self, softmax: Softmax) -> None:
-        softmax.scores = None
-        self._waiting = [each for each in self._waiting if each is not softmax]
-
-    def _rank(self, x: Tensor) -> tuple[bool, bool, int, int]:
+    def _rank(self, x: Tensor) -> tuple[bool, int, int]:
         """Return how much of an argument is known: the keys of earlier steps, from outside, say less than new ones."""
-        role = self.table.role(x)
         features = sum(is_of(axis, "feature") for axis in self.table.axes(x, self.scope()))
-        return role != PARAMETER, role is not None, features, x.numel()
+        return self.table.role(x) is not None, features, x.numel()
 
     def _note_elementwise(self, name: str, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = operands.followed_tensors(args, kwargs)
         if not any(self.table.find(x) is not None for x in tensors):
             return
         roles = [self.table.role(x) for x in tensors]
+        if NOISE in roles and name == "mul":
+            roles = [self._before_dropout(x) for x in tensors]
         numbers = [x for x in args if isinstance(x, (int, float)) and not isinstance(x, bool)]
         role = combined_role(name, out, tensors, roles, bool(numbers))
-        axes = combined_axes(self.table, out, tensors, self.scope())
-        if isinstance(role, tuple):  # the exponentials of scores, divided by their sums
-            exponentials, axis = role
-            role = self._softmax(Scores(exponentials.product), self._logits(exponentials, out), out, axes, axis)
-        self.table.assign(out, axes, role)
-
-    @staticmethod
-    def _logits(exponentials: Exponentials, weights: Tensor) -> Tensor:
-        """Return scores whose softmax these weights are: the code's own, unless it has changed their exponentials."""
-        if exponentials.changed or exponentials.scores.shape != weights.shape:
-            return weights.detach().log()
-        return exponentials.scores
+        place = combined_place(self.table, out, tensors, self.scope())
+        self.table.assign(out, place.axes, role, place.fixed)

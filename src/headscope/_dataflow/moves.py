@@ -7,25 +7,25 @@ from typing import Any
 
 from torch import Tensor
 
-from headscope._dataflow.axes import Axis, Extent, Layout, Piece, fresh_axis
+from headscope._dataflow.axes import Axis, Extent, Kind, Layout, Piece, Place, Source, fresh_axis
+from headscope._dataflow.joining import concatenated_axis, kind_of_parts, stacked_axis
+from headscope._dataflow.table import Entry
+
+REORDERED = {"flip", "roll", "index", "index_select", "gather"}
 
 
 def moved_axes(
-    name: str, x: Tensor, axes: Sequence[Axis], out: Tensor, args: tuple[Any, ...], scope: tuple[Any, ...]
+    name: str, x: Tensor, axes: Sequence[Axis], out: Tensor, scope: tuple[Any, ...], *, ordered: bool
 ) -> list[Axis] | None:
-    """Return the axes of the result of a move; None if they cannot be known.
+    """Return the axes of the result of a move of one tensor; None if they cannot be known.
 
     Args:
         name: of the operation.
         x, axes: the argument that is moved, and its axes.
         out: the result.
-        args: all arguments.
         scope: for new axes.
+        ordered: whether rows in another order are still called the same.
     """
-    if name == "stack":
-        at = (args[1] if len(args) > 1 else 0) % out.ndim
-        # what code stacks in a forward pass are heads, which it has computed one by one
-        return [*axes[:at], fresh_axis(out.shape[at], "feature", scope), *axes[at:]]
     if name == "repeat":
         more = out.ndim - x.ndim
         new: list[Axis] = [(Piece(None, 0, n),) if n > 1 else () for n in out.shape[:more]]
@@ -34,45 +34,108 @@ def moved_axes(
         return new
     if out.ndim != x.ndim:
         return None
-    return [
-        axis if n == size else resized(axis, n, scope) for axis, size, n in zip(axes, x.shape, out.shape, strict=True)
+    moved = [
+        axis if n == size else resized(axis, n, scope, same=ordered)
+        for axis, size, n in zip(axes, x.shape, out.shape, strict=True)
     ]
+    if name in REORDERED and not ordered:
+        return [tuple(_reordered(piece, scope) for piece in axis) for axis in moved]
+    return moved
 
 
-def resized(axis: Axis, size: int, scope: tuple[Any, ...]) -> Axis:
-    """Return an axis of which some numbers were taken, or others were added."""
-    if size == 1:
-        return ()
-    if len(axis) == 1:
-        return (Piece(axis[0].source, axis[0].step, size),)
-    kinds = {piece.source.kind for piece in axis if piece.source is not None}
-    return fresh_axis(size, "feature" if kinds == {"feature"} else "row", scope)
+def _reordered(piece: Piece, scope: tuple[Any, ...]) -> Piece:
+    """Return a piece of other rows, whichever they are."""
+    if piece.source is None or piece.source.kind == "feature":
+        return piece
+    return Piece(Source(piece.source.kind, scope), 1, piece.size)
 
 
-def written_layout(
-    old: Layout, into: Tensor, into_axes: Sequence[Axis], axes: Sequence[Axis], scope: tuple[Any, ...]
-) -> Layout:
-    """Return the layout of a storage after a tensor with these axes was written into a part of it.
-
-    What code writes part by part are heads, or chunks of queries: an axis of the storage that the part does not have
-    runs over them.
+def joined_axes(
+    name: str, known: Sequence[Place], best: Place, at: int, out: Tensor, scope: tuple[Any, ...],
+    *, all_known: bool, same: bool,
+) -> list[Axis]:  # fmt: skip
+    """Return the axes of tensors that were stacked or concatenated.
 
     Args:
-        old: the layout before.
-        into, into_axes: the part, and its axes in that layout.
-        axes: of the tensor that was written.
+        name: "stack" or "cat".
+        known: where those come from that are followed and not parameters.
+        best: the place of that of which most is known; it has the other axes.
+        at: the axis.
+        out: the result.
+        scope: for new axes.
+        all_known: whether these are all.
+        same: whether an axis to which others were added retains its source.
+    """
+    axes = list(best.axes)
+    if name == "stack":
+        over = stacked_axis(known, scope) if all_known else fresh_axis(out.shape[at], "joined", scope)
+        return [*axes[:at], over, *axes[at:]]
+    if all_known:
+        axes[at] = concatenated_axis(known, at, out.shape[at], scope)
+    else:  # the keys of earlier steps, a token that is learned, or zeros
+        axes[at] = resized(axes[at], out.shape[at], scope, same=same)
+    before = {piece.source for part in known for axis in part.axes for piece in axis}
+    for piece in axes[at]:
+        if piece.source is not None and piece.source not in before:
+            piece.source.last = known[-1].axes[at]
+    return axes
+
+
+def resized(axis: Axis, size: int, scope: tuple[Any, ...], *, same: bool = False) -> Axis:
+    """Return an axis of which some numbers were taken, or others were added; ``same``: it retains its source."""
+    if size == 1:
+        return ()
+    if same and len(axis) == 1:
+        return (axis[0]._replace(size=size),)
+    kinds: set[Kind] = {piece.source.kind for piece in axis if piece.source is not None}
+    is_one = kinds == {"feature"} or (len(kinds) == 1 and len(axis) == 1)
+    return fresh_axis(size, kinds.pop() if is_one else "joined", scope)
+
+
+def note_part(entry: Entry, into: Tensor, before: Place, part: Place, scope: tuple[Any, ...]) -> None:
+    """Change the layout of a storage after a tensor was written into a part of it.
+
+    Args:
+        entry: of the storage.
+        into, before: the part, and its place in the layout so far.
+        part: where the tensor comes from that was written.
         scope: for new axes.
     """
+    if entry.parts:
+        entry.parts.append(part)
+        kind = kind_of_parts(entry.parts)
+        for source in entry.joined:
+            source.kind = kind
+        return
+    entry.parts.append(part)
+    entry.whole = None
+    entry.layout, entry.joined = _written_layout(entry.layout, into, before.axes, part.axes, scope)
+
+
+def _written_layout(
+    old: Layout, into: Tensor, into_axes: Sequence[Axis], axes: Sequence[Axis], scope: tuple[Any, ...]
+) -> tuple[Layout, list[Source]]:
+    """Return the layout of a storage after its first part was written, and the axes that run over parts."""
     covered = {piece.source for axis in into_axes for piece in axis}
+    joined: list[Source] = []
     extents: list[Extent] = []
+
+    def over_parts(size: int, stride: int) -> None:
+        for piece in fresh_axis(size, "joined", scope):
+            extents.append(Extent(stride, piece))
+            if piece.source is not None:
+                joined.append(piece.source)
+
     for axis, own, n, stride in zip(axes, into_axes, into.shape, into.stride(), strict=True):
         step = stride * into.element_size()
         whole = next((extent.piece.size for extent in old if extent.stride == step and len(own) == 1), n)
-        axis = axis if whole == n else resized(axis, whole, scope)
+        if whole != n:
+            over_parts(whole, step)
+            continue
         for piece in reversed(axis):
             extents.append(Extent(step, piece))
             step *= piece.size
     for extent in old:
         if extent.piece.source not in covered:
-            extents += [Extent(extent.stride, piece) for piece in fresh_axis(extent.piece.size, "feature", scope)]
-    return tuple(sorted(extents, key=lambda extent: extent.stride))
+            over_parts(extent.piece.size, extent.stride)
+    return tuple(sorted(extents, key=lambda extent: extent.stride)), joined

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from headscope._dataflow.table import is_followed
 
-MOVES = {
-    *("clone", "_to_copy", "contiguous", "index_select", "gather", "repeat", "flip", "roll", "constant_pad_nd"),
-    *("expand_copy", "_reshape_copy", "view_copy", "permute_copy", "cat", "stack", "index"),
-}
+COPIES = {"clone", "_to_copy", "contiguous", "expand_copy", "_reshape_copy", "view_copy", "permute_copy"}
+MOVES = COPIES | {"index_select", "gather", "repeat", "flip", "roll", "constant_pad_nd", "index"}
+JOINS = {"cat", "stack"}
+REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "logsumexp"}
 TRIANGLES = {"tril", "triu"}
 _OF_IMAGES = ("convolution", "pool", "batch_norm", "group_norm", "upsample")
 
@@ -51,6 +51,18 @@ def is_elementwise(func: Any) -> bool:
 def is_of_images(func: Any) -> bool:
     """Return whether an operation is one of images or sequences whose features are axis 1."""
     return any(each in name_of(func) for each in _OF_IMAGES)
+
+
+@functools.cache
+def is_factory(func: Any) -> bool:
+    """Return whether a result does not depend on the numbers of the arguments."""
+    return name_of(func).endswith("_like") or name_of(func).startswith("new_")
+
+
+@functools.cache
+def is_norm(func: Any) -> bool:
+    """Return whether an operation normalises features, so that its result has the axes of its argument."""
+    return "layer_norm" in name_of(func) or "rms_norm" in name_of(func)
 
 
 def followed_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

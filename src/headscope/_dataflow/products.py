@@ -6,58 +6,126 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from headscope._dataflow.attention import Roles, WrittenAttention, arrange, assign_roles, sizes
-from headscope._dataflow.axes import Axis, Piece, fresh_axis, is_of, renewed, size_of, sources
-from headscope._dataflow.roles import PARAMETER, Product, Role, Scores, Softmax, Weights
+from headscope._dataflow.attention import WrittenAttention
+from headscope._dataflow.axes import Axis, Fixed, Piece, Place, Source, fresh_axis, overlap, size_of, sources
+from headscope._dataflow.completion import Refusal, complete
+from headscope._dataflow.joining import tokens_of
+from headscope._dataflow.roles import PARAMETER, Lost, Product, Role, Scores, Softmax, Weights
 from headscope._dataflow.table import Table
 
 
 @dataclass(frozen=True)
-class Completion:
-    """An attention, and its softmax."""
-
-    attention: WrittenAttention
-    softmax: Softmax
-
-
-@dataclass(frozen=True)
 class Result:
-    """The axes and the role of the result of a product, and the attention that it completes."""
+    """The axes and the role of the result of a product, and the attention that it completes.
 
-    axes: list[Axis]
+    Attributes:
+        place, role: of the result.
+        attention: the attention; None: the product does not complete one.
+        softmax: that of the weights, if it has been used completely.
+        refused: the product of scores of an attention that cannot be recorded.
+        attends: whether the product belongs to an attention that is recorded.
+    """
+
+    place: Place
     role: Role | None = None
-    completion: Completion | None = None
+    attention: WrittenAttention | None = None
+    softmax: Softmax | None = None
+    refused: Product | None = None
     attends: bool = False
 
 
 def multiply(table: Table, left: Tensor, right: Tensor, out: Tensor, scope: tuple[Any, ...]) -> Result:
     """Return what a product of left, [N, R, D] or [R, D], and right, [N, D, C] or [D, C], computes."""
     left_role, right_role = table.role(left), table.role(right)
-    a, b = table.axes(left, scope), table.axes(right, scope)
-    outer = [_merged(a[0], b[0])] if left.ndim == 3 else []
-    columns = fresh_axis(out.shape[-1], "feature", scope)
+    a, b = table.place(left, scope), table.place(right, scope)
+    outer = [_merged(a.axes[0], b.axes[0])] if left.ndim == 3 else []
     if right_role == PARAMETER and left_role != PARAMETER:
-        return Result([*outer, a[-2], columns], left_role if isinstance(left_role, Scores) else None)
+        columns = _projected(table, a.axes[-2:], b.axes[-1], out.shape[-1], scope)
+        return Result(
+            Place([*outer, _unrepeated(a.axes[-2], scope), columns], a.fixed),
+            _role_of_projection(left_role, a.axes[-1]),
+        )
     if left_role == PARAMETER and right_role != PARAMETER:
-        rows = fresh_axis(out.shape[-2], "feature", scope)
-        return Result([*outer, rows, b[-1]], right_role if isinstance(right_role, Scores) else None)
+        rows = _projected(table, b.axes[:-3:-1], a.axes[-2], out.shape[-2], scope)
+        return Result(Place([*outer, rows, b.axes[-1]], b.fixed), _role_of_projection(right_role, b.axes[-2]))
     if left_role == PARAMETER:  # queries that are learned
-        return Result([*outer, fresh_axis(out.shape[-2], "row", scope), columns])
-    for role, p_axes, p, v, is_left in ((left_role, a, left, right, True), (right_role, b, right, left, False)):
+        axes = [fresh_axis(out.shape[-2], "row", scope), fresh_axis(out.shape[-1], "feature", scope)]
+        return Result(Place([*outer, *axes], frozenset()))
+    fixed = a.fixed | b.fixed
+    values = Place([*outer, a.axes[-2], b.axes[-1]], frozenset(each for each in fixed if each[0].kind != "feature"))
+    for role, other in ((left_role, right_role), (right_role, left_role)):
+        if isinstance(role, (Weights, Lost)) and isinstance(other, (Scores, Weights, Lost)):
+            return Result(values, Lost(role.product))
+    for role, p, v, is_left in ((left_role, left, right, True), (right_role, right, left, False)):
+        place = a if is_left else b
         if isinstance(role, Weights):
-            axes = [*outer, a[-2], b[-1]]
-            if role.softmax.scores is None:
-                return Result(axes, attends=True)
-            completion = _attention(role, p, p_axes, v, out, is_left, scope)
-            return Result(axes, completion=completion, attends=completion is not None)
-    product = Product(
-        renewed(a[-2], scope), renewed(b[-1], scope), tuple(sources(a[-2])), tuple(sources(b[-1])),
-        not outer, scope,
-    )  # fmt: skip
-    return Result([*outer, product.rows, product.columns], Scores(product))
+            return _completed(role, p, Place([*outer, *place.axes[-2:]], place.fixed), v, out, is_left, scope, values)
+        if isinstance(role, Lost):
+            return Result(values, refused=role.product if _may_attend(role.product, p, is_left) else None)
+    product = _product(table, a, b, not outer, scope)
+    fixed |= _contracted(a.axes[-1]) | _contracted(b.axes[-2])
+    return Result(Place([*outer, product.rows, product.columns], fixed), Scores(product))
+
+
+def _projected(table: Table, factor: Sequence[Axis], axis: Axis, size: int, scope: tuple[Any, ...]) -> Axis:
+    """Return the axis of features that a projection makes: those of its parameter, for all that it projects.
+
+    Args:
+        table: where new sources are noted.
+        factor: the rows of what is projected, and the axis that is summed over.
+        axis, size: the other axis of the parameter, and its size.
+        scope: where it is computed.
+    """
+    rows, summed = factor
+    own = sources(summed)
+    for piece in rows:
+        if piece.source is not None and piece.source not in own:  # else they are heads, and these their features
+            piece.source.projected.add(piece.step)
+    if any(piece.source is None for piece in axis):
+        return fresh_axis(size, "feature", scope)
+    return table.derive(axis, scope[-2:-1], scope)
+
+
+def _unrepeated(rows: Axis, scope: tuple[Any, ...]) -> Axis:
+    """Return rows that a projection makes: those of what was repeated, such as a batch, are rows of their own."""
+    return tuple(Piece(Source("row", scope), 1, each.size) if each.source is None else each for each in rows)
+
+
+def _role_of_projection(role: Role | None, contracted: Axis) -> Role | None:
+    """Return the role of a projection of scores or weights, unless it sums over the keys of weights."""
+    if isinstance(role, Weights):
+        is_codebook = role.over is None or frozenset(sources(contracted)) == role.over
+        return None if is_codebook else role.altered()
+    return role if isinstance(role, (Scores, Lost)) else None
+
+
+def _product(table: Table, a: Place, b: Place, is_folded: bool, scope: tuple[Any, ...]) -> Product:
+    rows, columns = a.axes[-2], b.axes[-1]
+    outer = [] if is_folded else [a.axes[0]]
+    summed = [piece.source for axis in (a.axes[-1], b.axes[-2]) for piece in axis if piece.source is not None]
+    outside = {source for source in summed if source.is_outside}
+    return Product(
+        table.derive(rows, "rows", scope),
+        table.derive(columns, "columns", scope),
+        tokens_of([*outer, rows], a.fixed),
+        tokens_of([*(outer and [b.axes[0]]), columns], b.fixed),
+        is_folded,
+        any(source.kind == "row" for source in summed)
+        or any(overlap(b.axes[0], columns) for _ in outer)
+        or any(overlap(a.axes[0], rows) for _ in outer),
+        len(outside) if len(outside) == len(set(summed)) else 0,
+        scope,
+        tuple(source.scope for source in summed if source.scope),
+    )
+
+
+def _contracted(axis: Axis) -> Fixed:
+    """Return over which features a product sums: heads that are computed one by one differ in them."""
+    return frozenset(
+        (piece.source, piece.start) for piece in axis if piece.source is not None and piece.source.kind == "feature"
+    )
 
 
 def _merged(a: Axis, b: Axis) -> Axis:
@@ -69,103 +137,33 @@ def _merged(a: Axis, b: Axis) -> Axis:
     return b if len(sources(b)) == len(b) else a
 
 
-def _attention(
-    role: Weights, p: Tensor, p_axes: Sequence[Axis], v: Tensor, out: Tensor, is_left: bool, scope: tuple[Any, ...],
-) -> Completion | None:  # fmt: skip
-    """Return the attention that a product of weights with values completes; None if it is something else."""
-    softmax, product = role.softmax, role.softmax.product
-    scores = softmax.scores
-    if scores is None:
-        return None
-    axes = softmax.axes
-    keys = axes[softmax.axis]
-    rows_are_keys = _shares(keys, product.rows)
-    if not is_of(keys, "row") or not (rows_are_keys or _shares(keys, product.columns)):
-        return None
-    contracted, rows = p_axes[-1 if is_left else -2], p_axes[-2 if is_left else -1]
-    if set(sources(contracted)) != set(sources(keys)):
-        return None
-    queries = product.columns if rows_are_keys else product.rows
-    roles = assign_roles(axes, softmax.axis, sources(queries), product.is_folded)
-    inner = {*roles.queries, *roles.heads}
-    if not set(roles.queries) <= set(rows) or not (set(rows) <= inner or (p.ndim == 2 and not roles.outer)):
-        return None  # values that depend on the query, or that all sequences share
-    groups = (roles.batch, roles.heads, roles.queries, roles.keys)
-    logits = arrange(scores, axes, groups)
-    if logits is None:
-        return None
-    shared = (roles.batch, roles.heads)
-    values = result = sinks = None
-    if logits.shape[-1] == size_of(contracted) + 1 and p.storage_offset() == softmax.offset:
-        sinks = _sinks(logits[..., -1])
-        if sinks is None:
-            return None
-        logits = logits[..., :-1]
-    if p.numel() != logits.numel() and not _lacks_heads_only(p, roles):
-        return None
-    if p.numel() == logits.numel():
-        if not is_left:
-            v, out = v.transpose(-2, -1), out.transpose(-2, -1)
-        values = _values(v, p_axes, shared, sizes(shared))
-        if not role.dropped:
-            result = _output(out, p_axes, is_left, shared, roles.queries)
-    tokens = (
-        (product.column_tokens, product.row_tokens) if rows_are_keys else (product.row_tokens, product.column_tokens)
-    )
-    same = True if tokens[0] and tokens[0] == tokens[1] else None
-    within = _enclosing([product.scope, softmax.scope, scope])
-    scopes = [source.scope for source in sources(roles.heads) if source.scope]
-    attention = WrittenAttention(
-        logits, values, sinks, result, same, within, _enclosing([within, *scopes]), bool(roles.heads)
-    )
-    return Completion(attention, softmax)
+def _may_attend(product: Product, p: Tensor, is_left: bool) -> bool:
+    """Return whether numbers that are not followed may be the weights of keys."""
+    size = p.shape[-1 if is_left else -2]
+    return any(size_of(axis) == size for axis in (product.rows, product.columns)) and not product.is_other
 
 
-def _sinks(logits: Tensor) -> Tensor | None:
-    """Return the sinks [H] that an additional logit of each row, [B, H, Q], is; None if it differs between rows."""
-    sinks = logits[:1, :, :1].detach()
-    return sinks.flatten() if torch.equal(sinks.expand_as(logits), logits) else None
-
-
-def _lacks_heads_only(p: Tensor, roles: Roles) -> bool:
-    """Return whether weights are those of some heads, with all sequences, queries and keys."""
-    batch, queries, keys = sizes((roles.batch, roles.queries, roles.keys))
-    matrices = p.shape[-2:] in ((queries, keys), (keys, queries))
-    return bool(roles.heads) and matrices and p.numel() % (batch * queries * keys) == 0
-
-
-def _shares(axis: Axis, other: Axis) -> bool:
-    """Return whether an axis runs along sources of another."""
-    others = sources(other)
-    return bool(axis) and any(piece.source in others for piece in axis)
-
-
-def _values(
-    v: Tensor, p_axes: Sequence[Axis], shared: tuple[Sequence[Piece], Sequence[Piece]], outer: Sequence[int]
-) -> Tensor | None:
-    """Return values [N, K, Dv], or [K, Dv], as [B, H, K, Dv]."""
-    keys, width = v.shape[-2:]
-    if v.ndim == 2:
-        return v.expand(*outer, keys, width)
-    inner: tuple[Axis, Axis] = ((Piece(None, 1, keys),), (Piece(None, 2, width),))
-    return arrange(v, [p_axes[0], *inner], (*shared, *inner), shared[1])
-
-
-def _output(
-    out: Tensor, p_axes: Sequence[Axis], is_left: bool, shared: tuple[Sequence[Piece], Sequence[Piece]],
-    queries: Sequence[Piece],
-) -> Tensor | None:  # fmt: skip
-    """Return the output [N, Q, Dv], or [Q, Dv], as [B, H, Q, Dv]."""
-    width: Axis = (Piece(None, 1, out.shape[-1]),)
-    rows = p_axes[-2 if is_left else -1]
-    outer = [p_axes[0]] if out.ndim == 3 else []
-    return arrange(out, [*outer, rows, width], (*shared, queries, width))
-
-
-def _enclosing(scopes: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Return what encloses all of these."""
-    first, *others = scopes
-    common = 0
-    while common < len(first) and all(common < len(each) and each[common] is first[common] for each in others):
-        common += 1
-    return first[:common]
+def _completed(
+    role: Weights, p: Tensor, place: Place, v: Tensor, out: Tensor, is_left: bool, scope: tuple[Any, ...],
+    result: Place,
+) -> Result:  # fmt: skip
+    """Return what a product of weights with values computes."""
+    softmax = role.softmax
+    if role.use.is_done:
+        return Result(result, attends=True)
+    found = complete(role, p, place.axes, v, out, is_left, scope)
+    if isinstance(found, Refusal):
+        return Result(result, refused=role.product)
+    if found is None:
+        contracted = frozenset(sources(place.axes[-1 if is_left else -2]))
+        keys = role.over or frozenset((*sources(role.product.rows), *sources(role.product.columns)))
+        return Result(result, None if contracted & keys else Lost(role.product))
+    if softmax is None or found.is_whole:
+        role.use.is_done = True
+        return Result(result, None, found, softmax, attends=True)
+    softmax.parts[int(p.storage_offset())] = p.numel()
+    size = sum(softmax.parts.values())
+    if size == found.scores.numel():
+        role.use.is_done = True
+        return Result(result, None, found, softmax, attends=True)
+    return Result(result, attends=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from headscope._dataflow.axes import Axis, Source
+from headscope._dataflow.axes import Axis, Piece, Source
+
+Tokens = frozenset[Piece | tuple[Source, int]]
+"""The pieces of row axes that a tensor's rows run along, and what was selected along others."""
 
 
 class Constant(Enum):
@@ -27,91 +31,95 @@ class Product:
     """A product of two tensors that running code has computed: perhaps of queries and keys.
 
     Attributes:
-        rows, columns: the axes of its last two, along new sources.
-        row_tokens, column_tokens: the sources of the operands' axes.
+        rows, columns: the axes of its last two, along sources of their own.
+        row_tokens, column_tokens: which tokens they are.
         is_folded: whether it has no axis N, so that its rows may hold a batch.
+        is_other: whether it cannot be that of an attention: it sums over rows, or each row has columns of its own.
+        outside: from how many tensors from outside its factors come; 0: a projection was applied, or it is not known.
         scope: where it was computed.
+        scopes: where the features come from that it sums over.
     """
 
     rows: Axis
     columns: Axis
-    row_tokens: tuple[Source, ...]
-    column_tokens: tuple[Source, ...]
+    row_tokens: Tokens
+    column_tokens: Tokens
     is_folded: bool
+    is_other: bool
+    outside: int
     scope: tuple[Any, ...]
+    scopes: tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """A product after elementwise operations.
-
-    Attributes:
-        product: the first of those that it sums.
-        unshifted: the same scores before the largest of each row, or its lse, was subtracted.
-        normalized: the axis along which the exponentials of these scores sum to one.
-    """
+    """A product after elementwise operations; ``product``: the first of those that it sums."""
 
     product: Product
-    unshifted: Tensor | None = None
-    normalized: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class RowValue:
-    """A number for each row of scores: the largest one, or the lse along an axis."""
-
-    scores: Tensor
-    lse_axis: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Exponentials:
-    """The exponentials of scores; ``changed``: multiplied with other numbers since."""
-
-    product: Product
-    scores: Tensor
-    changed: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """The sums of exponentials along an axis; ``inverted``: one divided by them."""
-
-    product: Product
-    axis: int
-    inverted: bool = False
 
 
 @dataclass(eq=False)
 class Softmax:
-    """A softmax of scores, from when it is computed until it is multiplied with values.
+    """The result of a softmax of scores, from when it is computed until it is multiplied with values.
 
     Attributes:
-        scores: its input; None: it has been used.
+        product: the first one of the scores.
+        storage, address: that of its result.
+        scores: its input; None: it has been used, or overwritten.
         axes, offset: the axes of its result, and the place of its first number in its storage.
         axis: the axis of the keys, from 0.
+        scope: where it was computed.
+        parts: the places of those parts of its result that were multiplied with values, and their sizes.
     """
 
     product: Product
+    storage: StorageWeakRef
+    address: int
     scores: Tensor | None
     axes: list[Axis]
     offset: int
     axis: int
     scope: tuple[Any, ...]
+    parts: dict[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(eq=False)
+class Use:
+    """Whether weights have been multiplied with values, in an attention that was reported."""
+
+    is_done: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The result of a softmax, after elementwise operations.
+    """The exponentials of scores or their softmax, perhaps after other operations.
 
     Attributes:
+        product: the first one of the scores.
+        softmax: that of which they are the result; None: only their values show whether they sum to one.
+        over: the sources of the axis of the softmax; None: of exponentials.
+        use: shared by weights with the same numbers.
         changed: whether an operation other than dropout followed.
         dropped: whether dropout followed.
     """
 
-    softmax: Softmax
+    product: Product
+    softmax: Softmax | None
+    over: frozenset[Source] | None
     changed: bool = False
     dropped: bool = False
+    use: Use = field(default_factory=Use)
+
+    def altered(self) -> Weights:
+        """Return the role of weights after an operation that changes them."""
+        return Weights(self.product, None, self.over, True, self.dropped)
+
+
+@dataclass(frozen=True, eq=False)
+class Lost:
+    """Numbers that were computed from scores or weights in a way that is not followed."""
+
+    product: Product
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,4 +129,4 @@ class HeadOutput:
     number: int
 
 
-Role = Constant | Scores | RowValue | Exponentials | Sums | Weights | HeadOutput
+Role = Constant | Scores | Weights | Lost | HeadOutput

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from headscope._dataflow.axes import Axis, Layout, fresh_axes, layout_of, resolve
-from headscope._dataflow.roles import PARAMETER, Role
+from headscope._dataflow.axes import Axis, Fixed, Layout, Piece, Place, Source, fresh_axes, layout_of, resolve
+from headscope._dataflow.roles import PARAMETER, Role, Weights
 
 SWEEP = 256  # entries between two searches for storages that are gone
 
@@ -22,13 +22,22 @@ class Entry:
 
     Attributes:
         storage: a weak reference. While it is held, no other storage has the same address.
-        layout: its axes.
+        layout, offset: its axes, and the place of the first number in bytes.
         role: what its numbers are; None: nothing that matters here.
+        fixed: what was selected along axes that it does not have.
+        whole: the shape and the strides of the tensor that was assigned, and its axes; None: the layout has changed.
+        parts: where the tensors come from that were written into parts of it.
+        joined: the axes that run over these parts.
     """
 
     storage: StorageWeakRef
     layout: Layout
+    offset: int
     role: Role | None = None
+    fixed: Fixed = frozenset()
+    whole: tuple[torch.Size, tuple[int, ...], list[Axis]] | None = None
+    parts: list[Place] = field(default_factory=list[Place])
+    joined: list[Source] = field(default_factory=list[Source])
 
 
 class Table:
@@ -37,9 +46,10 @@ class Table:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._entries: dict[int, Entry] = {}
         self._next_sweep = SWEEP
-        for parameter in parameters:
-            if is_followed(parameter):
-                self.assign(parameter, fresh_axes(parameter, (), range(parameter.ndim)), PARAMETER)
+        self._parameters = [x for x in parameters if is_followed(x)]
+        self._derived: dict[tuple[Source, object], Source] = {}
+        for parameter in self._parameters:
+            self.assign(parameter, fresh_axes(parameter, (), range(parameter.ndim)), PARAMETER)
         self._next_sweep += len(self._entries)
 
     def find(self, x: Tensor) -> Entry | None:
@@ -51,22 +61,75 @@ class Table:
         entry = self.find(x)
         return None if entry is None else entry.role
 
-    def axes(self, x: Tensor, scope: tuple[Any, ...]) -> list[Axis]:
-        """Return the axes of a tensor; one that comes from outside gets new ones."""
+    def place(self, x: Tensor, scope: tuple[Any, ...]) -> Place:
+        """Return where a tensor's numbers come from; one that comes from outside gets new axes."""
         entry = self.find(x)
         if entry is None:
+            if x.dtype in (torch.bfloat16, torch.float16) and self._note_cast(x):
+                return self.place(x, scope)
             is_parameter = isinstance(x, torch.nn.Parameter)
-            axes = fresh_axes(x, scope, range(x.ndim) if is_parameter else (-1,))
+            axes = fresh_axes(x, scope, range(x.ndim) if is_parameter else (-1,), outside=True)
             self.assign(x, axes, PARAMETER if is_parameter else None)
-            return axes
-        return resolve(x, entry.layout, scope)
+            return Place(axes, frozenset())
+        whole = entry.whole
+        is_whole = whole is not None and x.shape == whole[0] and x.stride() == whole[1]
+        if whole is not None and is_whole and int(x.storage_offset()) * x.element_size() == entry.offset:
+            return Place(whole[2], entry.fixed)
+        place = resolve(x, entry.layout, entry.offset, scope)
+        return Place(place.axes, place.fixed | entry.fixed) if entry.fixed else place
 
-    def assign(self, x: Tensor, axes: Sequence[Axis], role: Role | None = None) -> None:
-        """Note the axes and the role of a tensor that an operation has made."""
+    def axes(self, x: Tensor, scope: tuple[Any, ...]) -> list[Axis]:
+        """Return the axes of a tensor; one that comes from outside gets new ones."""
+        return self.place(x, scope).axes
+
+    def assign(self, x: Tensor, axes: Sequence[Axis], role: Role | None = None, fixed: Fixed = frozenset()) -> Entry:
+        """Note the axes and the role of a tensor that an operation has made; return its entry."""
         storage = x.untyped_storage()
-        self._entries[storage._cdata] = Entry(StorageWeakRef(storage), layout_of(x, axes), role)
+        offset = int(x.storage_offset()) * x.element_size()
+        own = list(axes)
+        whole = None if 0 in x.stride() else (x.shape, x.stride(), own)
+        entry = Entry(StorageWeakRef(storage), layout_of(x, own), offset, role, fixed, whole)
+        self._entries[storage._cdata] = entry
         if len(self._entries) > self._next_sweep:
             self.sweep()
+        return entry
+
+    def _note_cast(self, x: Tensor) -> bool:
+        """Return whether a tensor is a parameter that autocast has rounded earlier; if so, note it."""
+        size = x.untyped_storage().nbytes() // x.element_size()
+        for parameter in self._parameters:
+            if parameter.numel() != size or parameter.dtype == x.dtype or parameter.device != x.device:
+                continue
+            whole = x.detach().as_strided(parameter.shape, parameter.stride(), 0)
+            if torch.equal(whole, parameter.detach().to(x.dtype)):
+                self.assign(whole, fresh_axes(parameter, (), range(parameter.ndim)), PARAMETER)
+                return True
+        return False
+
+    def derive(self, axis: Axis, key: object, scope: tuple[Any, ...]) -> Axis:
+        """Return an axis of the same pieces along other sources, which are the same for the same axis and key.
+
+        The rows of a product are not those of its factor, but those of a second product of this factor.
+        """
+        return tuple(
+            Piece(None if piece.source is None else self._derive(piece.source, key, scope), *piece[1:])
+            for piece in axis
+        )
+
+    def _derive(self, source: Source, key: object, scope: tuple[Any, ...]) -> Source:
+        known = self._derived.get((source, key))
+        if known is None:
+            scope = source.scope if source.kind == "feature" and source.scope else scope
+            known = self._derived[source, key] = Source(source.kind, scope, False, source.projected)
+        return known
+
+    def softmaxes(self) -> set[int]:
+        """Return the ids of the softmaxes that the roles of living storages hold."""
+        return {
+            id(entry.role.softmax)
+            for entry in self._entries.values()
+            if isinstance(entry.role, Weights) and not entry.storage.expired()
+        }
 
     def sweep(self) -> None:
         """Forget storages that are gone, with the tensors that their roles hold."""

@@ -39,12 +39,20 @@ class Forward(Protocol):
         """Note that a module has made its attention call."""
         ...
 
+    def measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
+        """Measure a call that a module has written out; return a function that records it."""
+        ...
+
     def follows(self, name: str) -> bool:
         """Return whether the operations of a module are followed, to find attention that it writes out."""
         ...
 
     def note_followed(self, name: str) -> None:
         """Note that a module has to be followed for an attention that was found inside."""
+        ...
+
+    def note_refused(self, name: str) -> None:
+        """Note that a module has written out an attention that cannot be recorded."""
         ...
 
     def note_unrecorded(self, name: str, operator: str | None) -> None:
@@ -81,6 +89,13 @@ class Unfollowed:
     def note_followed(self, name: str) -> None:
         """Do nothing: no module is followed."""
 
+    def note_refused(self, name: str) -> None:
+        """Do nothing: no module is followed."""
+
+    def measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
+        """Do nothing: no module is followed."""
+        return lambda: None
+
 
 Entries = tuple[tuple[Watcher, str], ...]
 """The watchers of a module, and its name in each."""
@@ -95,7 +110,8 @@ class Frame:
         accelerate: headscope's kernel should attend, too.
         quiet: its attention calls are observed as a whole: calls within them are not.
         softmaxes: those that it has computed itself and not yet multiplied with values.
-        single_heads: attentions of one head that it has written out; see ``written``.
+        written, refused: attentions that it has written out, and the tokens of those that are not recorded; see
+            ``written``.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,7 +123,8 @@ class Frame:
         self.accelerate = False
         self.quiet = False
         self.softmaxes: list[softmax.Weights] = []
-        self.single_heads: list[Any] = []
+        self.written: list[Any] = []
+        self.refused: list[Any] = []
         self._arguments: Mapping[str, Any] | None = None
 
     @property
@@ -126,6 +143,10 @@ class Frame:
         if self._arguments is None:
             self._arguments = bound(self.module.forward, self.args, self.kwargs)
         return self._arguments
+
+    def release(self) -> None:
+        """Let go of the arguments, at the end of the module: what was noted of its operations may hold the frame."""
+        self.args, self.kwargs, self._arguments = (), {}, None
 
     def quietly(self) -> _Quiet:
         """Return a context without observation, for calls within this module's attention, or headscope's."""
@@ -157,6 +178,11 @@ class Frame:
             for forward, name in self.forwards.values():
                 if forward.active:
                     forward.see(self, name, call)
+
+    def measure(self, call: Callable[[], InterceptedCall], number: int) -> list[Callable[[], None]]:
+        """Measure a call for all watchers; return functions that record it."""
+        with unobserved():
+            return [forward.measure(name, number, call) for forward, name in self.forwards.values() if forward.active]
 
     def factors(self, heads: int, widths: tuple[int, int]) -> Tensor | None:
         """Return the factors of this module's head outputs, [H]; None = no change.

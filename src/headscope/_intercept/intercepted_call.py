@@ -92,6 +92,7 @@ class InterceptedCall:
             attended instead.
         kind: "self", "cross", or None if the call does not determine it.
         tokens: ids of the keys.
+        has_logits: whether the logits are those of the call, and not the logarithms of its weights.
     """
 
     q: Tensor
@@ -116,6 +117,7 @@ class InterceptedCall:
     by_headscope: bool = False
     again: Callable[[], tuple[Tensor, Tensor | None]] | None = None
     own: Callable[[], InterceptedCall] | None = None
+    has_logits: bool = True
 
 
 def measure(call: InterceptedCall, what: Observe) -> LayerStats:
@@ -135,6 +137,8 @@ def measure(call: InterceptedCall, what: Observe) -> LayerStats:
     part = next(iter(stats.parts.values()))
     if call.beside and call.kind != "cross":
         part = _of_tokens(part, call)
+    if not call.has_logits:
+        part = _without(part, {"lse", "max_logit"})
     return _without_first(part) if call.late or _forgotten(call) else part
 
 
@@ -262,7 +266,11 @@ def _of_tokens(part: LayerStats, call: InterceptedCall) -> LayerStats:
 
 def _without_first(part: LayerStats) -> LayerStats:
     """Remove ``first`` and ``streaming_w``: the first keys are unknown."""
-    dropped = {name for name in part.moments if name == "first" or name.startswith("streaming_")}
+    return _without(part, {name for name in part.moments if name == "first" or name.startswith("streaming_")})
+
+
+def _without(part: LayerStats, dropped: set[str]) -> LayerStats:
+    """Remove quantities."""
     moments = {name: each for name, each in part.moments.items() if name not in dropped}
     rows = tuple(
         replace(each, values={name: rows for name, rows in each.values.items() if name not in dropped})

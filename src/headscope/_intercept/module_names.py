@@ -141,6 +141,7 @@ def describe_unrecorded(
     noted: Mapping[str, str | None],
     observed: Collection[str],
     missing: Collection[str],
+    refused: Collection[str] = (),
 ) -> dict[str, str]:
     """Return the modules whose attention is not all recorded -> a sentence about each, without its end.
 
@@ -153,15 +154,16 @@ def describe_unrecorded(
             may be values.
         observed: modules with observed calls.
         missing: modules that are reported as errors.
+        refused: modules that have written out an attention that cannot be recorded.
     """
     texts: dict[str, str] = {}
-    for name, operator in noted.items():
+    for name, operator in {**dict.fromkeys(refused), **noted}.items():
         inside = any(is_within(other, name) for other in observed)
         if any(is_within(name, other) for other in missing):
             continue
         if operator is not None:
             texts[name] = f"attends {'once more, by' if inside else 'by'} {operator}"
-        elif name in observed or (inside and is_attention(name, modules[name])):
+        elif name in observed or name in refused or (inside and is_attention(name, modules[name])):
             texts[name] = "may also attend by a softmax of its own"
     return {name: f"{describe_modules(modules, [name])} {text}" for name, text in texts.items()}
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from headscope._intercept.intercepted_call import InterceptedCall, WatchError
+from headscope._intercept.intercepted_call import WatchError
 from headscope.stats._origin import PROCESS, LayerOrigin, Origin, Part
 
 if TYPE_CHECKING:
@@ -45,16 +45,16 @@ def origin_of(model: nn.Module) -> Origin:
     return Origin(next(classes).__qualname__, _digest(getattr(model, "config", None)))
 
 
-def layer_origin(modules: Mapping[str, nn.Module], name: str, call: InterceptedCall) -> LayerOrigin:
+def layer_origin(modules: Mapping[str, nn.Module], name: str, heads: int, widths: tuple[int, int]) -> LayerOrigin:
     """Return the origin of a recording of one layer.
 
     Args:
         modules: those of the model, by path; the model itself under the name of its class.
         name: the module that attends.
-        call: its first call.
+        heads: the number of heads of its first call.
+        widths: the head width of q and k, and that of v, there.
     """
-    widths = call.q.shape[-1], 0 if call.v is None else call.v.shape[-1]
-    return LayerOrigin(widths, layer_part(modules, name, call.q.shape[-3], widths))
+    return LayerOrigin(widths, layer_part(modules, name, heads, widths))
 
 
 def layer_part(modules: Mapping[str, nn.Module], name: str, heads: int, widths: tuple[int, int]) -> Part | None:

@@ -157,11 +157,13 @@ def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries
     try:
         with mode, follower:
             out = original(frame.module, *frame.args, **frame.kwargs)
-        written.report_single_heads(frame, stack[-2] if len(stack) > 1 else None)
+        if frame.written:
+            written.settle(frame, stack[-2] if len(stack) > 1 else None)
         finished = True
         return out
     finally:
         stack.pop()
+        frame.release()
         if not stack:
             frames.thread.masks.clear()
             frames.thread.written_masks.clear()

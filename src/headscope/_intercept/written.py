@@ -1,81 +1,93 @@
 """Attention that a module writes out as products and a softmax, found among its operations and reported as a call.
 
-Operations are followed in the first forward pass. After it, only the modules are followed in which such an attention
-was found, so a model of fused attention pays nothing.
+Operations are followed in the first forward pass in which a module runs. After it, only the modules are followed in
+which such an attention was found, so a model of fused attention pays nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headscope._dataflow import Follower, WrittenAttention
+from headscope._dataflow import Axis, Follower, Piece, Product, Source, Tokens, WrittenAttention, same_tokens
 from headscope._intercept import frames
 from headscope._intercept.frames import Frame
-from headscope._intercept.intercepted_call import InterceptedCall
+from headscope._intercept.intercepted_call import InterceptedCall, Kind
 from headscope._intercept.masks import HIDDEN, to_rule
 from headscope.masks import Mask
 
-IS_ON = False
-"""Whether operations are followed. Not yet: some code is recorded wrongly, for example weights that are changed before
-dropout, batches that are stacked, and chunks of queries.
-"""
 MOST_SCORES = 1 << 26  # numbers in scores of single heads that wait for the module around them to end
 ROUNDING = 0.9
 """A mask of -1e9 added to a score may be rounded to a little more."""
 
 
-@dataclass
-class SingleHead:
-    """An attention of one head, which may be one of several that a loop computes.
+@dataclass(eq=False)
+class Found:
+    """An attention that a module has written out.
 
     Attributes:
-        numbers: those of this attention and of the others whose outputs are concatenated with its own, in their order.
+        frame: the module.
+        attention: it itself, while it may be one of the heads that a loop computes; None: it has been measured.
+        tokens: which tokens its queries are, and its keys.
+        heads: the pieces of its axis of heads.
+        call: which call of its module it is; 0: not known yet.
+        records: functions that record it.
+        joint: this attention and the others whose outputs are joined with its own, in their order.
+        is_refused: whether it cannot be recorded.
     """
 
     frame: Frame
-    number: int
-    attention: WrittenAttention
-    numbers: list[int]
+    attention: WrittenAttention | None
+    tokens: tuple[Tokens, Tokens]
+    heads: Axis
+    call: int = 0
+    records: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    joint: list[Found] = field(default_factory=list[Any])
+    is_refused: bool = False
 
 
 def is_to_be_followed(frame: Frame) -> bool:
     """Return whether a watcher of this forward pass wants the operations of a module to be followed."""
-    return IS_ON and any(forward.active and forward.follows(name) for forward, name in frame.forwards.values())
+    return any(forward.active and forward.follows(name) for forward, name in frame.forwards.values())
 
 
 @contextmanager
 def followed(frame: Frame) -> Generator[None]:
     """Return a context in which the operations of a module are followed."""
     thread = frames.thread
-    singles: dict[int, SingleHead] = {}
+    all_found: dict[int, Found] = {}
 
     def report(attention: WrittenAttention, number: int) -> None:
         inner: Frame = attention.scope[-1]
-        for frame in attention.needed_scope[-1:]:
-            _note_followed(frame)
-        if attention.has_heads:
-            inner.see(partial(as_call, attention))
-        else:
-            single = singles[number] = SingleHead(inner, number, attention, [number])
-            inner.single_heads.append(single)
+        _note_followed(attention.needed_scope[-1])
+        tokens = attention.query_tokens, attention.key_tokens
+        found = all_found[number] = Found(inner, attention, tokens, attention.heads)
+        found.joint = [found]
+        found.is_refused = _sources(tokens) in inner.refused
+        inner.written.append(found)
+        if attention.heads:
+            _measure(found, attention)
 
-    def join(numbers: list[int]) -> None:
-        if not all(number in singles for number in numbers):
+    def join(numbers: list[int], axis: int | None) -> None:
+        """Note attentions whose outputs were joined; ``axis``: along which, from the end; None: a new one."""
+        if not all(number in all_found for number in numbers) or axis == -2:  # more queries
             return
-        joint = [each for number in numbers for each in singles[number].numbers]
-        joint = list(dict.fromkeys(joint))
-        for number in joint:
-            singles[number].numbers = joint
+        joint: list[Found] = []
+        for number in numbers:
+            joint += [each for each in all_found[number].joint if each not in joint]
+        for found in joint:
+            found.joint = joint
 
     follower = Follower(
-        list(frame.module.parameters()), lambda: tuple(thread.stack), lambda: thread.stack[-1].quiet, report, join
-    )
+        list(frame.module.parameters()), lambda: tuple(thread.stack), lambda: thread.stack[-1].quiet, report,
+        lambda scope, product: _refuse_product(scope[-1], product), join,
+    )  # fmt: skip
     thread.follower = follower
     try:
         with follower:
@@ -91,44 +103,135 @@ def _note_followed(frame: Frame) -> None:
             forward.note_followed(name)
 
 
-def report_single_heads(frame: Frame, around: Frame | None) -> None:
-    """Report the attentions of one head that a module has written out, at its end.
+def _refuse(frame: Frame) -> None:
+    """Note that a module has written out an attention that is not recorded."""
+    for forward, name in frame.forwards.values():
+        if forward.active:
+            forward.note_refused(name)
 
-    Those whose outputs were concatenated are the heads of one attention. What is not joined yet may be so in the module
-    around it, if each head is a module of its own.
+
+def _refuse_product(frame: Frame, product: Product) -> None:
+    """Refuse an attention, and with it others of the same tokens in this module: they may be other heads of it."""
+    _refuse(frame)
+    pairs = [
+        _sources((product.row_tokens, product.column_tokens)),
+        _sources((product.column_tokens, product.row_tokens)),
+    ]
+    frame.refused += pairs
+    for found in frame.written:
+        found.is_refused |= found.frame is frame and _sources(found.tokens) in pairs
+
+
+def _measure(found: Found, attention: WrittenAttention) -> None:
+    """Measure an attention, as a call of its own or as more sequences of one that a loop over a batch computes.
+
+    A loop over something else is refused.
     """
-    if not frame.single_heads:
+    frame, found.attention = found.frame, None
+    sources = _sources(found.tokens)
+    others = [each for each in frame.written if each.call and each.frame is frame and _sources(each.tokens) == sources]
+    apart = [each for each in others if each.tokens != found.tokens]
+    if apart:
+        calls = {each.call for each in others}
+        fits = all(_is_loop_of_batch(each, found) for each in apart)
+        if len(apart) < len(others) or len(calls) > 1 or not fits:
+            for each in (*others, found):
+                each.is_refused = True
+    if found.is_refused:
         return
-    waiting, frame.single_heads = frame.single_heads, []
-    by_number = {single.number: single for single in waiting}
-    done: set[int] = set()
-    for single in waiting:
-        if single.number in done:
-            continue
-        group = [by_number[number] for number in single.numbers if number in by_number]
-        done |= {each.number for each in group}
-        if len(group) == 1 and single.frame is frame and around is not None and _has_room(around, single):
-            around.single_heads.append(single)
-            continue
-        where = frame if len(group) > 1 else single.frame
-        if len(group) > 1:
-            _note_followed(frame)
-        for attention in _joined([each.attention for each in group]):
-            where.see(partial(as_call, attention))
+    if apart:
+        found.call = apart[0].call
+    else:
+        frame.calls += 1
+        found.call = frame.calls
+    found.records = frame.measure(partial(as_call, attention), found.call)
 
 
-def _has_room(around: Frame, single: SingleHead) -> bool:
+def _sources(tokens: tuple[Tokens, Tokens]) -> tuple[frozenset[Source | None], frozenset[Source | None]]:
+    """Return the axes that tokens run along, whichever they are of these."""
+    return frozenset(each[0] for each in tokens[0]), frozenset(each[0] for each in tokens[1])
+
+
+def _is_loop_of_batch(a: Found, b: Found) -> bool:
+    """Return whether attentions differ in nothing but a selection along an axis that has neither queries nor keys."""
+    pieces = [[{each for each in tokens if isinstance(each, Piece)} for tokens in found.tokens] for found in (a, b)]
+    along = {piece.source for tokens in pieces[0] for piece in tokens}
+    moving = {each[0] for x, y in zip(a.tokens, b.tokens, strict=True) for each in x ^ y}
+    return pieces[0] == pieces[1] and a.heads == b.heads and not along & moving
+
+
+def settle(frame: Frame, around: Frame | None) -> None:
+    """Record the attentions that a module has written out, at its end.
+
+    Those of one head whose outputs were joined are the heads of one attention. What is not joined yet may be so in the
+    module around it, if each head is a module of its own.
+    """
+    waiting = list(frame.written)
+    done: list[Found] = []
+    for found in waiting:
+        if found in done:
+            continue
+        group = [each for each in found.joint if each in waiting]
+        done += group
+        if len(group) == 1 and found.attention is not None:
+            if found.frame is frame and around is not None and _has_room(around, found):
+                around.written.append(found)
+                frame.written.remove(found)
+            else:
+                _measure(found, found.attention)
+        elif len(group) > 1:
+            _settle_group(group, frame)
+    for found in frame.written:
+        if found.is_refused:
+            _refuse(found.frame)
+            continue
+        for record in found.records:
+            record()
+
+
+def _settle_group(group: list[Found], frame: Frame) -> None:
+    """Measure attentions whose outputs were joined: the heads of one, or others, each of its own."""
+    first = group[0]
+    singles = [each.attention for each in group if each.attention is not None]
+    same = [each.tokens == first.tokens for each in group]
+    if all(same) and len(singles) == len(group) and _are_heads(group):
+        _note_followed(frame)
+        if any(each.frame is not first.frame for each in group):
+            first.frame = frame
+        first.is_refused = any(each.is_refused for each in group)
+        for each in group[1:]:
+            frame.written.remove(each)
+        _measure(first, _joined(singles))
+        return
+    tokens = {each.tokens for each in group}
+    if all(each.frame is first.frame for each in group) and len(tokens) < len(group):
+        for each in group:  # groups of heads, or heads of several sequences
+            each.is_refused = True
+    for each in group:
+        if each.attention is not None:
+            _measure(each, each.attention)
+
+
+def _are_heads(group: list[Found]) -> bool:
+    """Return whether attentions are of the same size, in one module or in modules of one class."""
+    modules = {id(each.frame.module): type(each.frame.module) for each in group}
+    if len(set(modules.values())) > 1 or len(modules) != len({id(each.frame) for each in group}):
+        return False
+    shapes = {each.attention.scores.shape for each in group if each.attention is not None}
+    return len(shapes) == 1
+
+
+def _has_room(around: Frame, found: Found) -> bool:
     """Return whether the scores of one more head may wait."""
-    return sum(each.attention.scores.numel() for each in (*around.single_heads, single)) <= MOST_SCORES
+    waiting = (each.attention.scores.numel() for each in (*around.written, found) if each.attention is not None)
+    return sum(waiting) <= MOST_SCORES
 
 
-def _joined(attentions: list[WrittenAttention]) -> list[WrittenAttention]:
-    """Return one attention with the heads of all, or all of them if their sizes differ."""
+def _joined(attentions: list[WrittenAttention]) -> WrittenAttention:
+    """Return one attention with the heads of all."""
     first = attentions[0]
-    if len(attentions) == 1 or any(each.scores.shape != first.scores.shape for each in attentions):
-        return attentions
     v, out = (_concatenated(parts) for parts in ([each.v for each in attentions], [each.out for each in attentions]))
-    return [replace(first, scores=torch.cat([each.scores for each in attentions], 1), v=v, out=out)]
+    return replace(first, scores=torch.cat([each.scores for each in attentions], 1), v=v, out=out)
 
 
 def _concatenated(parts: list[Tensor | None]) -> Tensor | None:
@@ -152,9 +255,18 @@ def as_call(attention: WrittenAttention) -> InterceptedCall:
         bias=scores,
         scale=1.0,
         sinks=None if attention.sinks is None else attention.sinks.to(scores.dtype),
-        kind="self" if attention.same_tokens else None,
+        kind=_kind(attention),
         out=attention.out,
+        has_logits=attention.has_logits,
     )
+
+
+def _kind(attention: WrittenAttention) -> Kind | None:
+    """Return "self" for the same tokens, "cross" for other parts of them, and None for what may be either."""
+    queries, keys = attention.query_tokens, attention.key_tokens
+    if same_tokens(queries, keys):
+        return "self"
+    return "cross" if queries and {each[0] for each in queries} == {each[0] for each in keys} else None
 
 
 def _mask(scores: Tensor) -> Mask | None:

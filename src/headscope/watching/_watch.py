@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from headscope._intercept import (
     COMPILED,
     Choice,
-    Frame,
     Ids,
     InterceptedCall,
     Kind,
     Layout,
-    Unfollowed,
     WatchError,
     WatchWarning,
     check_values,
@@ -31,24 +29,20 @@ from headscope._intercept import (
     error_of,
     find_compiled,
     find_unobserved,
-    kind_of_call,
-    layer_origin,
     list_modules,
     match_modules,
     open_watch,
-    placed,
     running_frames,
     select_modules,
-    standing,
     transformers_refusal,
 )
 from headscope._support.arguments import check_type, whole
 from headscope._support.user_line import user_stacklevel
 from headscope.stats import HeadStats, Observe
-from headscope.stats._layer import LayerStats
 from headscope.watching._about import about_of
 from headscope.watching._monitor import Limits, Monitor, writer
 from headscope.watching._options import Options, check
+from headscope.watching._pass import Again, Pass
 from headscope.watching._problems import check_rule, nothing_observed
 from headscope.watching._recording import Recording
 from headscope.watching._token_ids import Streams, check_texts, ids_of_keys
@@ -178,7 +172,10 @@ class Watch:
         self._entered = False
         self._streams = Streams()
         self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # modules that ran and were all observed
-        self.followed: set[str] | None = None  # modules whose operations are followed; None: all, to find these
+        self._followed: set[str] = set()  # modules whose operations are followed
+        self._ran: set[str] = set()  # modules whose operations were followed once, to find these
+        self._written: set[str] = set()  # modules in which these have found attention
+        self._refused: set[str] = set()  # modules with an attention that could not be recorded
         self._errors: dict[str, tuple[Tensor, float]] = {}
         self._warned: set[str] = set()
         self._warned_of_ids = False
@@ -269,6 +266,10 @@ class Watch:
         check_values(call)
         return self._streams.of(call, [*running_frames()])
 
+    def follows(self, name: str) -> bool:
+        """Return whether the operations of a module are followed."""
+        return name in self._followed or name not in self._ran
+
     def compare(self, layer: str, call: InterceptedCall) -> None:
         """Compare a layer's first output with the output of its call by definition.
 
@@ -300,7 +301,8 @@ class Watch:
             self.recording._verify(self.verifier)
         if not finished or not forward.active or isinstance(forward, Again):
             return
-        self.followed = (self.followed or set()) | forward.to_follow
+        self._followed |= forward.to_follow
+        self._ran |= forward.ran.keys()
         if self.monitor is not None:
             order = self.recording._order
             parts = {layer: forward.parts[layer] for layer in sorted(forward.parts, key=order.__getitem__)}
@@ -319,16 +321,20 @@ class Watch:
         if missing:
             raise WatchError(
                 f"watch: {len(missing)} of the attention layers that ran could not be observed: "
-                f"{describe_modules(self.modules, missing)}. They do not call scaled_dot_product_attention or "
-                'another function that headscope recognises. Exclude them with layers=, or give unseen="ignore"'
+                f"{describe_modules(self.modules, missing)}. They neither call a function that "
+                "headscope recognises nor compute a softmax of products that it can follow. Exclude them with layers=, "
+                'or give unseen="ignore"'
             )
         self._complete.add(both)
 
     def _warn_of_unrecorded(self, forward: Pass, missing: Collection[str]) -> None:
         """Warn, once for each layer, of attention that was not recorded."""
-        if not forward.unrecorded:
+        self._refused |= forward.refused | (self._written & forward.ran.keys() - forward.observed)
+        self._written |= forward.written
+        refused = self._refused if self.recording._order else set[str]()  # else the watch ends with an error
+        if not forward.unrecorded and not refused - self._warned:
             return
-        texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing)
+        texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing, refused)
         for name, text in texts.items():
             if name not in self.chosen or name in self._warned:
                 continue
@@ -350,83 +356,6 @@ class Watch:
             WatchWarning,
             stacklevel=user_stacklevel(),
         )
-
-
-class Pass:
-    """One forward pass: which modules ran in it, and which of them attended."""
-
-    def __init__(self, watch: Watch, number: int, active: bool) -> None:
-        self.watch = watch
-        self.number = number
-        self.active = active
-        self.parts: dict[str, LayerStats] = {}  # of this pass only, for a monitor
-        self.ran: dict[str, None] = {}
-        self.observed: set[str] = set()
-        self.unrecorded: dict[str, str | None] = {}  # see describe_unrecorded
-        self.to_follow: set[str] = set()
-
-    def follows(self, name: str) -> bool:
-        """Return whether a module is followed: in the first forward pass all of them are."""
-        return self.watch.followed is None or name in self.watch.followed
-
-    def note_followed(self, name: str) -> None:
-        """Note a module that the next forward passes have to follow."""
-        self.to_follow.add(name)
-
-    def note_unrecorded(self, name: str, operator: str | None) -> None:
-        """Note that a module attends by an operator, or perhaps by a softmax of its own (None)."""
-        self.unrecorded[name] = self.unrecorded.get(name) or operator
-        if operator is None:
-            self.to_follow.add(name)
-
-    def enter(self, name: str, module: nn.Module) -> bool:
-        """Note that a module starts to run; headscope's kernel attends only in selected ones."""
-        self.ran[name] = None
-        return self.watch.options.accelerate and name in self.watch.chosen
-
-    def factors(self, name: str, heads: int, widths: tuple[int, int]) -> Tensor | None:
-        """Return None: the heads do not change."""
-        return None
-
-    def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
-        """Measure the attention call that a module makes.
-
-        Raises:
-            WatchError: it cannot be measured; the message names the layer.
-        """
-        self.observed.add(name)
-        watch = self.watch
-        watch.layout.attended.add(name)
-        if name not in watch.chosen:
-            return
-        layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
-        before = watch.recording.about.kinds.get(layer)
-        try:
-            call = make()
-            kind = kind_of_call(name, call, watch.options.kinds, before)
-            watch.compare(layer, call)
-            if kind == "self":
-                call = standing(call)
-                tokens = watch.tokens_of(call)
-                if tokens is not None or call.kind != kind:
-                    call = replace(call, kind=kind, tokens=tokens)
-                call = placed(call, watch.options.positions)
-            elif call.kind != kind:
-                call = replace(call, kind=kind)
-            part = watch.verifier.measure(layer, call, watch.options.what)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise WatchError(f"watch: layer {layer}: {error}") from error
-        order = (watch.places[name], frame.calls)
-        watch.recording._add(layer, order, part, kind, partial(layer_origin, watch.modules, name, call))
-        if watch.monitor is not None:
-            self.parts[layer] = self.parts[layer].merge(part) if layer in self.parts else part
-
-
-class Again(Unfollowed, Pass):
-    """A piece of a forward pass that a checkpoint recomputes: by the same kernels, without observation."""
-
-    def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
-        """Do nothing: the call was recorded before."""
 
 
 Watch.__module__ = "headscope.watching"  # its public path

@@ -1,0 +1,202 @@
+"""Whether a product of weights with values completes an attention, and which: right, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope._dataflow.attention import Roles, WrittenAttention, arrange, assign_roles, sizes
+from headscope._dataflow.axes import Axis, Piece, is_of_tokens, size_of, sources
+from headscope._dataflow.roles import Product, Tokens, Weights
+
+
+class Refusal:
+    """An attention that cannot be recorded."""
+
+
+REFUSAL = Refusal()
+
+
+def complete(
+    role: Weights, p: Tensor, p_axes: Sequence[Axis], v: Tensor, out: Tensor, is_left: bool, scope: tuple[Any, ...],
+) -> WrittenAttention | Refusal | None:  # fmt: skip
+    """Return the attention that a product completes; None if it is something else.
+
+    Args:
+        role, p, p_axes: the weights and their axes.
+        v, out: the values, and the product.
+        is_left: whether the weights are the left operand.
+        scope: where it is computed.
+    """
+    product = role.product
+    contracted, rows = p_axes[-1 if is_left else -2], p_axes[-2 if is_left else -1]
+    softmax = None if role.changed or role.softmax is None or role.softmax.scores is None else role.softmax
+    axes, key_axis = (p_axes, p.ndim - (1 if is_left else 2)) if softmax is None else (softmax.axes, softmax.axis)
+    keys = axes[key_axis]
+    own = frozenset(sources(keys))
+    if own != frozenset(sources(contracted)) or (role.over is not None and own != role.over):
+        return None
+    is_single = not own and role.over is not None and not (product.rows and product.columns)  # one key
+    rows_are_keys = bool(product.columns) if is_single else _shares(keys, product.rows)
+    if not rows_are_keys and not is_single and not _shares(keys, product.columns):
+        return None
+    queries = product.columns if rows_are_keys else product.rows
+    if p.ndim == 3 and not product.is_folded and _shares(p_axes[0], queries):
+        return None  # values that depend on the query
+    if not (is_single or is_of_tokens(keys)) or product.is_other:
+        return REFUSAL
+    roles = assign_roles(axes, key_axis, queries, product.is_folded, product.outside)
+    if roles is None:
+        return REFUSAL
+    inner = {*roles.queries, *roles.heads}
+    if not set(roles.queries) <= set(rows) or not (set(rows) <= inner or (p.ndim == 2 and not roles.outer)):
+        return None  # values that depend on the query, or that all sequences share
+    groups = (roles.batch, roles.heads, roles.queries, roles.keys)
+    scores = _log_weights(role, p, p_axes, groups, key_axis) if softmax is None else softmax.scores
+    logits = scores if softmax is None or scores is None else arrange(scores, axes, groups)
+    if logits is None:
+        return REFUSAL
+    sinks, has_logits = None, softmax is not None
+    if softmax is not None and logits.shape[-1] == size_of(contracted) + 1 and p.storage_offset() == softmax.offset:
+        logits, sinks, has_logits = _without_sinks(logits)
+    is_whole = p.numel() == logits.numel()
+    if not is_whole and (softmax is None or not _is_part(role, p, roles)):
+        return REFUSAL
+    shared = (roles.batch, roles.heads)
+    values = result = None
+    if is_whole:
+        if not is_left:
+            v, out = v.transpose(-2, -1), out.transpose(-2, -1)
+        values = _values(v, p_axes, shared, sizes(shared))
+        if not role.dropped:
+            result = _output(out, p_axes, is_left, shared, roles.queries)
+    query_tokens, key_tokens = _tokens(product, rows_are_keys)
+    within = enclosing([product.scope, scope] if softmax is None else [product.scope, softmax.scope, scope])
+    scopes = [*product.scopes, *(source.scope for source in sources(roles.heads) if source.scope)]
+    return WrittenAttention(
+        scores=logits,
+        v=values,
+        sinks=sinks,
+        out=result,
+        has_logits=has_logits,
+        query_tokens=query_tokens,
+        key_tokens=key_tokens,
+        scope=within,
+        needed_scope=enclosing([within, *scopes]),
+        heads=roles.heads,
+        is_whole=is_whole,
+    )
+
+
+def _log_weights(
+    role: Weights, p: Tensor, axes: Sequence[Axis], groups: Sequence[Sequence[Piece]], key_axis: int
+) -> Tensor | None:
+    """Return the logarithms of weights if they are distributions over the keys, else None.
+
+    A row of zeros is one whose keys are all masked.
+    """
+    if role.dropped or size_of(axes[key_axis]) != p.shape[key_axis]:
+        return None
+    p = p.detach()
+    sums = p.sum(key_axis, dtype=torch.promote_types(p.dtype, torch.float32))
+    most = max(1e-5, 2 * torch.finfo(p.dtype).eps)
+    if not bool((((sums - 1).abs() <= most) | (sums == 0)).all()) or bool((p < 0).any()):
+        return None
+    weights = arrange(p, axes, groups)
+    return None if weights is None else weights.log()
+
+
+def _is_part(role: Weights, p: Tensor, roles: Roles) -> bool:
+    """Return whether weights are those of some heads, with all sequences, queries and keys."""
+    if role.dropped or role.softmax is None or role.softmax.address != p.untyped_storage()._cdata:
+        return False
+    batch, queries, keys = sizes((roles.batch, roles.queries, roles.keys))
+    matrices = p.shape[-2:] in ((queries, keys), (keys, queries))
+    return bool(roles.heads) and matrices and p.numel() % (batch * queries * keys) == 0
+
+
+def _tokens(product: Product, rows_are_keys: bool) -> tuple[Tokens, Tokens]:
+    if rows_are_keys:
+        return product.column_tokens, product.row_tokens
+    return product.row_tokens, product.column_tokens
+
+
+def same_tokens(queries: Tokens, keys: Tokens) -> bool:
+    """Return whether queries and keys are the same tokens, or the queries are the last of the keys."""
+    if not queries or queries == keys:
+        return bool(queries)
+    newest: Tokens = frozenset()
+    for each in keys:
+        last = each.source.last if isinstance(each, Piece) and each.source is not None else ()
+        newest = newest.union(last or [each])
+    if newest == queries:
+        return True
+    apart, others = queries - keys, keys - queries
+    if len(apart) != 1 or len(others) != 1:
+        return False
+    (a,), (b,) = apart, others
+    if not isinstance(a, Piece) or not isinstance(b, Piece) or a.source is not b.source or a.step != b.step:
+        return False
+    return a.start > b.start and a.start + a.step * a.size == b.start + b.step * b.size
+
+
+def _without_sinks(logits: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Split logits [B, H, Q, K + 1] into those of the keys and sinks [H]; also whether these are the code's own.
+
+    Where the last one differs between rows, because the largest of each row was subtracted, all of a row are shifted.
+    """
+    logits, last = logits[..., :-1].detach(), logits[..., -1:].detach()
+    sinks = last[:1, :, :1]
+    if torch.equal(sinks.expand_as(last), last):
+        return logits, sinks.flatten(), True
+    return logits - last, torch.zeros_like(sinks).flatten(), False
+
+
+def _shares(axis: Axis, other: Axis) -> bool:
+    """Return whether an axis runs along sources of another."""
+    others = sources(other)
+    return bool(axis) and any(piece.source in others for piece in axis)
+
+
+def _values(
+    v: Tensor, p_axes: Sequence[Axis], shared: tuple[Sequence[Piece], Sequence[Piece]], outer: Sequence[int]
+) -> Tensor | None:
+    """Return values [N, K, Dv], or [K, Dv], as [B, H, K, Dv]."""
+    keys, width = v.shape[-2:]
+    if v.ndim == 2:
+        return v.expand(*outer, keys, width)
+    inner: tuple[Axis, Axis] = ((Piece(None, 1, keys),), (Piece(None, 2, width),))
+    return arrange(v, [p_axes[0], *inner], (*shared, *inner), shared[1])
+
+
+def _output(
+    out: Tensor, p_axes: Sequence[Axis], is_left: bool, shared: tuple[Sequence[Piece], Sequence[Piece]],
+    queries: Sequence[Piece],
+) -> Tensor | None:  # fmt: skip
+    """Return the output [N, Q, Dv], or [Q, Dv], as [B, H, Q, Dv]."""
+    width: Axis = (Piece(None, 1, out.shape[-1]),)
+    rows = p_axes[-2 if is_left else -1]
+    outer = [p_axes[0]] if out.ndim == 3 else []
+    return arrange(out, [*outer, rows, width], (*shared, queries, width))
+
+
+def enclosing(scopes: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Return what encloses all of these."""
+    first, *others = scopes
+    common = 0
+    while common < len(first) and all(common < len(each) and each[common] is first[common] for each in others):
+        common += 1
+    return first[:common]
+
+
+def matches_softmax(p: Tensor, scores: Tensor, axis: int) -> bool:
+    """Return whether weights are still the softmax of scores, except in rows whose keys are all masked."""
+    if p.shape != scores.shape:
+        return False
+    weights = scores.detach().to(torch.promote_types(p.dtype, torch.float32)).softmax(axis)
+    masked = scores.detach().amax(axis, keepdim=True) <= max(-1e9 * 0.9, torch.finfo(scores.dtype).min / 2)
+    near = (p.detach() - weights).abs() <= max(1e-5, 2 * torch.finfo(p.dtype).eps)
+    return bool((near | masked).all())

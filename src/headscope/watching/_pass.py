@@ -1,0 +1,168 @@
+"""One forward pass of a watched model: what ran in it, and the calls that are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from headscope._intercept import (
+    Frame,
+    Ids,
+    InterceptedCall,
+    Layout,
+    Unfollowed,
+    WatchError,
+    kind_of_call,
+    layer_origin,
+    placed,
+    standing,
+)
+from headscope.stats._layer import LayerStats
+from headscope.watching._monitor import Monitor
+from headscope.watching._options import Options
+from headscope.watching._recording import Recording
+from headscope.watching._verify import Verifier
+
+
+class Watching(Protocol):
+    """What a pass requires of its watch."""
+
+    options: Options
+    modules: dict[str, nn.Module]
+    chosen: frozenset[str]
+    places: dict[str, int]
+    layout: Layout
+    recording: Recording
+    monitor: Monitor | None
+    verifier: Verifier
+
+    def follows(self, name: str) -> bool:
+        """Return whether the operations of a module are followed."""
+        ...
+
+    def compare(self, layer: str, call: InterceptedCall) -> None:
+        """Compare a layer's first output with the output of its call by definition."""
+        ...
+
+    def tokens_of(self, call: InterceptedCall) -> Ids | None:
+        """Return the ids of a call's keys, if requested and known."""
+        ...
+
+
+class Pass:
+    """One forward pass: which modules ran in it, and which of them attended."""
+
+    def __init__(self, watch: Watching, number: int, active: bool) -> None:
+        self.watch = watch
+        self.number = number
+        self.active = active
+        self.parts: dict[str, LayerStats] = {}  # of this pass only, for a monitor
+        self.ran: dict[str, None] = {}
+        self.observed: set[str] = set()
+        self.unrecorded: dict[str, str | None] = {}  # see describe_unrecorded
+        self.to_follow: set[str] = set()
+        self.refused: set[str] = set()
+        self.written: set[str] = set()  # modules that have written out an attention
+
+    def follows(self, name: str) -> bool:
+        """Return whether a module is followed: all are in the first forward pass in which they run."""
+        return self.watch.follows(name)
+
+    def note_followed(self, name: str) -> None:
+        """Note a module that the next forward passes have to follow."""
+        self.to_follow.add(name)
+
+    def note_refused(self, name: str) -> None:
+        """Note that a module has written out an attention that cannot be recorded."""
+        self.refused.add(name)
+        self.to_follow.add(name)
+
+    def note_unrecorded(self, name: str, operator: str | None) -> None:
+        """Note that a module attends by an operator, or perhaps by a softmax of its own (None)."""
+        self.unrecorded[name] = self.unrecorded.get(name) or operator
+        if operator is None:
+            self.to_follow.add(name)
+
+    def enter(self, name: str, module: nn.Module) -> bool:
+        """Note that a module starts to run; headscope's kernel attends only in selected ones."""
+        self.ran[name] = None
+        return self.watch.options.accelerate and name in self.watch.chosen
+
+    def factors(self, name: str, heads: int, widths: tuple[int, int]) -> Tensor | None:
+        """Return None: the heads do not change."""
+        return None
+
+    def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
+        """Measure the attention call that a module makes.
+
+        Raises:
+            WatchError: it cannot be measured; the message names the layer.
+        """
+        self.observed.add(name)
+        self._measure(name, frame.calls, make)()
+
+    def measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
+        """Measure a call that a module has written out; return a function that records it.
+
+        Raises:
+            WatchError: it cannot be measured; the message names the layer.
+        """
+        self.written.add(name)
+        return self._measure(name, number, make)
+
+    def _measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
+        """Measure a call, the ``number``-th of its module from 1 on, and return a function that records it.
+
+        Raises:
+            WatchError: it cannot be measured; the message names the layer.
+        """
+        watch = self.watch
+        if name not in watch.chosen:
+            return partial(self._note_observed, name)
+        layer = name if number == 1 else f"{name}#{number}"
+        before = watch.recording.about.kinds.get(layer)
+        try:
+            call = make()
+            kind = kind_of_call(name, call, watch.options.kinds, before)
+            watch.compare(layer, call)
+            if kind == "self":
+                call = standing(call)
+                tokens = watch.tokens_of(call)
+                if tokens is not None or call.kind != kind:
+                    call = replace(call, kind=kind, tokens=tokens)
+                call = placed(call, watch.options.positions)
+            elif call.kind != kind:
+                call = replace(call, kind=kind)
+            part = watch.verifier.measure(layer, call, watch.options.what)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise WatchError(f"watch: layer {layer}: {error}") from error
+        widths = call.q.shape[-1], 0 if call.v is None else call.v.shape[-1]
+        origin = partial(layer_origin, watch.modules, name, call.q.shape[-3], widths)
+        order = (watch.places[name], number)
+
+        def record() -> None:
+            self._note_observed(name)
+            watch.recording._add(layer, order, part, kind, origin)
+            if watch.monitor is not None:
+                self.parts[layer] = self.parts[layer].merge(part) if layer in self.parts else part
+
+        return record
+
+    def _note_observed(self, name: str) -> None:
+        self.observed.add(name)
+        self.watch.layout.attended.add(name)
+
+
+class Again(Unfollowed, Pass):
+    """A piece of a forward pass that a checkpoint recomputes: by the same kernels, without observation."""
+
+    def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
+        """Do nothing: the call was recorded before."""
+
+    def measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
+        """Do nothing: the call was recorded before."""
+        return lambda: None
