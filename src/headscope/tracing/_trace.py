@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -26,6 +26,8 @@ class Trace:
         output: the module's own output, to the bit; None for a trace of sizes only.
         module: the sizes and options of the module.
         setup: the lines of code that come before those of the rows.
+        missing: of a module that is not headscope's, the steps without a row, each with the reason.
+        program: of such a module, its own lines that compute the steps; None for headscope's.
 
     Examples:
         >>> import torch
@@ -40,6 +42,8 @@ class Trace:
     output: Tensor | None
     module: dict[str, Any]
     setup: str
+    missing: dict[str, str] = field(default_factory=dict[str, str])
+    program: str | None = None
 
     @property
     def held(self) -> bool | None:
@@ -63,7 +67,12 @@ class Trace:
 
     @property
     def code(self) -> str:
-        """The code of all rows as one program that computes ``out``, with its requirements at the top."""
+        """The code of all rows as one program that computes ``out``, with its requirements at the top.
+
+        Of a module that is not headscope's: its own lines, in the order of the steps, each with its file and number.
+        """
+        if self.program is not None:
+            return self.program
         lines = [self.setup]
         for row in self.rows:
             axes = ", ".join(row.axes)

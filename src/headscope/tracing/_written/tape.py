@@ -43,6 +43,7 @@ class Event:
         name: that of the operation, without an underscore at the end.
         inputs: the ids of its tensors, in the order of its arguments.
         arguments: its arguments; in place of a tensor is its number among the inputs, as an ``At``.
+        options: those of its arguments that have a name.
         outs: the ids of its results.
         start: the first of the ids that it made; 0 if it moved numbers only.
         size: how many it made.
@@ -58,6 +59,7 @@ class Event:
     name: str
     inputs: tuple[Tensor, ...]
     arguments: tuple[Any, ...]
+    options: dict[str, Any]
     outs: tuple[Tensor, ...]
     start: int
     size: int
@@ -200,7 +202,7 @@ class Tape(TorchDispatchMode):
         whole = whole if name == "constant" else whole.clone()
         ids = _view(shadow.ids, x).clone()
         self._append(
-            Event(len(self.events), name, (), (), (ids,), start, size, whole, (), None, 0, depends=shadow.depends)
+            Event(len(self.events), name, (), (), {}, (ids,), start, size, whole, (), None, 0, depends=shadow.depends)
         )
 
     def _append(self, event: Event) -> None:
@@ -226,20 +228,22 @@ class Tape(TorchDispatchMode):
         if name == "lift_fresh":
             self._add_outside("constant", args[0])
         tensors: list[Tensor] = []
-        arguments = _placed((*args, *kwargs.values()), tensors)
+        arguments = _placed(args, tensors)
+        options = {key: _placed(value, tensors) for key, value in kwargs.items()}
         inputs = tuple(self.ids(x).clone() for x in tensors)
         copies = self._copy_operands(name, args)
         out = func(*args, **kwargs)
         outs = [x for x in (out if isinstance(out, (tuple, list)) else [out]) if _is_recorded(x)]
         if outs:
-            self._record(func, name, args, kwargs, tensors, inputs, arguments, outs, copies)
+            self._record(func, name, args, kwargs, tensors, inputs, (arguments, options), outs, copies)
         return out
 
     def _record(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor],
-        inputs: tuple[Tensor, ...], arguments: tuple[Any, ...], outs: list[Tensor], copies: tuple[Tensor, ...],
+        inputs: tuple[Tensor, ...], placed: tuple[Any, dict[str, Any]], outs: list[Tensor], copies: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
         start = size = 0
+        arguments, options = placed
         depends = any(self._shadows[x.untyped_storage()._cdata].depends for x in tensors)
         shared = {x.untyped_storage()._cdata for x in tensors}
         is_view = operands.is_view(func) or outs[0].untyped_storage()._cdata in shared  # _unsafe_view, too
@@ -260,7 +264,7 @@ class Tape(TorchDispatchMode):
         self._alive.append(outs)
         self._append(
             Event(
-                len(self.events), name, inputs, arguments, tuple(x.clone() for x in ids), start, size, values, copies,
+                len(self.events), name, inputs, arguments, options, tuple(x.clone() for x in ids), start, size, values, copies,
                 place.line, self._calls, depends, self._inside,
             )
         )  # fmt: skip
@@ -315,6 +319,11 @@ class Tape(TorchDispatchMode):
         for event in self.makers(ids):
             event.values.view(-1)[ids.reshape(-1) - event.start] = out.detach().reshape(-1)
         return (out, *rest)
+
+
+def _is_factory(name: str) -> bool:
+    """Return whether an operation takes only sizes and the dtype from its tensor."""
+    return name.endswith("_like") or name.startswith("new_")
 
 
 def _is_recorded(x: object) -> bool:
