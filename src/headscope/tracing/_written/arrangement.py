@@ -232,30 +232,47 @@ def _batches_by_keys(rows: Sequence[_Row]) -> list[int]:
 def _collect(
     origins: Origins, mixings: Sequence[Mixing], scored: Sequence[Scored], rows: Sequence[_Row],
     grid: list[list[list[int]]],
-) -> Arrangement:  # fmt: skip
+) -> Arrangement | None:  # fmt: skip
     index = torch.tensor(grid)  # [B, H, Q]
-    queries = mixings[0].p.shape[1]
 
     def by_row(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([x.flatten(0, 1) for x in parts])[index]
 
-    n = torch.tensor([row.mixing for row in rows]) * mixings[0].p.shape[0] + torch.tensor([row.n for row in rows])
-    n = n[index][:, :, 0]  # [B, H]
     p = by_row([each.p for each in mixings])
-    q = by_row([_rows_like(each.q, mixings[0].p.shape[:2]) for each in scored])
-    k = torch.cat([_rows_like(each.k, (mixings[0].p.shape[0], each.k.shape[1])) for each in scored])[n]
-    v = torch.cat([each.v for each in mixings])[n]
+    place = _places(root_ids(origins, p), scored)
+    if place is None or bool((place[0] != place[0][..., :1]).any()):
+        return None
+    q = torch.cat([each.q.flatten(0, 1) for each in scored])[place[0][..., 0]]
+    k = torch.cat([each.k.flatten(0, 1) for each in scored])[place[1][:, :, 0]]
+    if bool((place[1] != place[1][:, :, :1]).any()):
+        same = torch.cat([each.k.flatten(0, 1) for each in scored])[place[1]]  # [B, H, Q, K, D]
+        if bool((same != same[:, :, :1]).any()):
+            return None
+    n = torch.tensor([row.mixing for row in rows]) * mixings[0].p.shape[0] + torch.tensor([row.n for row in rows])
+    v = torch.cat([each.v for each in mixings])[n[index][:, :, 0]]
     out = by_row([each.out for each in mixings])
     token = torch.tensor([row.query for row in rows])[index][:, 0]
     key_token = origins.of(Field.TOKEN, k)[:, 0, :, 0]
-    assert queries
     counts = [len(_heads_of(origins, x)) for x in (k, v, q)]
     return Arrangement(tuple(mixings), p, q, k, v, out, token, key_token, *counts)
 
 
-def _rows_like(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return operands of a product with as many rows as its weights: those of scores that were reshaped since."""
-    return x if x.shape[:2] == tuple(shape) else x.reshape(*shape, x.shape[-1])
+def _places(ids: Tensor, scored: Sequence[Scored]) -> tuple[Tensor, Tensor] | None:
+    """Return the numbers of the queries and of the keys that made these scores, among those of all products."""
+    distinct = list({each.event.index: each for each in scored}.values())
+    row, column = torch.full(ids.shape, -1), torch.full(ids.shape, -1)
+    first_row = first_column = 0
+    for each in scored:
+        n, queries, keys = each.out.shape
+        if each in distinct:
+            flat, order = each.out.flatten().sort()
+            at = torch.searchsorted(flat, ids.contiguous()).clamp(max=len(flat) - 1)
+            own = flat[at] == ids
+            where = order[at[own]]
+            row[own] = first_row + where // keys
+            column[own] = first_column + where // (queries * keys) * keys + where % keys
+        first_row, first_column = first_row + n * queries, first_column + n * keys
+    return None if bool((row < 0).any()) else (row, column)
 
 
 def _heads_of(origins: Origins, ids: Tensor) -> list[int]:

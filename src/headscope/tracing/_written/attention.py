@@ -248,7 +248,7 @@ class AttentionRows:
             return None
         rows = whole.sum(softmax.axis, keepdim=True).expand(whole.shape)
         flat, order = softmax.event.out.flatten().sort()
-        at = order[torch.searchsorted(flat, step.ids[..., 0])]
+        at = order[torch.searchsorted(flat, step.ids[..., 0].contiguous())]
         total = rows.flatten()[at]
         share = total - step.after.sum(-1)
         return share if bool((share > 1e-9).any()) else None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headscope.tracing._invariants import Check, finite
 from headscope.tracing._written.arrangement import Coordinate
-from headscope.tracing._written.axes import name_axes
+from headscope.tracing._written.axes import is_same, name_axes
 from headscope.tracing._written.origins import Field, Projection
 from headscope.tracing._written.rows import QUERIES, Result, Writer, unusual
 from headscope.tracing._written.sides import Side, check_projection, columns_of, find_split
@@ -57,11 +57,18 @@ def add_inputs(writer: Writer, sides: Sequence[Side], labels: dict[int, str]) ->
 
 def _source_of(writer: Writer, side: Side) -> Tensor | None:
     """Return the ids of the tensor that a side is projected from, in its own shape."""
+    tape = writer.origins.tape
     rows = side.projections[0].rows if side.projections else side.root
-    makers = [event for event in writer.origins.tape.makers(rows) if event.depends or event.name == "constant"]
-    if len(makers) != 1:
-        return None if not side.projections else side.projections[0].rows
-    return makers[0].out
+    makers = [event for event in tape.makers(rows) if event.depends or event.name == "constant"]
+    if len(makers) == 1:
+        return makers[0].out
+    if not side.projections:
+        return None
+    projection, own = side.projections[0], rows.unique()
+    for event in reversed(tape.events[: projection.event.index]):
+        if event.is_move and event.call != projection.event.call and any(is_same(out, own) for out in event.outs):
+            return next(out for out in event.outs if is_same(out, own))
+    return rows
 
 
 def _input_axes(
@@ -166,19 +173,31 @@ def _projection_notes(writer: Writer, group: list[Side], sides: Sequence[Side]) 
     if len(first.projections) > 1:
         notes.append(f"{len(first.projections)} projections, one after the other")
     by_name = {side.name: side for side in sides}
-    features = {
-        name: writer.origins.of(Field.FEATURE, side.root[:1, :, :1]).flatten() for name, side in by_name.items() if side.projections
-    }
     names = [side.name for side in group]
-    if "k" in names and "q" in features and "k" in features and torch.equal(features["q"], features["k"]):
+    if "k" in names and _share_weights(writer, by_name["q"], by_name["k"]):
         notes.append(unusual("keys and queries are projected by the same weights", "keys-are-queries"))
-    if "v" in names and "k" in features and torch.equal(features["k"], features["v"]):
-        notes.append(unusual("values and keys are projected by the same weights", "values-are-keys"))
-    elif "v" in names and "q" in features and torch.equal(features["q"], features["v"]):
-        notes.append(unusual("values and queries are projected by the same weights", "values-are-keys"))
+    for name, word in (("k", "keys"), ("q", "queries")):
+        if "v" in names and _share_weights(writer, by_name[name], by_name["v"]):
+            notes.append(unusual(f"values and {word} are projected by the same weights", "values-are-keys"))
+            break
     if "k" in names and not by_name["v"].projections and _is_input(writer, by_name["v"]):
         notes.append(unusual("the values are the input itself, without a projection", "values-not-projected"))
     return notes
+
+
+def _share_weights(writer: Writer, one: Side, other: Side) -> bool:
+    """Return whether two sides are made by the same columns of the same weights."""
+    features = [_features_of(writer, side) for side in (one, other)]
+    return len(features[0]) > 0 and torch.equal(features[0], features[1])
+
+
+def _features_of(writer: Writer, side: Side) -> Tensor:
+    """Return the columns of the weights that a side is projected by; numbers that are not projected do not count."""
+    parts = [
+        writer.origins.of(Field.FEATURE, side.root[(side.root >= start) & (side.root < start + size)])
+        for start, size in ((each.event.start, each.event.size) for each in side.projections)
+    ]
+    return torch.cat(parts).unique() if parts else torch.zeros(0)
 
 
 def _is_input(writer: Writer, side: Side) -> bool:
@@ -228,8 +247,12 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
                 lines.append(event)
         events = lines[:3]
     else:
-        out = next(o for o in events[-1].outs if o.numel() == side.projected.unique().numel() and set(o.flatten().tolist()) == set(side.projected.flatten().tolist()))
-        result = Result(out, name_axes(writer.coordinates, out, letters, usual))
+        own = side.projected.unique()
+        named = [
+            Result(out, name_axes(writer.coordinates, out, letters, usual))
+            for event in events for out in event.outs if is_same(out, own)
+        ]  # fmt: skip
+        result = next((each for each in reversed(named) if "1" not in dict(each.axes)), named[-1])
     index = "i" if side.name == "q" else "j"
     writer.add(
         3, step, result, side.projections[0].event.values.dtype,

@@ -106,8 +106,9 @@ class Writer:
     ) -> tuple[Result, torch.dtype]:
         """Return the code's own tensor that holds these numbers, or the numbers in the usual order."""
         event = events[-1]
-        own = [event.out]
-        if not self.is_loop:
+        own: list[Tensor] = []
+        projected = any(each.event.call == event.call for each in self.origins.projections.values())
+        if not self.is_loop and not (projected and event.call and event.index == self.found.mixings[-1].event.index):
             later = self.origins.tape.events[event.index :]
             own = [out for each in later if each.call == event.call for out in each.outs if is_same(out, ids.unique())]
         if self.is_loop or not own:

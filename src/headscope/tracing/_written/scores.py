@@ -119,15 +119,18 @@ def _classify_sum(step: Step) -> Step:
     if not bool(rest.any()) or step.event.name in ("where", "masked_fill", "index_put", "masked_scatter", "fill"):
         lowest = float(fills.max())
         return replace(step, kind="mask", hidden=changed, factor=lowest)
-    if _is_constant_of_rows(delta) and step.event.name == "sub":
+    if _is_constant_of_rows(before, after) and step.event.name == "sub":
         return replace(step, kind="weights", detail="part")
     return replace(step, kind="bias", hidden=low if bool(low.any()) else None)
 
 
-def _is_constant_of_rows(delta: Tensor) -> bool:
-    finite = delta.nan_to_num(0, 0, 0)
-    spread = (finite.amax(-1) - finite.amin(-1)).abs()
-    return bool((spread <= 1e-5 * finite.abs().amax(-1).clamp(min=1e-6)).all())
+def _is_constant_of_rows(before: Tensor, after: Tensor) -> bool:
+    """Return whether each row was shifted by one number, up to the rounding of large scores."""
+    finite = before.isfinite() & after.isfinite()
+    smallest = torch.where(finite, before.abs(), torch.inf).argmin(-1, keepdim=True)
+    shift = (after - before).gather(-1, smallest)
+    off = (after - before - shift).abs()[finite]
+    return bool((off <= 1e-6 * (before.abs() + after.abs() + shift.abs())[finite]).all())
 
 
 def _same(before: Tensor, after: Tensor) -> bool:

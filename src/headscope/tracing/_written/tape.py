@@ -146,7 +146,7 @@ class Tape(TorchDispatchMode):
         if not ids.numel():
             return []
         starts = torch.tensor(self._starts)
-        places = torch.unique(torch.searchsorted(starts, ids.flatten(), right=True) - 1)
+        places = torch.unique(torch.searchsorted(starts, ids.flatten().contiguous(), right=True) - 1)
         return [event for place in places.tolist() if (event := self._makers[place]) is not None]
 
     def values(self, ids: Tensor) -> Tensor:

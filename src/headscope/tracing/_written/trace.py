@@ -37,14 +37,14 @@ class Recorded:
     labels: dict[int, str]
 
 
-def trace_module(module: nn.Module, x: Tensor, context: Any, call: Call | None) -> Trace:
+def trace_module(module: nn.Module | Callable[..., Any], x: Tensor, context: Any, call: Call | None) -> Trace:
     """Run a module once, and return the steps of its first attention.
 
     Raises:
         TypeError: the call failed.
         ValueError: no attention was found, or the input is too large.
     """
-    name = type(module).__name__
+    name = _name_of(module)
     recorded = _record(module, x, context, call)
     origins = Origins(recorded.tape)
     groups = group_mixings(origins)
@@ -88,17 +88,23 @@ def _write(
     return writer.rows, writer.missing, writer.lines
 
 
-def _program(lines: list[Line], module: nn.Module) -> str:
+def _name_of(module: Any) -> str:
+    return type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
+
+
+def _program(lines: list[Line], module: Any) -> str:
     """Return the lines of the traced code, in the order of the steps, each once."""
-    texts = [f"# the lines of {type(module).__name__} that compute each step"]
+    texts = [f"# the lines of {_name_of(module)} that compute each step"]
     for line in dict.fromkeys(lines):
         texts.append(f"{line.text}  # {line.place}")
     return "\n".join(texts) + "\n"
 
 
-def _record(module: nn.Module, x: Tensor, context: Any, call: Call | None) -> Recorded:
+def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded:
     """Run a module under a tape, as in eval, on copies of nothing: its output is that of a plain call."""
-    constants = [*module.parameters(), *module.buffers(), *_own_tensors(module)]
+    constants: list[Tensor] = []
+    if isinstance(module, nn.Module):
+        constants = [*module.parameters(), *module.buffers(), *_own_tensors(module)]
     extra = [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
     inputs = [each for each in (x, *extra) if isinstance(each, Tensor)]
     tape = Tape(constants, inputs, _file_of(module))
@@ -119,11 +125,11 @@ def _record(module: nn.Module, x: Tensor, context: Any, call: Call | None) -> Re
     return Recorded(returned, tape, labels)
 
 
-def _call_of(module: nn.Module, x: Tensor, extra: list[Any], call: Call | None) -> tuple[str, Callable[[], Any]]:
+def _call_of(module: Any, x: Tensor, extra: list[Any], call: Call | None) -> tuple[str, Callable[[], Any]]:
     """Return the call of a module, as text and as a function."""
     if call is not None:
         return "call(module, x)", lambda: call(module, x)
-    name = type(module).__name__
+    name = _name_of(module)
     shapes = [f"x {list(x.shape)}", *(f"context {list(each.shape)}" for each in extra if isinstance(each, Tensor))]
     arguments: list[Any] = [x, *extra]
     if not extra and _is_three_fold(module):
@@ -131,10 +137,10 @@ def _call_of(module: nn.Module, x: Tensor, extra: list[Any], call: Call | None) 
     return f"{name}({', '.join(shapes)})", lambda: module(*arguments)
 
 
-def _is_three_fold(module: nn.Module) -> bool:
+def _is_three_fold(module: Any) -> bool:
     """Return whether a module needs query, key and value."""
     try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
+        parameters = list(inspect.signature(module.forward if isinstance(module, nn.Module) else module).parameters.values())
     except (TypeError, ValueError):
         return False
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -151,19 +157,21 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
 
 
-def _file_of(module: nn.Module) -> str | None:
+def _file_of(module: Any) -> str | None:
     """Return the file of a module's class, unless it is torch's."""
     try:
-        return inspect.getsourcefile(type(module))
+        return inspect.getsourcefile(type(module) if isinstance(module, nn.Module) else module)
     except (TypeError, OSError):
         return None
 
 
 @contextmanager
-def _as_in_eval(module: nn.Module) -> Iterator[None]:
-    modes = {part: part.training for part in module.modules()}
+def _as_in_eval(module: Any) -> Iterator[None]:
+    parts = list(module.modules()) if isinstance(module, nn.Module) else []
+    modes = {part: part.training for part in parts}
     try:
-        module.eval()
+        for part in parts[:1]:
+            part.eval()
         yield
     finally:
         for part, training in modes.items():
