@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -34,7 +34,8 @@ class Arrangement:
         q, k, v: those of the operands, [B, H, Q, D], [B, H, K, D], [B, H, K, Dv]; shared heads are repeated.
         out: those of the product, [B, H, Q, Dv].
         query_token, key_token: [B, Q] and [B, K].
-        kv_heads: how many heads of keys there are; value_heads: of values.
+        kv_heads, value_heads, query_heads: how many heads of keys, values and queries there are.
+        is_sound: whether each head has its own part of each position. Otherwise heads and positions are only places.
     """
 
     mixings: tuple[Mixing, ...]
@@ -48,6 +49,7 @@ class Arrangement:
     kv_heads: int
     value_heads: int
     query_heads: int
+    is_sound: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +148,7 @@ class _Row:
     i: int
     query: int
     key: int
-    head: tuple[int, int]
+    head: tuple[int, int, int]
 
 
 def arrange(origins: Origins, mixings: Sequence[Mixing]) -> Arrangement | None:
@@ -163,7 +165,7 @@ def arrange(origins: Origins, mixings: Sequence[Mixing]) -> Arrangement | None:
         first_key = key.amax(-1) if bool((key[..., 0] < 0).any()) else key[..., 0]
         for n in range(query.shape[0]):
             names = zip(query[n].tolist(), first_key[n].tolist(), feature[n].tolist(), value[n].tolist(), strict=True)
-            rows += [_Row(number, n, i, q, k, (f, v)) for i, (q, k, f, v) in enumerate(names)]
+            rows += [_Row(number, n, i, q, k, (f, v, 0)) for i, (q, k, f, v) in enumerate(names)]
     grid = _grid(rows)
     return None if grid is None else _collect(origins, mixings, scored, rows, grid)
 
@@ -187,23 +189,45 @@ def _is_past(origins: Origins, ids: Tensor) -> bool:
 
 
 def _grid(rows: Sequence[_Row]) -> list[list[list[int]]] | None:
-    """Return the numbers of the rows by batch entry, head and query; None if some are missing or there twice."""
+    """Return the numbers of the rows by batch entry, head and query; None if some are missing or there twice.
+
+    Rows that are there twice are heads that share queries and values; they are told apart by their order.
+    """
     for batch in (_batches_by_queries(rows), _batches_by_keys(rows)):
-        entries: dict[int, dict[tuple[int, int], dict[int, int]]] = {}
-        twice = False
-        for number, row in enumerate(rows):
-            queries = entries.setdefault(batch[number], {}).setdefault(row.head, {})
-            twice = twice or row.query in queries
-            queries[row.query] = number
-        heads = sorted(next(iter(entries.values())))
-        complete = all(sorted(entry) == heads for entry in entries.values())
-        orders = [list(entry[heads[0]]) for entry in entries.values()] if complete else []
-        if twice or not complete or len({len(order) for order in orders}) != 1:
-            continue
-        if any(set(entry[h]) != set(order) for entry, order in zip(entries.values(), orders, strict=True) for h in heads):
-            continue
-        return [[[entry[h][q] for q in order] for h in heads] for entry, order in zip(entries.values(), orders, strict=True)]
-    return None
+        if (grid := _fill_grid(rows, batch)) is not None:
+            return grid
+    batch = _batches_by_queries(rows)
+    return _fill_grid(_number_copies(rows, batch), batch)
+
+
+def _number_copies(rows: Sequence[_Row], batch: Sequence[int]) -> list[_Row]:
+    """Return rows of which none is there twice."""
+    times: dict[tuple[object, ...], int] = {}
+    numbered: list[_Row] = []
+    for row, entry in zip(rows, batch, strict=True):
+        name = (entry, row.query, row.head)
+        numbered.append(replace(row, head=(*row.head[:2], times.get(name, 0))))
+        times[name] = times.get(name, 0) + 1
+    return numbered
+
+
+def _fill_grid(rows: Sequence[_Row], batch: Sequence[int]) -> list[list[list[int]]] | None:
+    entries: dict[int, dict[tuple[int, int, int], dict[int, int]]] = {}
+    for number, row in enumerate(rows):
+        queries = entries.setdefault(batch[number], {}).setdefault(row.head, {})
+        if row.query in queries:
+            return None
+        queries[row.query] = number
+    heads = sorted(next(iter(entries.values())))
+    if any(sorted(entry) != heads for entry in entries.values()):
+        return None
+    orders = [list(entry[heads[0]]) for entry in entries.values()]
+    if len({len(order) for order in orders}) != 1:
+        return None
+    pairs = list(zip(entries.values(), orders, strict=True))
+    if any(set(entry[h]) != set(order) for entry, order in pairs for h in heads):
+        return None
+    return [[[entry[h][q] for q in order] for h in heads] for entry, order in pairs]
 
 
 def _batches_by_queries(rows: Sequence[_Row]) -> list[int]:
@@ -297,7 +321,8 @@ def coordinates_of(origins: Origins, found: Arrangement) -> Tensor:
             Coordinate.BATCH: b, Coordinate.HEAD: head, Coordinate.TIME: time[:, None],
             Coordinate.KEY if is_pair else Coordinate.WIDTH: last, Coordinate.PART: part,
         }  # fmt: skip
-        for level in walk(origins, ids):
+        levels = walk(origins, ids) if found.is_sound or is_pair or part is None else []
+        for level in levels:
             for row, value in values.items():
                 if value is not None:
                     table[row, level] = torch.as_tensor(value).expand(level.shape)

@@ -11,16 +11,15 @@ from torch import Tensor
 
 from headscope.tracing._explanations import quantity
 from headscope.tracing._invariants import Check, close, equal, rounding
-from headscope.tracing._written.arrangement import Coordinate, walk
+from headscope.tracing._written.arrangement import Arrangement, Coordinate, walk
 from headscope.tracing._written.axes import name_axes
 from headscope.tracing._written.masks import Masked, describe_mask
 from headscope.tracing._written.origins import Softmax
 from headscope.tracing._written.projections import letters_of
-from headscope.tracing._written.rows import PAIRS, Result, Writer, unusual
+from headscope.tracing._written.rows import PAIRS, Writer, unusual
 from headscope.tracing._written.scale import judge_scale
 from headscope.tracing._written.scores import Step, added_by_product, read_steps
 from headscope.tracing._written.sides import Side
-from headscope.tracing._written.tape import Event
 
 USUAL = ("B", "H", "Q", "K")
 
@@ -140,6 +139,11 @@ class AttentionRows:
         """Return notes on heads that share keys, or weights."""
         found = self.found
         notes: list[str] = []
+        if not found.is_sound:
+            return ["Q and K count places in the heads of the code, which are not positions"]
+        if (entry := _entry_of_others(found)) is not None:
+            text = f"the queries of batch entry {entry[0] + 1} are compared with the keys of entry {entry[1] + 1}"
+            notes.append(unusual(text, "batches-mixed"))
         if found.kv_heads < found.p.shape[1]:
             head = self.writer.coordinates[Coordinate.HEAD][found.k[0, :, 0, 0]]
             order: list[int] = head.tolist()
@@ -318,6 +322,18 @@ class AttentionRows:
         )
 
 
+def _entry_of_others(found: Arrangement) -> tuple[int, int] | None:
+    """Return a batch entry whose keys are the tokens of another, and that one; None without any."""
+    queries, keys = (
+        [set(row) for row in x.tolist()] if bool((x >= 0).all()) else [] for x in (found.query_token, found.key_token)
+    )
+    for entry, own in enumerate(keys):
+        for other, tokens in enumerate(queries):
+            if own == tokens and other != entry and queries[entry] != own:
+                return entry, other
+    return None
+
+
 def _format(factor: float, width: int) -> str:
     """Return a factor as it is usually written."""
     for value, text in ((width**-0.5, "1/√D"), (1 / width, "1/D"), (width**0.5, "√D"), (width**-0.25, "1/∜D")):
@@ -325,10 +341,3 @@ def _format(factor: float, width: int) -> str:
             return f"{text} = {factor:.4g}"
     return f"{factor:.4g}"
 
-
-def sort_events(events: Sequence[Event]) -> list[Event]:
-    """Return operations in the order in which they ran."""
-    return sorted(events, key=lambda event: event.index)
-
-
-EMPTY = Result(torch.zeros(0), [])

@@ -42,6 +42,8 @@ def find_joined(writer: Writer) -> Joined | None:
 def add_ending(writer: Writer, returned: Tensor | None) -> None:
     """Add stages 5 and 6; ``returned`` has the ids of the module's own output."""
     joined = find_joined(writer)
+    if joined is None and _add_sum_of_heads(writer):
+        return
     if joined is None:
         _add_without_projection(writer, returned)
         return
@@ -49,6 +51,34 @@ def add_ending(writer: Writer, returned: Tensor | None) -> None:
     assert projection is not None
     _add_concatenation(writer, joined.rows, projection.event)
     _add_output(writer, projection, returned)
+
+
+def _add_sum_of_heads(writer: Writer) -> bool:
+    """Add the sum of the outputs of the heads, if the code sums them over heads; return whether it does."""
+    own = {mixing.event.index for mixing in writer.found.mixings}
+    table = writer.coordinates
+    for event in writer.origins.tape.events[max(own) + 1 :]:
+        if event.name not in ("sum", "mean") or not event.inputs:
+            continue
+        ids = event.inputs[0]
+        mixed = set(writer.origins.of(Field.MIXED_BY, ids).unique().tolist()) - {-1}
+        axes = event.arguments[1] if len(event.arguments) > 1 else ()
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        names = name_axes(table, ids, _letters(writer), ("B", "H", "Q", "D"))
+        if not mixed or not mixed <= own or not axes or {names[axis % ids.ndim][0] for axis in axes} - {"H", "H′"}:
+            continue
+        out = [(name, size) for at, (name, size) in enumerate(names) if at not in {a % ids.ndim for a in axes}]
+        if event.out.ndim == ids.ndim:
+            out = [(name, event.out.shape[at]) for at, (name, _) in enumerate(names)]
+        note = unusual("the outputs of the heads are summed instead of joined", "heads-not-joined")
+        check = Check("each head has columns of its own", f"{writer.found.p.shape[1]} heads share them", False)
+        writer.add(
+            5, "concatenation", Result(event.out, out), event.values.dtype, equation="o = Σₕ oₕ", events=[event],
+            check=check, notes=[note],
+        )  # fmt: skip
+        writer.missing["output"] = "no projection takes the outputs of all heads"
+        return True
+    return False
 
 
 def _letters(writer: Writer) -> dict[Coordinate, str]:
@@ -95,7 +125,12 @@ def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note
     heads = found.p.shape[1]
     names = ["o₁", "…", f"o{subscript(heads)}"] if heads > 2 else ["o₁", "o₂"][:heads]
     notes = [note] if note else []
-    if check.held is False:
+    dropped = _dropped_heads(writer, rows)
+    if dropped:
+        text = f"head {', '.join(str(head + 1) for head in dropped)} is not among the numbers that are joined"
+        check = Check(check.claim, text, False)
+        notes.append(unusual(text, "heads-dropped"))
+    elif check.held is False:
         text = "a row of the result holds numbers of several positions: the heads were joined without transposing back"
         notes.append(unusual(text, "heads-merged-wrong"))
     result = Result(out, name_axes(writer.coordinates, out, _letters(writer), usual))
@@ -105,9 +140,18 @@ def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note
     )  # fmt: skip
 
 
+def _dropped_heads(writer: Writer, rows: Tensor) -> list[int]:
+    """Return the heads whose outputs are not among joined numbers."""
+    base = walk(writer.origins, rows)[-1]
+    heads = set(writer.coordinates[Coordinate.HEAD][base].unique().tolist())
+    return sorted(set(range(writer.found.p.shape[1])) - heads)
+
+
 def _check_rows(writer: Writer, rows: Tensor) -> Check:
     """Check that each row has the outputs of all heads at one position, head by head."""
     claim = "each position has the outputs of its own heads"
+    if not writer.found.is_sound:
+        return Check(claim, "not checked, because the heads do not belong to positions", None)
     own = walk(writer.origins, rows)
     table = writer.coordinates
     for level in own:

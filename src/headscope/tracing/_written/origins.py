@@ -218,7 +218,7 @@ class Origins:
             weights = self.of(Field.WEIGHTS, p)
             is_scored = bool(((self.of(Field.PRODUCT, p) >= 0) | (p == 0)).all()) and self._is_sound(p)
             is_scored = is_scored and not bool((self.of(Field.PRODUCT, v) >= 0).any())
-            if bool(((weights >= 0) | (p == 0)).all()) or is_scored:
+            if bool((weights >= 0).any()) and bool(((weights >= 0) | self._is_constant(p)).all()) or is_scored:
                 p, v, o = (p, v, out) if is_left else (x.transpose(1, 2) for x in (p, v, out))
                 self.table[Field.TOKEN, o] = self.query_tokens(p)[:, :, None].expand(o.shape)
                 self.table[Field.FEATURE, o] = _common(self.of(Field.FEATURE, v).transpose(1, 2))[:, None].expand(o.shape)
@@ -232,6 +232,14 @@ class Origins:
         self.table[Field.OTHER_TOKEN, out] = _common(self.of(Field.TOKEN, k))[:, None].expand(shape)
         self.table[Field.OTHER_FEATURE, out] = _least(self.of(Field.FEATURE, k))[:, None].expand(shape)
         self.table[Field.PRODUCT, out] = event.index
+
+    def _is_constant(self, ids: Tensor) -> Tensor:
+        """Return which numbers do not depend on the input."""
+        constant = ids == 0
+        for event in self.tape.makers(ids):
+            if not event.depends:
+                constant |= (ids >= event.start) & (ids < event.start + event.size)
+        return constant
 
     def _is_sound(self, p: Tensor) -> bool:
         """Return whether scores are of one token of each operand, so that a product with them mixes values."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from headscope.tracing._invariants import Check, finite
 from headscope.tracing._written.arrangement import Coordinate
 from headscope.tracing._written.axes import is_same, name_axes
 from headscope.tracing._written.origins import Field, Projection
-from headscope.tracing._written.rows import QUERIES, Result, Writer, unusual
+from headscope.tracing._written.rows import Result, Writer, unusual
 from headscope.tracing._written.sides import Side, check_projection, columns_of, find_split
+from headscope.tracing._written.slots import check_split, has_split_fault
 from headscope.tracing._written.tape import Event
 
 NAMES = {"q": "queries", "k": "keys", "v": "values"}
@@ -206,8 +208,12 @@ def _is_input(writer: Writer, side: Side) -> bool:
 
 def add_splits(writer: Writer, sides: Sequence[Side], product: Event) -> None:
     """Add stage 3: the heads of queries, keys and values, where they are cut from a joined projection."""
+    faults = {side.name: has_split_fault(writer.origins, side) for side in sides} if not writer.found.is_sound else {}
     for side in sides:
         step = f"split {NAMES[side.name]}"
+        if faults and not (faults[side.name] and (side.name != "q" or faults["k"])):
+            writer.missing[step] = "its heads could not be told apart"  # rows of several heads are not a fault of queries
+            continue
         if not side.projections or len(side.projections) > 1 or writer.is_loop and len(side.projections) > 1:
             writer.missing.setdefault(step, "each head has its own projection" if side.projections else "not projected")
             continue
@@ -218,6 +224,9 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
     letters = letters_of(writer, side.name)
     usual = tuple(letters[each] for each in (Coordinate.BATCH, Coordinate.HEAD, Coordinate.TIME, Coordinate.WIDTH))
     columns = columns_of(writer.origins, side)
+    if columns is None:
+        side = without_past(writer, side)
+        columns = columns_of(writer.origins, side)
     if columns is None:
         writer.missing[step] = "its numbers come from several products"
         return
@@ -233,7 +242,9 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
     claim = f"joining the heads restores {side.name}"
     check = _check_columns(claim, columns)
     notes: list[str] = []
-    if _is_interleaved(columns):
+    if not writer.found.is_sound:
+        check, notes = check_split(writer.origins, side)
+    elif _is_interleaved(columns):
         notes.append(unusual("a head takes its numbers from the projection in steps, not side by side", "heads-interleaved"))
     if in_loop:
         parts = [event for event in writer.origins.tape.events[side.projections[0].event.index : limit] if event.is_move]
@@ -259,6 +270,18 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
         equation=f"{side.name}ₕ[{index}] = the part of {side.name}[{index}] that belongs to head h", events=events,
         check=check, notes=notes,
     )  # fmt: skip
+
+
+def without_past(writer: Writer, side: Side) -> Side:
+    """Return a side without the positions that do not come from its projection: those of a cache, or learned ones."""
+    known = torch.zeros(side.root.shape, dtype=torch.bool)
+    for projection in side.projections:
+        known |= (side.root >= projection.event.start) & (side.root < projection.event.start + projection.event.size)
+    times = known.flatten(0, 1).transpose(0, 1).flatten(1).all(-1).nonzero().flatten()
+    if not len(times):
+        return side
+    parts = {name: getattr(side, name)[:, :, times] for name in ("root", "projected", "operand")}
+    return replace(side, **parts)
 
 
 def _check_columns(claim: str, columns: Tensor) -> Check:
@@ -306,5 +329,3 @@ def _check_change(name: str, before: Tensor, after: Tensor, events: Sequence[Eve
     check = finite(after)
     return check, f"{name} ← {' → '.join(names[:3])}{' …' if len(names) > 3 else ''} of {name}"
 
-
-QUERY_LETTERS = QUERIES

@@ -95,15 +95,23 @@ def _classify_after(origins: Origins, step: Step) -> Step:
     before, after = step.before, step.after
     if _same(before, after):
         return replace(step, kind="convert")
-    noise = any(
-        maker.name in ("bernoulli", "rand", "rand_like") for ids in step.event.inputs for maker in origins.tape.makers(ids)
-    )
+    noise = any(_is_noise(origins, ids, 3) for event in step.events for ids in event.inputs)
     if step.event.name == "native_dropout" or noise:
         return replace(step, kind="dropout")
     if _zeroes(before, after) or _zeroes(before.nan_to_num(1.0), after):
         return replace(step, kind="mask after", hidden=(after == 0) & (before != 0), factor=0.0)
     factor = uniform_factor(before, after, step.event)
     return step if factor is None else replace(step, kind="scale after", factor=factor)
+
+
+def _is_noise(origins: Origins, ids: Tensor, depth: int) -> bool:
+    """Return whether numbers are random, or made from random ones only."""
+    for maker in origins.tape.makers(ids)[-1:]:
+        if maker.name in ("bernoulli", "rand", "rand_like"):
+            return True
+        if depth and not maker.depends and any(_is_noise(origins, each, depth - 1) for each in maker.inputs):
+            return True
+    return False
 
 
 def _classify_sum(step: Step) -> Step:

@@ -244,7 +244,7 @@ class Tape(TorchDispatchMode):
     ) -> None:  # fmt: skip
         start = size = 0
         arguments, options = placed
-        depends = any(self._shadows[x.untyped_storage()._cdata].depends for x in tensors)
+        depends = any(self._shadows[x.untyped_storage()._cdata].depends for x in tensors) and not _is_factory(name)
         shared = {x.untyped_storage()._cdata for x in tensors}
         is_view = operands.is_view(func) or outs[0].untyped_storage()._cdata in shared  # _unsafe_view, too
         if is_view and not operands.is_in_place(func):

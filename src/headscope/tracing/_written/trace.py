@@ -16,11 +16,11 @@ from headscope.tracing._written.arrangement import Arrangement, arrange, group_m
 from headscope.tracing._written.attention import AttentionRows
 from headscope.tracing._written.ending import add_ending
 from headscope.tracing._written.lines import Line
-from headscope.tracing._written.origins import Mixing, Origins
+from headscope.tracing._written.origins import Origins
 from headscope.tracing._written.projections import add_changes, add_inputs, add_projections, add_splits
 from headscope.tracing._written.rows import Writer
 from headscope.tracing._written.sides import read_side
-from headscope.tracing._written.split_fault import add_fault_rows
+from headscope.tracing._written.slots import arrange_slots, place_sides
 from headscope.tracing._written.tape import Event, Tape, TooLargeError
 
 Call = Callable[[Any, Tensor], Any]
@@ -58,34 +58,36 @@ def trace_module(module: nn.Module | Callable[..., Any], x: Tensor, context: Any
     title = f"{name} on x {list(x.shape)}"
     if len(groups) > 1:
         title += f", attention 1 of {len(groups)}"
-    found = arrange(origins, groups[0])
-    writer_rows, missing, lines = (
-        add_fault_rows(origins, groups[0], recorded.labels) if found is None
-        else _write(origins, found, groups[0], recorded.labels, returned)
-    )  # fmt: skip
-    described = {"class": name, "attentions": len(groups)}
-    if found is not None:
-        batch, heads, queries, keys = found.p.shape
-        described |= {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "head_dim": found.q.shape[-1]}
+    found = arrange(origins, groups[0]) or arrange_slots(origins, groups[0][0])
+    if found is None:
+        raise ValueError(
+            f"module: the weights of {name} come from several products at once, which cannot be arranged by heads; "
+            "trace the part of the module that computes one attention"
+        )
+    writer = _write(origins, found, recorded.labels, returned)
+    described: dict[str, Any] = {"class": name, "attentions": len(groups)}
+    batch, heads, queries, keys = found.p.shape
+    described |= {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "head_dim": found.q.shape[-1]}
     result = output.detach() if output is not None else x.new_zeros(0)
-    return Trace(title, writer_rows, result, described, "", missing, _program(lines, module))
+    return Trace(title, writer.rows, result, described, "", writer.missing, _program(writer.lines, module))
 
 
-def _write(
-    origins: Origins, found: Arrangement, mixings: list[Mixing], labels: dict[int, str], returned: Tensor | None
-) -> tuple[list[Any], dict[str, str], list[Line]]:
+def _write(origins: Origins, found: Arrangement, labels: dict[int, str], returned: Tensor | None) -> Writer:
+    """Return the writer with the rows of one attention."""
     writer = Writer(origins, found)
     sides = [read_side(origins, name, ids) for name, ids in (("q", found.q), ("k", found.k), ("v", found.v))]
+    if not found.is_sound:
+        place_sides(origins, writer.coordinates, sides)
     add_inputs(writer, sides, labels)
     add_projections(writer, sides)
-    product = mixings[0].event
+    product = found.mixings[0].event
     width = sides[0].projections[0].rows.shape[-1] if sides[0].projections else None
     attention = AttentionRows(writer, sides, width)
     add_splits(writer, sides, attention.products[0] if attention.products else product)
     add_changes(writer, sides)
     attention.run()
     add_ending(writer, returned)
-    return writer.rows, writer.missing, writer.lines
+    return writer
 
 
 def _name_of(module: Any) -> str:
