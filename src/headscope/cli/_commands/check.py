@@ -74,8 +74,8 @@ def check(target: str, arguments: str | None, timeout: int, as_json: bool, **opt
     processes that the code starts end with it. This is not a sandbox: check only code that you trust. The exit code
     is 1 if there are findings, else 0.
     """
-    path, name = _parse_target(target)
-    args, kwargs = _parse_arguments(arguments or "")
+    path, name = parse_target(target)
+    args, kwargs = parse_arguments(arguments or "")
     if (scale := options["scale"]) is not None and not (math.isfinite(scale) and scale > 0):
         raise Mistake(f"--scale: got {scale:g}, expected a finite number above 0")
     say(f"headscope check: running {visible(str(path))} in a separate process")
@@ -84,7 +84,7 @@ def check(target: str, arguments: str | None, timeout: int, as_json: bool, **opt
         "options": {key: value for key, value in options.items() if value is not None},
     }  # fmt: skip
     with progress_line("checking"):
-        answer = _ask_child(request, timeout)
+        answer = ask_child(request, timeout)
     if "mistake" in answer:
         message = str(answer["mistake"])
         for remedy, on_the_command_line in IN_PYTHON.items():
@@ -98,7 +98,7 @@ def check(target: str, arguments: str | None, timeout: int, as_json: bool, **opt
     return PROBLEMS if findings["findings"] else 0
 
 
-def _parse_target(target: str) -> tuple[Path, str]:
+def parse_target(target: str) -> tuple[Path, str]:
     file, colon, name = target.rpartition(":")
     if not file or not colon or not name.isidentifier():
         raise Mistake(f"target: got {target}, expected FILE.py:NAME, for example {_example(target)}")
@@ -116,7 +116,7 @@ def _example(target: str) -> str:
     return f"{file if file.endswith('.py') else 'homework.py'}:MultiHeadAttention"
 
 
-def _parse_arguments(arguments: str) -> tuple[list[Any], dict[str, Any]]:
+def parse_arguments(arguments: str) -> tuple[list[Any], dict[str, Any]]:
     """Return the positional and keyword arguments in a text such as ``512, 8, causal=True``.
 
     Raises:
@@ -134,7 +134,7 @@ def _parse_arguments(arguments: str) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
-def _ask_child(request: dict[str, Any], timeout: int) -> dict[str, Any]:
+def ask_child(request: dict[str, Any], timeout: int) -> dict[str, Any]:
     """Return the answer of the process that runs the code; what the code prints is discarded.
 
     Args:

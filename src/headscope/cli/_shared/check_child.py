@@ -30,7 +30,10 @@ def main() -> None:
     _block_network()
     answer: dict[str, Any] = {}
     try:
-        answer["findings"] = _check(request)
+        if "trace" in request:
+            answer["trace"] = _trace(request)
+        else:
+            answer["findings"] = _check(request)
     except MistakeError as error:
         answer["mistake"] = str(error)
     with os.fdopen(stdout, "w", encoding="utf-8") as stream:
@@ -73,6 +76,21 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
     try:
         return check(subject, **request["options"]).to_dict()
     except (CheckError, TypeError) as error:
+        raise MistakeError(str(error)) from error
+
+
+def _trace(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the trace as ``to_dict`` has it."""
+    subject = _load(Path(request["path"]), request["name"])
+    if isinstance(subject, type) or request["arguments"] is not None:
+        subject = _build(subject, request)
+    elif inspect.isroutine(subject):
+        subject = _build_without_arguments(subject, request)
+    from headscope.cli._shared.traces import trace_subject
+
+    try:
+        return trace_subject(subject, request["trace"])
+    except (ValueError, TypeError) as error:
         raise MistakeError(str(error)) from error
 
 

@@ -263,7 +263,7 @@ def _collect(
         return torch.cat([x.flatten(0, 1) for x in parts])[index]
 
     p = by_row([each.p for each in mixings])
-    place = _places(root_ids(origins, p), scored)
+    place = find_places(root_ids(origins, p), scored)
     if place is None or bool((place[0] != place[0][..., :1]).any()):
         return None
     q = torch.cat([each.q.flatten(0, 1) for each in scored])[place[0][..., 0]]
@@ -281,7 +281,7 @@ def _collect(
     return Arrangement(tuple(mixings), p, q, k, v, out, token, key_token, *counts)
 
 
-def _places(ids: Tensor, scored: Sequence[Scored]) -> tuple[Tensor, Tensor] | None:
+def find_places(ids: Tensor, scored: Sequence[Scored]) -> tuple[Tensor, Tensor] | None:
     """Return the numbers of the queries and of the keys that made these scores, among those of all products."""
     distinct = list({each.event.index: each for each in scored}.values())
     row, column = torch.full(ids.shape, -1), torch.full(ids.shape, -1)

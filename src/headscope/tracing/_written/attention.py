@@ -14,7 +14,7 @@ from headscope.tracing._invariants import Check, close, equal, rounding
 from headscope.tracing._written.arrangement import Arrangement, Coordinate, walk
 from headscope.tracing._written.axes import name_axes
 from headscope.tracing._written.masks import Masked, describe_mask
-from headscope.tracing._written.origins import Softmax
+from headscope.tracing._written.origins import SOFTMAXES, Softmax
 from headscope.tracing._written.projections import letters_of
 from headscope.tracing._written.rows import PAIRS, Writer, unusual
 from headscope.tracing._written.scale import judge_scale
@@ -108,7 +108,7 @@ class AttentionRows:
         result, dtype = self.writer.result_of(own.events, own.ids, letters, usual)
         factor = own.factor or 1.0
         check = Check(f"the measured factor is {factor:.4g} for every number", None, True)
-        equation = f"{side.name} ← {side.name} · {_format(factor, self.found.q.shape[-1])}"
+        equation = f"{side.name} ← {side.name} · {_format(factor, self.found.q.shape[-1], self.width)}"
         notes = [f"on the {'queries' if side is self.q else 'keys'}, before their product", *([note] if note else [])]
         notes = notes[::-1] if note else notes
         self.writer.add(4, "scale", result, dtype, equation=equation, events=own.events, check=check, notes=notes)
@@ -179,7 +179,7 @@ class AttentionRows:
             check = Check(f"the measured factor is the same for all scores of a head: {step.detail}", None, True)
             return self._add("scale", step, "s ← s · c[h]", check, [note])
         check = Check(f"the measured factor is {step.factor:.4g} for every score", None, True)
-        total = _format(step.factor, self.found.q.shape[-1])
+        total = _format(step.factor, self.found.q.shape[-1], self.width)
         return self._add("scale", step, f"s[i, j] ← s[i, j] · {total}", check, [note])
 
     def _cap(self, step: Step, note: str | None) -> None:
@@ -197,8 +197,8 @@ class AttentionRows:
         low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
         check = Check("every score changes by its bias", f"from {low:.3g} to {high:.3g}", True)
         notes = [note]
-        if {round(value, 4) for value in finite.unique().tolist()} == {0.0, 1.0}:
-            text = "the numbers that are added are 0 and 1, as of a boolean mask; they hide nothing"
+        if {abs(round(value, 4)) for value in finite.unique().tolist()} == {0.0, 1.0} and low * high == 0:
+            text = f"the numbers that are added are {low:.0f} and {high:.0f}, as of a boolean mask; they hide nothing"
             notes.append(unusual(text, "bool-mask-added"))
         if step.hidden is None:
             return self._add("bias", step, "s[i, j] ← s[i, j] + bias[i, j]", check, notes)
@@ -238,6 +238,10 @@ class AttentionRows:
         if outside:
             check = Check(claim, f"{outside:,} weights lie outside [0, 1]", False)
         notes = [note, *self._note_softmax(softmax, p)]
+        names = {event.name for event in step.events}
+        if "exp" in names and not names & {"sub", "rsub", "_log_softmax", *SOFTMAXES}:
+            text = "exp without subtracting the largest score of a row: it overflows where scores are large"
+            notes.append(unusual(text, "softmax-overflows"))
         nans = int(p.isnan().any(-1).sum())
         if nans:
             notes.append(unusual(f"{nans} of {sums.numel()} rows see no key and are NaN", "nan-on-empty-row"))
@@ -334,8 +338,10 @@ def _entry_of_others(found: Arrangement) -> tuple[int, int] | None:
     return None
 
 
-def _format(factor: float, width: int) -> str:
+def _format(factor: float, width: int, model: int | None) -> str:
     """Return a factor as it is usually written."""
+    if model is not None and model != width and math.isclose(factor, model**-0.5, rel_tol=1e-5):
+        return f"1/√E = {factor:.4g}"
     for value, text in ((width**-0.5, "1/√D"), (1 / width, "1/D"), (width**0.5, "√D"), (width**-0.25, "1/∜D")):
         if math.isclose(factor, value, rel_tol=1e-5):
             return f"{text} = {factor:.4g}"

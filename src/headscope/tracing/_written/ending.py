@@ -13,8 +13,8 @@ from headscope.tracing._explanations import subscript
 from headscope.tracing._written.arrangement import Coordinate, walk
 from headscope.tracing._written.axes import is_same, name_axes
 from headscope.tracing._written.origins import Field, Projection
-from headscope.tracing._written.rows import Result, Writer, unusual
-from headscope.tracing._written.sides import Side, check_projection
+from headscope.tracing._written.rows import NO_STEP, Result, Writer, unusual
+from headscope.tracing._written.sides import Side, adds_parameter, check_projection
 from headscope.tracing._written.tape import Event
 
 
@@ -115,7 +115,7 @@ def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note
         return
     if not moves:
         if product is not None:
-            writer.missing["concatenation"] = "the projection takes the heads directly"
+            writer.missing["concatenation"] = NO_STEP
             _check_rows(writer, rows)
         return
     check = _check_rows(writer, rows)
@@ -133,11 +133,28 @@ def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note
     elif check.held is False:
         text = "a row of the result holds numbers of several positions: the heads were joined without transposing back"
         notes.append(unusual(text, "heads-merged-wrong"))
+    else:
+        notes += _changes_of(writer, rows)
     result = Result(out, name_axes(writer.coordinates, out, _letters(writer), usual))
     writer.add(
         5, "concatenation", result, found.mixings[0].event.values.dtype, equation=f"o = concat({', '.join(names)})",
         events=moves, check=check, notes=notes,
     )  # fmt: skip
+
+
+def _changes_of(writer: Writer, rows: Tensor) -> list[str]:
+    """Return a note on outputs of heads that were changed before they were joined, as by a gate."""
+    tape, levels = writer.origins.tape, walk(writer.origins, rows)
+    own, now = tape.values(levels[-1]), tape.values(rows)
+    if torch.equal(own, now) or not own.numel():
+        return []
+    heads = writer.coordinates[Coordinate.HEAD][levels[-1]]
+    gone = [h for h in range(writer.found.p.shape[1]) if bool((now[heads == h] == 0).all()) and bool((own[heads == h] != 0).any())]
+    if gone:
+        text = f"the output of head {', '.join(str(head + 1) for head in gone)} is set to 0"
+        return [unusual(text, "heads-dropped")]
+    names = {event.name.strip("_") for level in levels[:-1] for event in tape.makers(level) if event.name != "_to_copy"}
+    return [f"the outputs of the heads are changed before they are joined, by {', '.join(sorted(names))}"] if names else []
 
 
 def _dropped_heads(writer: Writer, rows: Tensor) -> list[int]:
@@ -190,7 +207,7 @@ def _add_output(writer: Writer, projection: Projection, returned: Tensor | None)
     table[Coordinate.HEAD, projection.out] = -1
     table[Coordinate.WIDTH, projection.out] = torch.arange(shape[2]).expand(shape)
     side = _side_of_output(writer, projection)
-    has_bias = side.bias is not None or _adds(writer, projection)
+    has_bias = side.bias is not None or adds_parameter(tape, projection)
     formula = "o W_oᵀ" + (" + b_o" if has_bias else "")
     last = side.bias or projection.event
     ids = side.projected
@@ -212,15 +229,6 @@ def _add_output(writer: Writer, projection: Projection, returned: Tensor | None)
     notes = () if own or returned is None else ("the module goes on from here",)
     events: Sequence[Event] = [last]
     writer.add(6, "output", result, last.values.dtype, equation=f"out = {formula}", events=events, check=check, notes=notes)
-
-
-def _adds(writer: Writer, projection: Projection) -> bool:
-    event = projection.event
-    if event.name == "convolution":
-        return event.arguments[2] is not None
-    if event.name not in ("addmm", "baddbmm") or float(event.options.get("beta", 1)) == 0:
-        return False
-    return bool((writer.origins.tape.values(event.inputs[0]) != 0).any())
 
 
 def _side_of_output(writer: Writer, projection: Projection) -> Side:

@@ -12,13 +12,12 @@ from headscope.tracing._invariants import Check, finite
 from headscope.tracing._written.arrangement import Coordinate
 from headscope.tracing._written.axes import is_same, name_axes
 from headscope.tracing._written.origins import Field, Projection
-from headscope.tracing._written.rows import Result, Writer, unusual
-from headscope.tracing._written.sides import Side, check_projection, columns_of, find_split
+from headscope.tracing._written.rows import NO_STEP, Result, Writer, unusual
+from headscope.tracing._written.sides import Side, adds_parameter, check_projection, columns_of, find_split
 from headscope.tracing._written.slots import check_split, has_split_fault
 from headscope.tracing._written.tape import Event
 
 NAMES = {"q": "queries", "k": "keys", "v": "values"}
-PARTS = {"q": 0, "k": 1, "v": 2}
 
 
 def letters_of(writer: Writer, name: str) -> dict[Coordinate, str]:
@@ -116,7 +115,7 @@ def _add_projection(writer: Writer, group: list[Side], sides: Sequence[Side]) ->
     if step not in ("queries", "keys", "values", "queries, keys, values", "keys, values"):
         step = NAMES[names[0]]
     first = group[0]
-    has_bias = first.bias is not None or _has_own_bias(writer, first.projections[0])
+    has_bias = first.bias is not None or adds_parameter(writer.origins.tape, first.projections[0])
     symbol = "".join(names)
     source = _symbol(sides, first)
     formula = f"{source} W_{symbol}ᵀ" + (f" + b_{symbol}" if has_bias else "")
@@ -130,16 +129,6 @@ def _add_projection(writer: Writer, group: list[Side], sides: Sequence[Side]) ->
         2, step, result, events[0].values.dtype, equation=f"{', '.join(names)} = {formula}", events=events[-1:] if len(first.projections) == 1 and first.bias is not None else events,
         check=check, notes=notes,
     )  # fmt: skip
-
-
-def _has_own_bias(writer: Writer, projection: Projection) -> bool:
-    event = projection.event
-    if event.name == "convolution":
-        return event.arguments[2] is not None
-    if event.name not in ("addmm", "baddbmm") or float(event.options.get("beta", 1)) == 0:
-        return False
-    added = writer.origins.tape.values(event.inputs[0])
-    return bool((added != 0).any())
 
 
 def _symbol(sides: Sequence[Side], side: Side) -> str:
@@ -230,14 +219,14 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
     if columns is None:
         writer.missing[step] = "its numbers come from several products"
         return
-    if side.projected.shape[1] == 1:
+    if side.projected.shape[1] == 1 and writer.found.is_sound:
         writer.missing[step] = "there is one head"
         return
     limit = writer.found.mixings[0].event.index
     events = find_split(writer.origins.tape, side, writer.found.mixings[0].event if side.name == "v" else product)
     in_loop = writer.is_loop
     if not events and not in_loop:
-        writer.missing[step] = "the product takes the heads from the projection directly"
+        writer.missing[step] = NO_STEP
         return
     claim = f"joining the heads restores {side.name}"
     check = _check_columns(claim, columns)

@@ -18,6 +18,7 @@ from headscope.tracing._written.lines import Line
 from headscope.tracing._written.origins import Origins
 from headscope.tracing._written.tape import Event
 
+NO_STEP = "not a step of its own in this code"
 PAIRS = {Coordinate.BATCH: "B", Coordinate.HEAD: "H", Coordinate.TIME: "Q", Coordinate.KEY: "K"}
 QUERIES = {Coordinate.BATCH: "B", Coordinate.HEAD: "H", Coordinate.TIME: "Q", Coordinate.WIDTH: "D"}
 

@@ -108,6 +108,16 @@ def _is_bias(tape: Tape, events: tuple[Event, ...]) -> bool:
     return True
 
 
+def adds_parameter(tape: Tape, projection: Projection) -> bool:
+    """Return whether a product itself adds a bias of the module."""
+    event = projection.event
+    if event.name == "convolution":
+        return event.arguments[2] is not None
+    if event.name not in ("addmm", "baddbmm") or float(event.options.get("beta", 1)) == 0:
+        return False
+    return any(maker.name == "constant" for maker in tape.makers(event.inputs[0]))
+
+
 def check_projection(origins: Origins, sides: list[Side], claim: str) -> Check:
     """Check that queries, keys or values are their input times the weights plus the bias, in float64."""
     checks = [_check_side(origins, side, claim) for side in sides]

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from headscope.tracing._invariants import Check
-from headscope.tracing._written.arrangement import Arrangement, Coordinate, operands_of, walk
+from headscope.tracing._written.arrangement import Arrangement, Coordinate, find_places, operands_of, root_ids, walk
 from headscope.tracing._written.origins import MIXED, Field, Mixing, Origins
 from headscope.tracing._written.rows import unusual
 from headscope.tracing._written.sides import Side, columns_of
 
 
-def arrange_slots(origins: Origins, mixing: Mixing) -> Arrangement | None:
-    """Return an attention in the order of its product: [B, H, Q, K] where B and H are those of the code."""
-    scored = operands_of(origins, mixing)
-    n, queries, keys = mixing.p.shape
-    if scored is None or scored.q.shape[:2] != (n, queries) or scored.k.shape[:2] != (n, keys):
-        return None
-    batch = batches_of(origins, origins.of(Field.TOKEN, scored.q).flatten(1))
-    entries = len(set(batch)) if batch else 1
-    regular = batch == sorted(batch) and n % entries == 0 and all(batch.count(b) == n // entries for b in set(batch))
-    entries = entries if regular else 1
-    heads = n // entries
-    p, q, k, v, out = (x.reshape(entries, heads, *x.shape[1:]) for x in (mixing.p, scored.q, scored.k, mixing.v, mixing.out))
-    token = torch.full((entries, queries), MIXED)
-    return Arrangement((mixing,), p, q, k, v, out, token, torch.full((entries, keys), MIXED), heads, heads, heads, False)
+SAME = ((slice(None), slice(None), slice(1)), (slice(None), slice(1)))
+"""Of scores, [N, Q, K]: the first key of each query, and the first query of each key."""
+
+
+def arrange_slots(origins: Origins, mixings: Sequence[Mixing]) -> Arrangement | None:
+    """Return an attention in the order of its products: [B, H, Q, K] where B and H are those of the code."""
+    scored = [operands_of(origins, mixing) for mixing in mixings]
+    n, queries, keys = mixings[0].p.shape
+    parts: list[tuple[Tensor, ...]] = []
+    for mixing, each in zip(mixings, scored, strict=True):
+        if each is None or mixing.p.shape != (n, queries, keys):
+            return None
+        place = find_places(root_ids(origins, mixing.p), [each])
+        if place is None or any(bool((x != x[first]).any()) for x, first in zip(place, SAME, strict=True)):
+            return None
+        q, k = each.q.flatten(0, 1)[place[0][:, :, 0]], each.k.flatten(0, 1)[place[1][:, 0]]
+        parts.append((mixing.p, q, k, mixing.v, mixing.out))
+    if len(parts) > 1:  # a loop over heads
+        p, q, k, v, out = (torch.stack(each, 1) for each in zip(*parts, strict=True))
+    else:
+        batch = batches_of(origins, origins.of(Field.TOKEN, parts[0][1]).flatten(1))
+        entries = len(set(batch)) if batch else 1
+        regular = batch == sorted(batch) and all(batch.count(b) * entries == n for b in set(batch))
+        entries = entries if regular else 1
+        p, q, k, v, out = (x.reshape(entries, n // entries, *x.shape[1:]) for x in parts[0])
+    token, key_token = torch.full((len(p), queries), MIXED), torch.full((len(p), keys), MIXED)
+    heads = p.shape[1]
+    return Arrangement(tuple(mixings), p, q, k, v, out, token, key_token, heads, heads, heads, False)
 
 
 def batches_of(origins: Origins, tokens: Tensor) -> list[int]:

@@ -58,7 +58,7 @@ def trace_module(module: nn.Module | Callable[..., Any], x: Tensor, context: Any
     title = f"{name} on x {list(x.shape)}"
     if len(groups) > 1:
         title += f", attention 1 of {len(groups)}"
-    found = arrange(origins, groups[0]) or arrange_slots(origins, groups[0][0])
+    found = arrange(origins, groups[0]) or arrange_slots(origins, groups[0])
     if found is None:
         raise ValueError(
             f"module: the weights of {name} come from several products at once, which cannot be arranged by heads; "
