@@ -24,9 +24,7 @@ MOST_BYTES = 2 << 30  # of all steps together, with --values
 
 @click.command(short_help="Show every step of multi-head attention, with shapes.")
 @click.argument("target", metavar="[FILE.py:NAME]", required=False)
-@click.option(
-    "--args", "arguments", metavar="ARGS", help='Arguments that build the class of a file: --args "512, 8".'
-)
+@click.option("--args", "arguments", metavar="ARGS", help='Arguments that build the class of a file: --args "512, 8".')
 @click.option("--timeout", type=SIZE, default=60, show_default=True, help="Seconds after which a file is stopped.")
 @click.option("--batch", type=SIZE, default=32, show_default=True, help="B, sequences.")
 @click.option("--seq", type=SIZE, default=10, show_default=True, help="Q, tokens in each.")

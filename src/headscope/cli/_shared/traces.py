@@ -76,8 +76,8 @@ def parse_trace(answer: dict[str, Any]) -> Trace:
 
     rows: list[Row] = []
     for row in answer["rows"]:
-        lines: list[list[Any]] | None = row["corner"]
-        corner = None if lines is None else [[float(NUMBERS.get(value, value)) for value in line] for line in lines]
-        rows.append(Row(**{**row, "corner": corner}))
+        lines: list[list[Any]] = row["corner"] or []
+        row["corner"] = [[NUMBERS.get(value, value) for value in line] for line in lines]
+        rows.append(Row(**row))
     output = torch.zeros(0, device="cpu")
     return Trace(answer["title"], rows, output, answer["module"], "", answer["missing"], answer["code"])

@@ -185,7 +185,10 @@ def _is_sound(origins: Origins, mixing: Mixing, scored: Scored) -> bool:
 
 def _is_past(origins: Origins, ids: Tensor) -> bool:
     """Return whether some of these numbers come from outside, as keys of earlier steps do."""
-    return len({event.name in ("input", "outside", "constant") for event in origins.tape.makers(root_ids(origins, ids))}) == 2
+    return (
+        len({event.name in ("input", "outside", "constant") for event in origins.tape.makers(root_ids(origins, ids))})
+        == 2
+    )
 
 
 def _grid(rows: Sequence[_Row]) -> list[list[list[int]]] | None:
@@ -277,8 +280,8 @@ def _collect(
     out = by_row([each.out for each in mixings])
     token = torch.tensor([row.query for row in rows])[index][:, 0]
     key_token = origins.of(Field.TOKEN, k)[:, 0, :, 0]
-    counts = [len(_heads_of(origins, x)) for x in (k, v, q)]
-    return Arrangement(tuple(mixings), p, q, k, v, out, token, key_token, *counts)
+    shared, values, queries = (len(_heads_of(origins, x)) for x in (k, v, q))
+    return Arrangement(tuple(mixings), p, q, k, v, out, token, key_token, shared, values, queries)
 
 
 def find_places(ids: Tensor, scored: Sequence[Scored]) -> tuple[Tensor, Tensor] | None:

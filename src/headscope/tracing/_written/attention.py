@@ -64,7 +64,9 @@ class AttentionRows:
             hidden = more <= -1000
             kind = "mask" if bool(((more == 0) | hidden).all()) else "bias"
             steps.append(
-                Step(kind, event, self.root, alpha * bare, alpha * bare + more, hidden=hidden, factor=-1e4, events=events)
+                Step(
+                    kind, event, self.root, alpha * bare, alpha * bare + more, hidden=hidden, factor=-1e4, events=events
+                )
             )
         return steps
 
@@ -230,10 +232,18 @@ class AttentionRows:
         share = self._share_of_sinks(softmax, step)
         row = "each row with a visible key" if bool((~visible).any()) else "each row"
         target = torch.ones_like(sums) if share is None else 1 - share
-        claim = f"{row} sums to 1{'' if share is None else ' minus the share of its sink'} over the keys; weights lie in [0, 1]"
+        less = "" if share is None else " minus the share of its sink"
+        claim = f"{row} sums to 1{less} over the keys; weights lie in [0, 1]"
         unit = rounding(step.event.values.dtype, p.shape[-1])
         kind = torch.float64 if step.event.values.dtype == torch.float64 else torch.float32
-        check = close(claim, sums[visible].to(kind), target[visible], torch.full_like(sums[visible], 4 * unit + (2e-6 if softmax and not softmax.event.name.endswith("softmax") else 0)))
+        check = close(
+            claim,
+            sums[visible].to(kind),
+            target[visible],
+            torch.full_like(
+                sums[visible], 4 * unit + (2e-6 if softmax and not softmax.event.name.endswith("softmax") else 0)
+            ),
+        )
         outside = int(((p < 0) | (p > 1 + 4 * unit)).sum())
         if outside:
             check = Check(claim, f"{outside:,} weights lie outside [0, 1]", False)
@@ -292,7 +302,9 @@ class AttentionRows:
         bad = ((sums - 1).abs() > 1e-4) & ~whole
         notes = [note, f"{quantity(int(hidden.sum()))} weights become 0"]
         if bool(lost.any()) and bool(bad.any()):
-            check = Check("each row still sums to 1 over the keys", f"{int(bad.sum())} of {bad.numel()} rows do not", False)
+            check = Check(
+                "each row still sums to 1 over the keys", f"{int(bad.sum())} of {bad.numel()} rows do not", False
+            )
             notes.append(unusual("pairs are hidden after the softmax, so rows lose their weight", "mask-after-softmax"))
         else:
             notes.append("these rows see no key")
@@ -301,7 +313,9 @@ class AttentionRows:
     def _scale_after(self, step: Step, note: str | None) -> None:
         factor = step.factor or 1.0
         sums = step.after.sum(-1)
-        check = Check("each row still sums to 1 over the keys", f"the sums are {float(sums.nan_to_num(0).max()):.4g}", False)
+        check = Check(
+            "each row still sums to 1 over the keys", f"the sums are {float(sums.nan_to_num(0).max()):.4g}", False
+        )
         text = unusual(f"the weights are multiplied by {factor:.4g} after the softmax", "scaled-after-softmax")
         self._add("scale after the softmax", step, f"p[i, j] ← p[i, j] · {factor:.4g}", check, [note, text])
 
@@ -312,7 +326,9 @@ class AttentionRows:
         dtype = events[0].values.dtype
         clean = p.nan_to_num(0)
         allowed = (clean.abs() @ v.abs()) * rounding(dtype, p.shape[-1])
-        allowed = allowed + (1e-5 * v.abs().amax((-2, -1), keepdim=True) if any(event.inside for event in events) else 0)
+        allowed = allowed + (
+            1e-5 * v.abs().amax((-2, -1), keepdim=True) if any(event.inside for event in events) else 0
+        )
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         check = close("equals p v in float64", out.to(kind), p @ v, allowed)
         letters = {**PAIRS, Coordinate.WIDTH: self.writer.value_letter}
@@ -346,4 +362,3 @@ def _format(factor: float, width: int, model: int | None) -> str:
         if math.isclose(factor, value, rel_tol=1e-5):
             return f"{text} = {factor:.4g}"
     return f"{factor:.4g}"
-

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headscope.tracing._invariants import Check
 from headscope.tracing._explanations import subscript
+from headscope.tracing._invariants import Check
 from headscope.tracing._written.arrangement import Coordinate, walk
 from headscope.tracing._written.axes import is_same, name_axes
 from headscope.tracing._written.origins import Field, Projection
@@ -149,12 +149,18 @@ def _changes_of(writer: Writer, rows: Tensor) -> list[str]:
     if torch.equal(own, now) or not own.numel():
         return []
     heads = writer.coordinates[Coordinate.HEAD][levels[-1]]
-    gone = [h for h in range(writer.found.p.shape[1]) if bool((now[heads == h] == 0).all()) and bool((own[heads == h] != 0).any())]
+    gone = [
+        h
+        for h in range(writer.found.p.shape[1])
+        if bool((now[heads == h] == 0).all()) and bool((own[heads == h] != 0).any())
+    ]
     if gone:
         text = f"the output of head {', '.join(str(head + 1) for head in gone)} is set to 0"
         return [unusual(text, "heads-dropped")]
     names = {event.name.strip("_") for level in levels[:-1] for event in tape.makers(level) if event.name != "_to_copy"}
-    return [f"the outputs of the heads are changed before they are joined, by {', '.join(sorted(names))}"] if names else []
+    return (
+        [f"the outputs of the heads are changed before they are joined, by {', '.join(sorted(names))}"] if names else []
+    )
 
 
 def _dropped_heads(writer: Writer, rows: Tensor) -> list[int]:
@@ -183,7 +189,9 @@ def _check_rows(writer: Writer, rows: Tensor) -> Check:
                 table[coordinate, level] = table[coordinate, rows]
     for level in own:
         for coordinate in (Coordinate.BATCH, Coordinate.HEAD, Coordinate.TIME, Coordinate.WIDTH):
-            table[coordinate, level] = torch.where(table[coordinate, level] < 0, table[coordinate, rows], table[coordinate, level])
+            table[coordinate, level] = torch.where(
+                table[coordinate, level] < 0, table[coordinate, rows], table[coordinate, level]
+            )
     time, batch = table[Coordinate.TIME][rows], table[Coordinate.BATCH][rows]
     bad = ((time != time[..., :1]) | (batch != batch[..., :1])).any(-1)
     if bool(bad.any()):
@@ -228,7 +236,9 @@ def _add_output(writer: Writer, projection: Projection, returned: Tensor | None)
     result = Result(out, name_axes(table, out, letters, ("B", "Q", "E")))
     notes = () if own or returned is None else ("the module goes on from here",)
     events: Sequence[Event] = [last]
-    writer.add(6, "output", result, last.values.dtype, equation=f"out = {formula}", events=events, check=check, notes=notes)
+    writer.add(
+        6, "output", result, last.values.dtype, equation=f"out = {formula}", events=events, check=check, notes=notes
+    )
 
 
 def _side_of_output(writer: Writer, projection: Projection) -> Side:

@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 def current_place(own: str | None) -> Place:
-    """Return the place that runs: of the innermost frame in the file ``own``, or else outside of torch and headscope."""
+    """Return the place that runs: of the innermost frame in ``own``, or else outside of torch and headscope."""
     frame: FrameType | None = sys._getframe(1)
     first: FrameType | None = None
     for _ in range(MOST_FRAMES):

@@ -71,7 +71,9 @@ def describe_mask(mask: Masked, quantity: Callable[[int], str]) -> MaskText:
     causal = future is not None and bool((own == future).all()) and hidden > 0
     covers = future is not None and bool(own[future].all()) and hidden > 0
     what = "causal" if causal else "nothing from the future, and more is hidden" if covers else "hidden"
-    notes.append(f"{what}: {quantity(total - hidden)} of {quantity(total)} pairs are visible ({1 - hidden / total:.3g} of all)")
+    notes.append(
+        f"{what}: {quantity(total - hidden)} of {quantity(total)} pairs are visible ({1 - hidden / total:.3g} of all)"
+    )
     alone = mask.total.all(-1, keepdim=True)
     rows = int(alone.sum())
     if rows:
@@ -80,7 +82,8 @@ def describe_mask(mask: Masked, quantity: Callable[[int], str]) -> MaskText:
     claim = f"weight 0 {'on the future' if causal else 'where hidden'}, every other score unchanged"
     if bool(leaking.any()):
         count, largest = int(leaking.sum()), float(mask.weights[leaking].max())
-        text = f"{quantity(count)} hidden pairs have weight, up to {largest:.2g}: a score of {mask.fill:.4g} does not hide them"
+        size = f"{quantity(count)} hidden pairs have weight, up to {largest:.2g}"
+        text = f"{size}: a score of {mask.fill:.4g} does not hide them"
         notes.insert(0, unusual(text, "mask-fill-too-small"))
         return MaskText(claim, f"{quantity(count)} hidden pairs have weight", False, notes, causal)
     return MaskText(claim, "to the bit", True, notes, causal)

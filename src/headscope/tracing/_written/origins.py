@@ -102,9 +102,7 @@ class Origins:
             self._read_product(event)
         elif event.name in SOFTMAXES:
             self._read_softmax(event)
-        elif event.name == "convolution" and self._read_convolution(event):
-            return
-        elif not event.depends:
+        elif (event.name == "convolution" and self._read_convolution(event)) or not event.depends:
             return
         elif _keeps_places(event) and (main := self._find_main(event)) is not None:
             self._inherit(event, main)
@@ -137,11 +135,14 @@ class Origins:
             one = ids.flatten()
             if not bool((self.table[1:, one] >= 0).any()):
                 continue
-            on_the_way = [
-                bool((self.table[f, one] >= 0).any()) for f in (Field.WEIGHTS, Field.PRODUCT, Field.MIXED_BY)
-            ]
+            on_the_way = [bool((self.table[f, one] >= 0).any()) for f in (Field.WEIGHTS, Field.PRODUCT, Field.MIXED_BY)]
             whole = ids.numel() == event.out.numel()
-            rank = (whole and any(on_the_way[:2]), whole and on_the_way[2], whole, bool((self.of(Field.TOKEN, one) >= 0).any()))
+            rank = (
+                whole and any(on_the_way[:2]),
+                whole and on_the_way[2],
+                whole,
+                bool((self.of(Field.TOKEN, one) >= 0).any()),
+            )
             if best is None or rank > best[0]:
                 best = (rank, spread)
         return None if best is None else best[1]
@@ -218,10 +219,12 @@ class Origins:
             weights = self.of(Field.WEIGHTS, p)
             is_scored = bool(((self.of(Field.PRODUCT, p) >= 0) | (p == 0)).all()) and self._is_sound(p)
             is_scored = is_scored and not bool((self.of(Field.PRODUCT, v) >= 0).any())
-            if bool((weights >= 0).any()) and bool(((weights >= 0) | self._is_constant(p)).all()) or is_scored:
+            if (bool((weights >= 0).any()) and bool(((weights >= 0) | self._is_constant(p)).all())) or is_scored:
                 p, v, o = (p, v, out) if is_left else (x.transpose(1, 2) for x in (p, v, out))
                 self.table[Field.TOKEN, o] = self.query_tokens(p)[:, :, None].expand(o.shape)
-                self.table[Field.FEATURE, o] = _common(self.of(Field.FEATURE, v).transpose(1, 2))[:, None].expand(o.shape)
+                self.table[Field.FEATURE, o] = _common(self.of(Field.FEATURE, v).transpose(1, 2))[:, None].expand(
+                    o.shape
+                )
                 self.table[Field.MIXED_BY, o] = event.index
                 self.mixings.append(Mixing(event, p, v, o, is_left))
                 return
@@ -305,14 +308,21 @@ def _keeps_places(event: Event) -> bool:
     if event.name in AS_THEY_ARE or event.name in ("native_dropout", "_fused_rms_norm"):
         return True
     packet = getattr(torch.ops.aten, event.name, None)
-    return packet is not None and (event.name in operands.TRIANGLES or operands.is_elementwise(packet.default if hasattr(packet, "default") else getattr(packet, packet.overloads()[0])))
+    return packet is not None and (
+        event.name in operands.TRIANGLES
+        or operands.is_elementwise(
+            packet.default if hasattr(packet, "default") else getattr(packet, packet.overloads()[0])
+        )
+    )
 
 
 def _spread(ids: Tensor, out: Tensor) -> Tensor | None:
     """Return ids in the shape of a result; None if they do not broadcast to it."""
     if ids.ndim == out.ndim - 1 and out.shape[-1] == 2 and ids.shape == out.shape[:-1]:
         ids = ids[..., None]  # real numbers, and complex ones of two parts
-    if ids.ndim > out.ndim or any(n not in (1, m) for n, m in zip(reversed(ids.shape), reversed(out.shape), strict=False)):
+    if ids.ndim > out.ndim or any(
+        n not in (1, m) for n, m in zip(reversed(ids.shape), reversed(out.shape), strict=False)
+    ):
         return None
     return ids.expand(out.shape)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from headscope.tracing._invariants import Check, finite
 from headscope.tracing._written.arrangement import Coordinate
 from headscope.tracing._written.axes import is_same, name_axes
-from headscope.tracing._written.origins import Field, Projection
+from headscope.tracing._written.origins import Field
 from headscope.tracing._written.rows import NO_STEP, Result, Writer, unusual
 from headscope.tracing._written.sides import Side, adds_parameter, check_projection, columns_of, find_split
 from headscope.tracing._written.slots import check_split, has_split_fault
@@ -98,7 +98,9 @@ def add_projections(writer: Writer, sides: Sequence[Side]) -> None:
         if not side.projections:
             writer.missing[NAMES[side.name]] = f"{side.name} is not projected"
             continue
-        same = [g for g in groups if {p.event.index for p in g[0].projections} == {p.event.index for p in side.projections}]
+        same = [
+            g for g in groups if {p.event.index for p in g[0].projections} == {p.event.index for p in side.projections}
+        ]
         if same:
             same[0].append(side)
         else:
@@ -110,7 +112,6 @@ def add_projections(writer: Writer, sides: Sequence[Side]) -> None:
 def _add_projection(writer: Writer, group: list[Side], sides: Sequence[Side]) -> None:
     origins = writer.origins
     names = [side.name for side in group]
-    same = len(group) == 2 and torch.equal(group[0].root.flatten().sort().values, group[1].root.flatten().sort().values)
     step = ", ".join(NAMES[name] for name in names)
     if step not in ("queries", "keys", "values", "queries, keys, values", "keys, values"):
         step = NAMES[names[0]]
@@ -123,12 +124,8 @@ def _add_projection(writer: Writer, group: list[Side], sides: Sequence[Side]) ->
     events = [projection.event for projection in first.projections] + ([] if first.bias is None else [first.bias])
     result = _projection_result(writer, group)
     notes = _projection_notes(writer, group, sides)
-    if same:
-        check = check._replace(claim=check.claim)
-    writer.add(
-        2, step, result, events[0].values.dtype, equation=f"{', '.join(names)} = {formula}", events=events[-1:] if len(first.projections) == 1 and first.bias is not None else events,
-        check=check, notes=notes,
-    )  # fmt: skip
+    equation = f"{', '.join(names)} = {formula}"
+    writer.add(2, step, result, events[0].values.dtype, equation=equation, events=events, check=check, notes=notes)
 
 
 def _symbol(sides: Sequence[Side], side: Side) -> str:
@@ -201,9 +198,11 @@ def add_splits(writer: Writer, sides: Sequence[Side], product: Event) -> None:
     for side in sides:
         step = f"split {NAMES[side.name]}"
         if faults and not (faults[side.name] and (side.name != "q" or faults["k"])):
-            writer.missing[step] = "its heads could not be told apart"  # rows of several heads are not a fault of queries
+            writer.missing[step] = (
+                "its heads could not be told apart"  # rows of several heads are not a fault of queries
+            )
             continue
-        if not side.projections or len(side.projections) > 1 or writer.is_loop and len(side.projections) > 1:
+        if not side.projections or len(side.projections) > 1 or (writer.is_loop and len(side.projections) > 1):
             writer.missing.setdefault(step, "each head has its own projection" if side.projections else "not projected")
             continue
         _add_split(writer, side, step, product)
@@ -234,11 +233,17 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
     if not writer.found.is_sound:
         check, notes = check_split(writer.origins, side)
     elif _is_interleaved(columns):
-        notes.append(unusual("a head takes its numbers from the projection in steps, not side by side", "heads-interleaved"))
+        notes.append(
+            unusual("a head takes its numbers from the projection in steps, not side by side", "heads-interleaved")
+        )
     if in_loop:
-        parts = [event for event in writer.origins.tape.events[side.projections[0].event.index : limit] if event.is_move]
+        parts = [
+            event for event in writer.origins.tape.events[side.projections[0].event.index : limit] if event.is_move
+        ]
         own = side.projected.unique()
-        events = [e for e in parts if e.line is not None and all(o.numel() and bool(torch.isin(o, own).all()) for o in e.outs)]
+        events = [
+            e for e in parts if e.line is not None and all(o.numel() and bool(torch.isin(o, own).all()) for o in e.outs)
+        ]
         result = Result(side.projected, list(zip(usual, side.projected.shape, strict=True)))
         notes.append("the code takes the heads one by one")
         lines: list[Event] = []
@@ -313,8 +318,9 @@ def _check_change(name: str, before: Tensor, after: Tensor, events: Sequence[Eve
         return Check("each has length 1", f"error {error:.0e}", True), f"{name} ← {name} / |{name}|"
     if bool(((new - length).abs() <= 1e-3 * length).all()):
         error = float(((new - length).abs() / length.clamp(min=1e-30)).max())
-        return Check(f"each {name} has the same length as before", f"error {error:.0e}", True), f"{name} ← turned {name}"
+        return Check(
+            f"each {name} has the same length as before", f"error {error:.0e}", True
+        ), f"{name} ← turned {name}"
     names = list(dict.fromkeys(event.name.strip("_") for event in events))
     check = finite(after)
     return check, f"{name} ← {' → '.join(names[:3])}{' …' if len(names) > 3 else ''} of {name}"
-

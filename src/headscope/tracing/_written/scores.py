@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -49,15 +50,17 @@ def read_steps(origins: Origins, p: Tensor) -> list[Step]:
     tape = origins.tape
     levels = walk(origins, p)[::-1]
     steps: list[Step] = []
-    for before, after in zip(levels, levels[1:], strict=False):
+    for before, after in itertools.pairwise(levels):
         events = [event for event in tape.makers(after) if not event.name.startswith("bmm")]
         changed = after != before
-        events = [event for event in events if bool(((after >= event.start) & (after < event.start + event.size) & changed).any())]
+        events = [
+            event
+            for event in events
+            if bool(((after >= event.start) & (after < event.start + event.size) & changed).any())
+        ]
         if not events:
             continue
-        steps.append(
-            Step("other", events[-1], after, tape.values(before), tape.values(after), events=tuple(events))
-        )
+        steps.append(Step("other", events[-1], after, tape.values(before), tape.values(after), events=tuple(events)))
     return _merge(origins, [_classify(origins, step) for step in steps])
 
 
@@ -202,8 +205,13 @@ def _merge_caps(steps: Sequence[Step]) -> list[Step]:
         later = next(waiting, None)
         former = merged[-1] if merged else None
         cap = later.factor if later is not None and later.kind == "scale" else None
-        if later is None or former is None or cap is None or former.kind != "scale" or former.factor is None or not math.isclose(
-            cap * former.factor, 1, rel_tol=1e-4
+        if (
+            later is None
+            or former is None
+            or cap is None
+            or former.kind != "scale"
+            or former.factor is None
+            or not math.isclose(cap * former.factor, 1, rel_tol=1e-4)
         ):
             merged += [replace(step, kind="other"), *([later] if later is not None else [])]
             continue
@@ -218,7 +226,14 @@ def _merge_masks(steps: Sequence[Step]) -> list[Step]:
     merged: list[Step] = []
     for step in steps:
         former = merged[-1] if merged else None
-        if former is not None and former.detail == "multiplied" and step.kind == "mask" and former.hidden is not None and step.hidden is not None and bool((step.hidden | ~former.hidden).all()):
+        if (
+            former is not None
+            and former.detail == "multiplied"
+            and step.kind == "mask"
+            and former.hidden is not None
+            and step.hidden is not None
+            and bool((step.hidden | ~former.hidden).all())
+        ):
             merged[-1] = replace(step, before=former.before, events=(*former.events, *step.events))
         else:
             merged.append(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -76,11 +77,9 @@ def read_side(origins: Origins, name: str, operand: Tensor) -> Side:
     bias: Event | None = None
     projected = levels[0]
     changes: list[Change] = []
-    for before, after in zip(levels, levels[1:], strict=False):
+    for before, after in itertools.pairwise(levels):
         changed = after != before
-        events = tuple(
-            event for event in tape.makers(after[changed])
-        )
+        events = tuple(event for event in tape.makers(after[changed]))
         if not events or all(event.name in ("_to_copy", "clone") for event in events):
             projected = after if not changes else projected
             continue
@@ -127,7 +126,10 @@ def check_projection(origins: Origins, sides: list[Side], claim: str) -> Check:
 
 def _check_side(origins: Origins, side: Side, claim: str) -> Check:
     tape = origins.tape
-    expected, allowed = torch.zeros(side.root.shape, dtype=torch.float64), torch.zeros(side.root.shape, dtype=torch.float64)
+    expected, allowed = (
+        torch.zeros(side.root.shape, dtype=torch.float64),
+        torch.zeros(side.root.shape, dtype=torch.float64),
+    )
     known = torch.zeros(side.root.shape, dtype=torch.bool)
     for projection in side.projections:
         event = projection.event
@@ -146,10 +148,19 @@ def _check_side(origins: Origins, side: Side, claim: str) -> Check:
         added = tape.values(side.projected) - tape.values(side.root)  # exact up to the rounding of the sum
         own = _constant_of(tape, side.bias, side.projected)
         expected = expected + (added if own is None else own)
-        allowed = allowed + (allowed * 0 if own is None else own.abs()) * rounding(dtype, 1) + expected.abs() * rounding(dtype, 1)
+        allowed = (
+            allowed
+            + (allowed * 0 if own is None else own.abs()) * rounding(dtype, 1)
+            + expected.abs() * rounding(dtype, 1)
+        )
     if not bool(known.any()):
         return Check(claim, "nothing to compare", True)
-    return close(claim, actual[known].to(torch.float64 if dtype == torch.float64 else torch.float32), expected[known], allowed[known])
+    return close(
+        claim,
+        actual[known].to(torch.float64 if dtype == torch.float64 else torch.float32),
+        expected[known],
+        allowed[known],
+    )
 
 
 def _bias_of(tape: Tape, event: Event, projection: Projection) -> Tensor:
@@ -177,7 +188,11 @@ def _is_turned(event: Event, projection: Projection) -> bool:
 def _constant_of(tape: Tape, event: Event, ids: Tensor) -> Tensor | None:
     """Return the constant that an addition adds to each of these numbers."""
     others = [x for x in event.inputs if not any(maker.depends for maker in tape.makers(x))]
-    if len(others) != 1 or event.out.numel() < ids.numel() or not bool(((ids >= event.start) & (ids < event.start + event.size)).all()):
+    if (
+        len(others) != 1
+        or event.out.numel() < ids.numel()
+        or not bool(((ids >= event.start) & (ids < event.start + event.size)).all())
+    ):
         return None
     sign = -1.0 if event.name == "sub" else 1.0
     added = tape.values(others[0]).expand(event.out.shape) * sign * float(event.options.get("alpha", 1))
@@ -207,10 +222,11 @@ def find_split(tape: Tape, side: Side, product: Event) -> list[Event]:
     first = max(first, -1 if side.bias is None else side.bias.index)
     own_calls = {projection.event.call for projection in side.projections}
     own_calls |= {side.bias.call} if side.bias is not None else set()
-    found: list[Event] = []
-    for event in tape.events[first + 1 : product.index]:
-        if event.is_move and event.call not in (*own_calls, product.call) and any(is_same(out, ids) for out in event.outs):
-            found.append(event)
+    found = [
+        event for event in tape.events[first + 1 : product.index]
+        if event.is_move and event.call not in (*own_calls, product.call)
+        and any(is_same(out, ids) for out in event.outs)
+    ]  # fmt: skip
     return [event for event in found if event.line != product.line] or found
 
 

@@ -13,7 +13,6 @@ from headscope.tracing._written.origins import MIXED, Field, Mixing, Origins
 from headscope.tracing._written.rows import unusual
 from headscope.tracing._written.sides import Side, columns_of
 
-
 SAME = ((slice(None), slice(None), slice(1)), (slice(None), slice(1)))
 """Of scores, [N, Q, K]: the first key of each query, and the first query of each key."""
 

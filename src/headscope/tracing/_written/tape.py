@@ -264,8 +264,8 @@ class Tape(TorchDispatchMode):
         self._alive.append(outs)
         self._append(
             Event(
-                len(self.events), name, inputs, arguments, options, tuple(x.clone() for x in ids), start, size, values, copies,
-                place.line, self._calls, depends, self._inside,
+                len(self.events), name, inputs, arguments, options, tuple(x.clone() for x in ids), start, size, values,
+                copies, place.line, self._calls, depends, self._inside,
             )
         )  # fmt: skip
 

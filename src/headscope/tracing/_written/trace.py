@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -97,8 +97,7 @@ def _name_of(module: Any) -> str:
 def _program(lines: list[Line], module: Any) -> str:
     """Return the lines of the traced code, in the order of the steps, each once."""
     texts = [f"# the lines of {_name_of(module)} that compute each step"]
-    for line in dict.fromkeys(lines):
-        texts.append(f"{line.text}  # {line.place}")
+    texts += [f"{line.text}  # {line.place}" for line in dict.fromkeys(lines)]
     return "\n".join(texts) + "\n"
 
 
@@ -121,9 +120,7 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
         if call is not None:
             raise
         problem = " ".join(str(error).split())[:200]
-        raise TypeError(
-            f"module: the call {text} failed with {type(error).__name__}: {problem}; {REMEDY}"
-        ) from error
+        raise TypeError(f"module: the call {text} failed with {type(error).__name__}: {problem}; {REMEDY}") from error
     return Recorded(returned, tape, labels)
 
 
@@ -142,7 +139,9 @@ def _call_of(module: Any, x: Tensor, extra: list[Any], call: Call | None) -> tup
 def _is_three_fold(module: Any) -> bool:
     """Return whether a module needs query, key and value."""
     try:
-        parameters = list(inspect.signature(module.forward if isinstance(module, nn.Module) else module).parameters.values())
+        parameters = list(
+            inspect.signature(module.forward if isinstance(module, nn.Module) else module).parameters.values()
+        )
     except (TypeError, ValueError):
         return False
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -168,7 +167,7 @@ def _file_of(module: Any) -> str | None:
 
 
 @contextmanager
-def _as_in_eval(module: Any) -> Iterator[None]:
+def _as_in_eval(module: Any) -> Generator[None]:
     parts = list(module.modules()) if isinstance(module, nn.Module) else []
     modes = {part: part.training for part in parts}
     try:
