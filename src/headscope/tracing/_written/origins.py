@@ -102,12 +102,12 @@ class Origins:
             self._read_product(event)
         elif event.name in SOFTMAXES:
             self._read_softmax(event)
-        elif (event.name == "convolution" and self._read_convolution(event)) or not event.depends:
+        elif event.name == "convolution" and self._read_convolution(event):
             return
         elif _keeps_places(event) and (main := self._find_main(event)) is not None:
             self._inherit(event, main)
             self._read_exponential(event)
-        elif event.values.is_floating_point():
+        elif event.depends and event.values.is_floating_point():
             self._start_anew(event, event.out)
 
     def _start_anew(self, event: Event, ids: Tensor) -> None:
@@ -137,8 +137,10 @@ class Origins:
                 continue
             on_the_way = [bool((self.table[f, one] >= 0).any()) for f in (Field.WEIGHTS, Field.PRODUCT, Field.MIXED_BY)]
             whole = ids.numel() == event.out.numel()
+            scored = whole and any(on_the_way[:2])
             rank = (
-                whole and any(on_the_way[:2]),
+                scored,
+                scored and on_the_way[1] and self._is_of_input(one),
                 whole and on_the_way[2],
                 whole,
                 bool((self.of(Field.TOKEN, one) >= 0).any()),
@@ -186,9 +188,18 @@ class Origins:
             self._project(event, left, right.transpose(1, 2), out)
         elif depends[1]:
             self._project(event, right.transpose(1, 2), left, out.transpose(1, 2))
+        else:  # learned queries, say: from here on like those of an input
+            self._project(event, left, right.transpose(1, 2), out)
 
     def _depends(self, ids: Tensor) -> bool:
-        return any(event.depends for event in self.tape.makers(ids))
+        """Return whether numbers depend on the input, or are projections of parameters, as learned queries are."""
+        return bool((self.of(Field.TOKEN, ids) >= 0).any()) or any(event.depends for event in self.tape.makers(ids))
+
+    def _is_of_input(self, ids: Tensor) -> bool:
+        """Return whether scores are products of two operands that depend on the input."""
+        product = self.tape.events[self.first(Field.PRODUCT, ids)]
+        operands = product.inputs[-2:]
+        return all(any(event.depends for event in self.tape.makers(each)) for each in operands)
 
     def _project(self, event: Event, rows: Tensor, weights: Tensor, out: Tensor) -> None:
         """Note a product of rows, [N, R, W], with weights, [N, F, W]."""

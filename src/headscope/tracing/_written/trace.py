@@ -108,10 +108,10 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
         constants = [*module.parameters(), *module.buffers(), *_own_tensors(module)]
     extra = [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
     inputs = [each for each in (x, *extra) if isinstance(each, Tensor)]
-    tape = Tape(constants, inputs, _file_of(module))
-    labels = {event.index: "x" if n == 0 else "context" for n, event in enumerate(_inputs(tape))}
     text, run = _call_of(module, x, extra, call)
     try:
+        tape = Tape(constants, inputs, _file_of(module))
+        labels = {event.index: "x" if n == 0 else "context" for n, event in enumerate(_inputs(tape))}
         with _as_in_eval(module), _gradients(), tape:
             returned = run()
     except TooLargeError:
