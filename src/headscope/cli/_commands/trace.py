@@ -70,13 +70,8 @@ def trace(
     if as_json and html is not None:
         raise Mistake("--json: got --html too, expected one of the two")
     if target is not None:
-        sizes = {"batch": batch, "seq": seq, "dim": dim}
-        own = {name: value for name, value in sizes.items() if _is_specified(context, name)}
-        others = ("heads", "kv_heads", "head_dim", "context_seq", "causal", "values")
-        if extra := [name for name in others if _is_specified(context, name)]:
-            option = "--" + extra[0].replace("_", "-")
-            raise Mistake(f"{option}: is for a trace of sizes; {target} has its own, which --args sets")
-        _show(_trace_file(target, arguments, timeout, own), explain=explain, as_json=as_json, html=html, force=force)
+        steps = _trace_file(target, arguments, timeout, _specified_sizes(context, target))
+        _show(steps, explain=explain, as_json=as_json, html=html, force=force)
         return
     if arguments is not None:
         raise Mistake(f"--args: got {arguments} without FILE.py:NAME, expected both")
@@ -104,6 +99,20 @@ def _show(steps: Trace, *, explain: bool, as_json: bool, html: str | None, force
         print(visible(write_page(html, _page(steps), force)))
     else:
         console().print(steps.table(explain=explain))
+
+
+def _specified_sizes(context: click.Context, target: str) -> dict[str, int]:
+    """Return the sizes of the input that the command line has.
+
+    Raises:
+        Mistake: it has an option that is for a trace of sizes.
+    """
+    others = ("heads", "kv_heads", "head_dim", "context_seq", "causal", "values")
+    for name in others:
+        if _is_specified(context, name):
+            option = "--" + name.replace("_", "-")
+            raise Mistake(f"{option}: is for a trace of sizes; {target} has its own, which --args sets")
+    return {name: context.params[name] for name in ("batch", "seq", "dim") if _is_specified(context, name)}
 
 
 def _is_specified(context: click.Context, name: str) -> bool:

@@ -8,13 +8,12 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from headscope._dataflow import operands
 from headscope._support.torch_operations import PRODUCTS
+from headscope.tracing._written.operations import keeps_places
 from headscope.tracing._written.tape import At, Event, Tape
 
 NONE, MIXED = -1, -2  # in place of a token or a feature: there is none; there are several
 SOFTMAXES = ("_softmax", "_safe_softmax")
-AS_THEY_ARE = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_log_softmax", "_to_copy", "nan_to_num")
 CHANNELS_FIRST = ("conv", "pool", "upsample", "batch_norm", "group_norm")
 SUM_TOLERANCE = 1e-3
 
@@ -104,7 +103,7 @@ class Origins:
             self._read_softmax(event)
         elif event.name == "convolution" and self._read_convolution(event):
             return
-        elif _keeps_places(event) and (main := self._find_main(event)) is not None:
+        elif keeps_places(event.name) and (main := self._find_main(event)) is not None:
             self._inherit(event, main)
             self._read_exponential(event)
         elif event.depends and event.values.is_floating_point():
@@ -312,19 +311,6 @@ class Projection:
     rows: Tensor
     weights: Tensor
     out: Tensor
-
-
-def _keeps_places(event: Event) -> bool:
-    """Return whether each number of a result continues the number at its place."""
-    if event.name in AS_THEY_ARE or event.name in ("native_dropout", "_fused_rms_norm"):
-        return True
-    packet = getattr(torch.ops.aten, event.name, None)
-    return packet is not None and (
-        event.name in operands.TRIANGLES
-        or operands.is_elementwise(
-            packet.default if hasattr(packet, "default") else getattr(packet, packet.overloads()[0])
-        )
-    )
 
 
 def _spread(ids: Tensor, out: Tensor) -> Tensor | None:

@@ -43,7 +43,7 @@ def add_inputs(writer: Writer, sides: Sequence[Side], labels: dict[int, str]) ->
             continue
         shown.append(ids)
         maker = writer.origins.tape.makers(ids)[0]
-        length = "Q" if step == "input" else "K"
+        length = "Q" if step == "input" and not _reads_more_keys(writer, sides) else "K"
         letters = {Coordinate.BATCH: "B", Coordinate.TIME: length, Coordinate.WIDTH: "E"}
         axes = _input_axes(writer, side, ids, letters, length)
         values = writer.origins.tape.values(ids)
@@ -54,6 +54,16 @@ def add_inputs(writer: Writer, sides: Sequence[Side], labels: dict[int, str]) ->
             1, step, Result(ids, axes), maker.values.dtype, equation=symbol, events=[maker], code=code,
             check=finite(values), notes=() if maker.line is None else ("computed by the module before its attention",),
         )  # fmt: skip
+
+
+def _reads_more_keys(writer: Writer, sides: Sequence[Side]) -> bool:
+    """Return whether queries and keys come from one tensor, in which there are more keys than queries."""
+    rows = [{each.event.index for each in side.projections} for side in sides[:2]]
+    return (
+        rows[0] == rows[1]
+        and len(rows[0]) > 0
+        and writer.found.q.shape[2] < without_past(writer, sides[1]).root.shape[2]
+    )
 
 
 def _source_of(writer: Writer, side: Side) -> Tensor | None:
@@ -212,6 +222,7 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
     letters = letters_of(writer, side.name)
     usual = tuple(letters[each] for each in (Coordinate.BATCH, Coordinate.HEAD, Coordinate.TIME, Coordinate.WIDTH))
     columns = columns_of(writer.origins, side)
+    whole = side.root.shape[2]
     if columns is None:
         side = without_past(writer, side)
         columns = columns_of(writer.origins, side)
@@ -258,6 +269,8 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
             for event in events for out in event.outs if is_same(out, own)
         ]  # fmt: skip
         result = next((each for each in reversed(named) if "1" not in dict(each.axes)), named[-1])
+    if (others := whole - side.root.shape[2]) > 0:
+        notes.append(f"{others} more {NAMES[side.name]} are not from this projection: earlier ones, or learned ones")
     index = "i" if side.name == "q" else "j"
     writer.add(
         3, step, result, side.projections[0].event.values.dtype,

@@ -18,14 +18,12 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headscope._dataflow import operands
 from headscope._provenance import attend_by_definition
 from headscope._support.torch_operations import PRODUCTS, is_composite
 from headscope.tracing._written.lines import Line, current_place
+from headscope.tracing._written.operations import INDEXED, MOVES, is_factory, is_in_place, is_view, name_of
 
 MOST_NUMBERS = 1 << 26  # of one forward pass; each takes some 20 bytes
-MOVES = operands.MOVES | {"alias", "tile", "repeat_interleave", "view_as_real_copy", "select_copy", "slice_copy"}
-INDEXED = {"index", "index_select", "gather"}
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 FUSED_LABEL = "scaled_dot_product_attention"
 
@@ -219,7 +217,7 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        name = operands.name_of(func)
+        name = name_of(func)
         if name == FUSED:
             return self._run_fused(func, args, kwargs)
         if is_composite(func):
@@ -244,10 +242,10 @@ class Tape(TorchDispatchMode):
     ) -> None:  # fmt: skip
         start = size = 0
         arguments, options = placed
-        depends = any(self._shadows[x.untyped_storage()._cdata].depends for x in tensors) and not _is_factory(name)
+        depends = any(self._shadows[x.untyped_storage()._cdata].depends for x in tensors) and not is_factory(name)
         shared = {x.untyped_storage()._cdata for x in tensors}
-        is_view = operands.is_view(func) or outs[0].untyped_storage()._cdata in shared  # _unsafe_view, too
-        if is_view and not operands.is_in_place(func):
+        shares = is_view(func) or outs[0].untyped_storage()._cdata in shared  # _unsafe_view, too
+        if shares and not is_in_place(func):
             ids = [self.ids(x) for x in outs]
         elif (moved := self._move(func, name, args, kwargs, tensors, inputs, outs[0])) is not None:
             ids = [moved]
@@ -319,11 +317,6 @@ class Tape(TorchDispatchMode):
         for event in self.makers(ids):
             event.values.view(-1)[ids.reshape(-1) - event.start] = out.detach().reshape(-1)
         return (out, *rest)
-
-
-def _is_factory(name: str) -> bool:
-    """Return whether an operation takes only sizes and the dtype from its tensor."""
-    return name.endswith("_like") or name.startswith("new_")
 
 
 def _is_recorded(x: object) -> bool:
