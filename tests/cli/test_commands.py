@@ -588,7 +588,7 @@ def test_trace_of_a_class_of_a_file_has_its_lines(run: Run, tmp_path: Path) -> N
     rows = {row["step"]: row for row in found["rows"]}
     assert found["held"] is True
     assert rows["weights"]["axes"] == {"B": 2, "H": 3, "Q": 7, "K": 7}
-    assert rows["scores"]["code"] == "scores = q @ k.transpose(-2, -1)  # homework.py:14"
+    assert rows["scores"]["code"] == "# homework.py:14\nscores = q @ k.transpose(-2, -1)"
     assert "(check: scale-sqrt-embed-dim)" in rows["scale"]["note"]
     shown = run("trace", target, "--args", "24, 3")
     assert shown.code == 0

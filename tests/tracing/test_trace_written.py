@@ -90,7 +90,7 @@ def test_the_seeds_are_traced_completely(name: str) -> None:
     assert names_of(steps) == ({"scale-sqrt-embed-dim"} if name == "FoldedHeads" else set())
     assert torch.equal(steps.output, module(x))
     assert not steps.output.requires_grad
-    assert all("# seed_modules.py:" in row.code for row in steps.rows if row.step != "input")
+    assert all(row.code.startswith("# seed_modules.py:") for row in steps.rows if row.step != "input")
 
 
 def test_a_row_has_the_line_the_axes_and_the_values_of_its_step() -> None:

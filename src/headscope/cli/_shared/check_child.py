@@ -82,11 +82,15 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
 def _trace(request: dict[str, Any]) -> dict[str, Any]:
     """Return the trace as ``to_dict`` has it."""
     subject = _load(Path(request["path"]), request["name"])
+    import torch
+
+    from headscope.cli._shared.traces import trace_subject
+
+    torch.manual_seed(0)
     if isinstance(subject, type) or request["arguments"] is not None:
         subject = _build(subject, request)
     elif inspect.isroutine(subject):
         subject = _build_without_arguments(subject, request)
-    from headscope.cli._shared.traces import trace_subject
 
     try:
         return trace_subject(subject, request["trace"])

@@ -31,7 +31,6 @@ def trace_subject(subject: Any, sizes: dict[str, int]) -> dict[str, Any]:
     from headscope.tracing import trace
 
     torch.set_num_threads(1)
-    torch.default_generator.manual_seed(0)
     first: Exception | None = None
     furthest: Exception | None = None
     for shape in _list_shapes(subject, sizes):

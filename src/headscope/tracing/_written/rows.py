@@ -93,7 +93,7 @@ class Writer:
         if not lines:
             return "# inside a module of torch"
         self.lines += lines
-        return "\n".join(f"{line.text}  # {line.place}" for line in lines)
+        return "\n".join([f"# {join_places(lines)}", *(line.text for line in lines)])
 
     def _corner(self, ids: Tensor) -> list[list[float]]:
         if not ids.numel():
@@ -119,6 +119,15 @@ class Writer:
     def result_from(self, ids: Tensor, letters: dict[Coordinate, str], usual: Sequence[str]) -> Result:
         """Return a tensor of the code with named axes."""
         return Result(ids, name_axes(self.coordinates, ids, letters, usual))
+
+
+def join_places(lines: Sequence[Line]) -> str:
+    """Return the places of lines: "homework.py:18, 21"."""
+    numbers: dict[str, list[str]] = {}
+    for line in lines:
+        name, _, number = line.place.rpartition(":")
+        numbers.setdefault(name, []).append(number)
+    return "; ".join(f"{name}:{', '.join(each)}" for name, each in numbers.items())
 
 
 def unusual(text: str, finding: str) -> str:
