@@ -559,3 +559,52 @@ def test_doctor_goes_through_all_options(run: Run) -> None:
         run("doctor", "--matrix", "--causal").err
         == "headscope doctor: --matrix: judges every option, got --causal too; drop one of the two\n"
     )
+
+
+HOMEWORK = """
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-2, -1)
+        scores = scores / x.shape[-1] ** 0.5
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+"""
+
+
+def test_trace_of_a_class_of_a_file_has_its_lines(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "homework.py").write_text(HOMEWORK, encoding="utf-8")
+    target = str(tmp_path / "homework.py") + ":Attention"
+    ran = run("trace", target, "--args", "24, 3", "--seq", "7", "--json")
+    found = answer(Ran(ran.code, ran.out, ""))
+    rows = {row["step"]: row for row in found["rows"]}
+    assert found["held"] is True
+    assert rows["weights"]["axes"] == {"B": 2, "H": 3, "Q": 7, "K": 7}
+    assert rows["scores"]["code"] == "# homework.py:14\nscores = q @ k.transpose(-2, -1)"
+    assert "(check: scale-sqrt-embed-dim)" in rows["scale"]["note"]
+    shown = run("trace", target, "--args", "24, 3")
+    assert shown.code == 0
+    assert "unusual: scale" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--args", "24"], "Attention: cannot be built with --args '24'"),
+        (["--args", "24, 3", "--heads", "3"], "--heads: is for a trace of sizes"),
+        (["--args", "24, 3", "--dim", "25"], "module: the call Attention(x [2, 10, 25]) failed"),
+    ],
+)
+def test_trace_of_a_file_names_the_mistake(run: Run, tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "homework.py").write_text(HOMEWORK, encoding="utf-8")
+    ran = run("trace", str(tmp_path / "homework.py") + ":Attention", *arguments)
+    assert ran.code == 2
+    assert message in ran.err

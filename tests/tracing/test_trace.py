@@ -328,7 +328,6 @@ def test_sizes_of_the_input_of_a_module() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ((nn.MultiheadAttention(20, 4), torch.ones(1, 5, 20)), TypeError, "module: got MultiheadAttention, expected"),
         ((MultiHeadAttention, torch.ones(1, 5, 20)), TypeError, "module: got the class MultiHeadAttention"),
         (({"dim": 20},), ValueError, "^seq, heads: missing; pass a module and its input x, or the sizes seq"),
         (({},), ValueError, "^seq, dim, heads: missing"),

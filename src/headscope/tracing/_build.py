@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headscope._linear import QKV
 from headscope.masks import Mask
@@ -19,13 +20,15 @@ from headscope.tracing._own_values import Heads
 from headscope.tracing._row import RowWriter
 from headscope.tracing._setup import Context, ScoreOptions, Setting, Source, prepare_sizes, prepare_values
 from headscope.tracing._trace import Trace
+from headscope.tracing._written import trace_module
 
 
 def trace(
-    module: MultiHeadAttention | None = None,
+    module: nn.Module | Callable[..., Any] | None = None,
     x: Tensor | None = None,
     context: Context = None,
     *,
+    call: Callable[[Any, Tensor], Any] | None = None,
     mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
@@ -63,10 +66,16 @@ def trace(
     - the sharing of grouped heads, scores, softcap, position bias, bias, mask, the key of ``bias_kv``, and weights;
     - the output of each head, their concatenation, the gate, and the output.
 
+    Any other module, or function, is run once on ``x`` while its operations are recorded. The rows then have its own
+    lines of code, and a row says where the module departs from the textbook; see the guide. A step that was not
+    identified has no row: ``Trace.missing`` has the reason.
+
     Args:
-        module: a ``headscope.MultiHeadAttention``.
-        x: its input, [B, Q, E] or [Q, E], in the module's dtype and on its device.
-        context: where keys and values come from, or a pair of tensors; by default ``x``.
+        module: a ``headscope.MultiHeadAttention``, or any module or function that computes attention.
+        x: its input, [B, Q, E] or [Q, E], in the module's dtype and on its device; of other modules, any tensor.
+        context: where keys and values come from, or a pair of tensors; by default ``x``. Other modules get these
+            tensors as their next arguments.
+        call: for other modules, how to call them: ``lambda module, x: module(x, x, x, mask)``.
         mask: the visible pairs, a mask of ``headscope.masks`` or a boolean tensor, True = attend (the opposite of
             ``nn.MultiheadAttention``).
         bias: added to the scores; broadcasts to [B, H, Q, K].
@@ -87,8 +96,9 @@ def trace(
     not hold.
 
     Raises:
-        TypeError: ``module`` is not a MultiHeadAttention, or an input has a wrong type or dtype.
-        ValueError: sizes are missing, duplicate, or do not fit; the messages are those of the module.
+        TypeError: an input has a wrong type or dtype, or the call of another module failed.
+        ValueError: sizes are missing, duplicate, or do not fit; the messages are those of the module. Or no attention
+            was recognised in another module, or its forward pass has more than 2^26 numbers.
 
     Examples:
         >>> from headscope import trace
@@ -104,7 +114,14 @@ def trace(
     }  # fmt: skip
     module_options: dict[str, Any] = {name: value for name, value in every_option.items() if value is not None}
     lengths = {name: value for name, value in sizes.items() if value is not None}
+    if callable(module) and not isinstance(module, (MultiHeadAttention, type)):
+        theirs = {"mask": mask, "bias": bias, "causal": causal or None, "positions": positions}
+        theirs |= {**lengths, **module_options}
+        return trace_module(module, _check_other(module, x, theirs), context, call)
     _check_arguments(module, x, context, lengths, module_options)
+    assert module is None or isinstance(module, MultiHeadAttention)
+    if call is not None:
+        raise ValueError("call: got one for headscope's own attention, expected none; pass context, mask and bias")
     options, own = ScoreOptions(mask, causal, bias, positions), module is None
     with torch.no_grad():
         if module is None:
@@ -116,6 +133,22 @@ def trace(
         return _trace_steps(prepare_values(module, x, context, options), own_module=own)
 
 
+def _check_other(module: object, x: object, options: dict[str, Any]) -> Tensor:
+    """Return the input of a module that is not headscope's; raise unless it is a tensor with values."""
+    name = getattr(module, "__name__", type(module).__name__)
+    if x is None:
+        raise ValueError(f"x: missing; {name} is traced by running it, so pass its input: trace(module, x)")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: got {type(x).__name__}, expected a torch.Tensor")
+    if x.is_meta:
+        raise ValueError(f"x: is on the meta device, which has no values; {name} is traced by running it")
+    own_options = [key for key, value in options.items() if value is not None]
+    if own_options:
+        remedy = "pass call=, for example call=lambda module, x: module(x, mask)"
+        raise ValueError(f"{', '.join(own_options)}: {name} has arguments of its own; {remedy}")
+    return x
+
+
 def _check_arguments(
     module: object, x: object, context: object, lengths: dict[str, int], module_sizes: dict[str, Any]
 ) -> None:
@@ -123,7 +156,7 @@ def _check_arguments(
     if module is not None and not isinstance(module, MultiHeadAttention):
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise TypeError(
-            f"module: got {got}, expected a headscope.MultiHeadAttention; other modules cannot be traced yet"
+            f"module: got {got}, expected a module or a function that computes attention; build the module first"
         )
     if module is not None and (beyond := list_untraced(module)):
         raise TypeError(f"module: has {', '.join(beyond)}, whose steps cannot be traced yet")

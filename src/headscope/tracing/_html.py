@@ -49,9 +49,12 @@ def render_html(trace: RenderedTrace) -> str:
         "<table>",
     ]
     for stage, title in STAGES.items():
-        parts.append(f'<tr class="stage"><th colspan="5">{stage} &nbsp; {escape(title)}</th></tr>')
-        parts += [_render_row(row) for row in trace.rows if row.stage == stage]
-    parts.append(f"</table><p>{escape(trace.summary)}</p></div>")
+        rows = [_render_row(row) for row in trace.rows if row.stage == stage]
+        if rows:
+            parts.append(f'<tr class="stage"><th colspan="5">{stage} &nbsp; {escape(title)}</th></tr>')
+        parts += rows
+    summary = "<br>".join(escape(line) for line in trace.summary.splitlines())
+    parts.append(f"</table><p>{summary}</p></div>")
     return "\n".join(parts)
 
 

@@ -64,9 +64,11 @@ class _Page:
         if self.trace.held is not None:
             yield self.text("values: the first of batch entry 0 and head 0", "dim")
         for stage, title in STAGES.items():
-            yield Text()
-            yield self.text(f"{stage}  {title}", "bold underline")
-            yield self.steps([row for row in self.trace.rows if row.stage == stage])
+            rows = [row for row in self.trace.rows if row.stage == stage]
+            if rows:
+                yield Text()
+                yield self.text(f"{stage}  {title}", "bold underline")
+                yield self.steps(rows)
         yield Text()
         yield self.text(self.trace.summary, {True: "green", False: "bold red", None: "dim"}[self.trace.held])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -26,6 +26,8 @@ class Trace:
         output: the module's own output, to the bit; None for a trace of sizes only.
         module: the sizes and options of the module.
         setup: the lines of code that come before those of the rows.
+        missing: of a module that is not headscope's, the steps without a row, each with the reason.
+        program: of such a module, its own lines that compute the steps; None for headscope's.
 
     Examples:
         >>> import torch
@@ -40,6 +42,8 @@ class Trace:
     output: Tensor | None
     module: dict[str, Any]
     setup: str
+    missing: dict[str, str] = field(default_factory=dict[str, str])
+    program: str | None = None
 
     @property
     def held(self) -> bool | None:
@@ -56,14 +60,30 @@ class Trace:
         """The number of invariants that held, or why none was checked, in one line."""
         if self.held is None:
             return "○ sizes only, nothing was computed; to check the invariants, pass a module and an input"
+        more = f"\n{self._missing_steps}" if self.missing else ""
         if self.failed:
             names = ", ".join(row.step for row in self.failed)
-            return f"✗ {len(self.failed)} of {len(self.rows)} invariants failed: {names}"
-        return f"✓ all {len(self.rows)} invariants hold; the values are compared with the same steps in float64"
+            return f"✗ {len(self.failed)} of {len(self.rows)} invariants failed: {names}{more}"
+        if self.program is not None and (unusual := [row.step for row in self.rows if _is_unusual(row)]):
+            more = f"\n! unusual: {', '.join(unusual)}; headscope check says what to do about it{more}"
+        return f"✓ all {len(self.rows)} invariants hold; the values are compared with the same steps in float64{more}"
+
+    @property
+    def _missing_steps(self) -> str:
+        """The steps without a row, in one line: those with one reason together."""
+        reasons: dict[str, list[str]] = {}
+        for step, reason in self.missing.items():
+            reasons.setdefault(reason, []).append(step)
+        return "without a row: " + "; ".join(f"{', '.join(steps)} ({reason})" for reason, steps in reasons.items())
 
     @property
     def code(self) -> str:
-        """The code of all rows as one program that computes ``out``, with its requirements at the top."""
+        """The code of all rows as one program that computes ``out``, with its requirements at the top.
+
+        Of a module that is not headscope's: its own lines, in the order of the steps, each with its file and number.
+        """
+        if self.program is not None:
+            return self.program
         lines = [self.setup]
         for row in self.rows:
             axes = ", ".join(row.axes)
@@ -96,7 +116,8 @@ class Trace:
             if row["corner"] is not None:
                 row["corner"] = [[_encode_number(value) for value in line] for line in row["corner"]]
         head = {"kind": "headscope-trace", "version": 1, "title": self.title, "module": self.module}
-        return {**head, "held": self.held, "rows": rows}
+        own = {} if self.program is None else {"missing": self.missing, "code": self.program}
+        return {**head, "held": self.held, **own, "rows": rows}
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return ``to_dict`` as JSON that strict parsers accept."""
@@ -118,6 +139,10 @@ class Trace:
 
     def _repr_html_(self) -> str:
         return render_html(self)
+
+
+def _is_unusual(row: Row) -> bool:
+    return row.note is not None and row.note.startswith("unusual")
 
 
 def _encode_number(value: float) -> float | str:

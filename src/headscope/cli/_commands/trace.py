@@ -1,14 +1,16 @@
-"""``headscope trace``: every step of multi-head attention, from sizes alone or with values."""
+"""``headscope trace``: every step of multi-head attention, from sizes alone, with values, or of a class of a file."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from headscope._support.progress import progress_line
 from headscope._support.text import visible
-from headscope.cli._shared.console import SIZE, console, print_json
+from headscope.cli._check.processes import ask_child
+from headscope.cli._shared.console import SIZE, console, print_json, say
 from headscope.cli._shared.mistakes import Mistake, name_options
 from headscope.cli._shared.observation import FORCE
 from headscope.cli._shared.pages import write_page
@@ -21,6 +23,9 @@ MOST_BYTES = 2 << 30  # of all steps together, with --values
 
 
 @click.command(short_help="Show every step of multi-head attention, with shapes.")
+@click.argument("target", metavar="[FILE.py:NAME]", required=False)
+@click.option("--args", "arguments", metavar="ARGS", help='Arguments that build the class of a file: --args "512, 8".')
+@click.option("--timeout", type=SIZE, default=60, show_default=True, help="Seconds after which a file is stopped.")
 @click.option("--batch", type=SIZE, default=32, show_default=True, help="B, sequences.")
 @click.option("--seq", type=SIZE, default=10, show_default=True, help="Q, tokens in each.")
 @click.option("--dim", type=SIZE, default=512, show_default=True, help="E, width of the model.")
@@ -34,7 +39,12 @@ MOST_BYTES = 2 << 30  # of all steps together, with --values
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.option("--html", metavar="PATH", help="Write a page instead of the table.")
 @click.option("--force", is_flag=True, help=FORCE)
+@click.pass_context
 def trace(
+    context: click.Context,
+    target: str | None,
+    arguments: str | None,
+    timeout: int,
     batch: int,
     seq: int,
     dim: int,
@@ -52,9 +62,19 @@ def trace(
     """Show every step of a multi-head attention layer, with equation, code and shape.
 
     By default only shapes are computed and no tensor is allocated, so any size is instant. --values computes the steps.
+
+    FILE.py:NAME shows the steps of your own class instead, with its own lines of code, for a random input [2, 10, E] or
+    that of --batch, --seq and --dim. The file runs in a separate process with a time limit and without network access
+    from Python. This is not a sandbox: trace only code that you trust.
     """
     if as_json and html is not None:
         raise Mistake("--json: got --html too, expected one of the two")
+    if target is not None:
+        steps = _trace_file(target, arguments, timeout, _specified_sizes(context, target))
+        _show(steps, explain=explain, as_json=as_json, html=html, force=force)
+        return
+    if arguments is not None:
+        raise Mistake(f"--args: got {arguments} without FILE.py:NAME, expected both")
     with progress_line("loading torch"):
         from headscope import tracing
     _check_sizes(batch, seq, max(dim, heads * (head_dim or 1)), heads, context_seq)
@@ -68,12 +88,59 @@ def trace(
                 steps = _compute(steps, batch, seq, context_seq, causal)
     except (TypeError, ValueError) as error:
         raise Mistake(name_options(str(error), ARGUMENTS)) from error
+    _show(steps, explain=explain, as_json=as_json, html=html, force=force)
+
+
+def _show(steps: Trace, *, explain: bool, as_json: bool, html: str | None, force: bool) -> None:
+    """Print the steps, or write their page."""
     if as_json:
         print_json(steps.to_dict())
     elif html is not None:
         print(visible(write_page(html, _page(steps), force)))
     else:
         console().print(steps.table(explain=explain))
+
+
+def _specified_sizes(context: click.Context, target: str) -> dict[str, int]:
+    """Return the sizes of the input that the command line has.
+
+    Raises:
+        Mistake: it has an option that is for a trace of sizes.
+    """
+    others = ("heads", "kv_heads", "head_dim", "context_seq", "causal", "values")
+    for name in others:
+        if _is_specified(context, name):
+            option = "--" + name.replace("_", "-")
+            raise Mistake(f"{option}: is for a trace of sizes; {target} has its own, which --args sets")
+    return {name: context.params[name] for name in ("batch", "seq", "dim") if _is_specified(context, name)}
+
+
+def _is_specified(context: click.Context, name: str) -> bool:
+    """Return whether an option was given."""
+    return context.get_parameter_source(name) is not ParameterSource.DEFAULT
+
+
+def _trace_file(target: str, arguments: str | None, timeout: int, sizes: dict[str, int]) -> Trace:
+    """Return the steps of a class, a module or a function of a file, which runs in a process of its own.
+
+    Raises:
+        Mistake: the file, its class or its call failed.
+    """
+    from headscope.cli._check.targets import is_one_file, list_submissions
+
+    if not is_one_file([target]):
+        raise Mistake(f"{target}: is a directory, expected a Python file")
+    submission = list_submissions([target], None, {"args": arguments})[0]
+    say(f"headscope trace: running {visible(str(submission.path))} in a separate process")
+    request = submission.conventions.to_request(submission.path, submission.name, timeout)
+    request["trace"] = sizes
+    with progress_line("tracing"):
+        answer = ask_child(request, timeout)
+    if "mistake" in answer:
+        raise Mistake(visible(str(answer["mistake"])))
+    from headscope.cli._shared.traces import parse_trace
+
+    return parse_trace(answer["trace"])
 
 
 def _check_sizes(batch: int, seq: int, dim: int, heads: int, context_seq: int | None) -> None:

@@ -39,14 +39,15 @@ def main() -> None:
 
 
 def answer_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the code of a request, and return its "findings", or the "mistake" that prevented the check.
+    """Run the code of a request, and return its "findings" or its "trace", or the "mistake" that prevented it.
 
     Args:
         request: "path"; "name", or None for the only module class; "args", "kwargs" and "arguments", the same as a
-            text or None; "options", the arguments of ``check``; and "call", an expression, or None.
+            text or None; "call", an expression, or None; and "options", the arguments of ``check``, or "trace", the
+            sizes of the input.
     """
     try:
-        return {"findings": _check(request)}
+        return {"trace": _trace(request)} if "trace" in request else {"findings": _check(request)}
     except MistakeError as error:
         return {"mistake": str(error)}
 
@@ -110,6 +111,25 @@ def _to_call(expression: str | None) -> dict[str, Any]:
         return eval(code, {"torch": torch, "module": module, "x": x, "mask": mask})
 
     return {"call": call}
+
+
+def _trace(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the trace as ``to_dict`` has it."""
+    subject = _load(Path(request["path"]), request["name"])
+    import torch
+
+    from headscope.cli._shared.traces import trace_subject
+
+    torch.manual_seed(0)
+    if isinstance(subject, type) or request["arguments"] is not None:
+        subject = _build(subject, request)
+    elif inspect.isroutine(subject):
+        subject = _build_without_arguments(subject, request)
+
+    try:
+        return trace_subject(subject, request["trace"], _to_call(request.get("call")))
+    except (ValueError, TypeError) as error:
+        raise MistakeError(str(error)) from error
 
 
 def _build(factory: Any, request: dict[str, Any]) -> Any:

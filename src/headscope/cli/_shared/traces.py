@@ -1,0 +1,89 @@
+"""The trace of a module of a file: made in the process that runs the file, and read from its answer."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from headscope.tracing import Trace
+
+LENGTHS = (10, 7, 5, 4, 8, 16, 49, 64, 197)  # tried in this order: some modules have a fixed length
+BATCH = 2
+MOST_WIDTHS = 6
+NUMBERS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+def trace_subject(subject: Any, sizes: dict[str, int], call: dict[str, Any]) -> dict[str, Any]:
+    """Trace a module or function with a random input, and return the trace as ``to_dict`` has it.
+
+    Args:
+        subject: the module or function.
+        sizes: those of the input that the user has specified: "batch", "seq" and "dim".
+        call: how to call it, as a function of module, x and mask; empty: with x alone.
+
+    Raises:
+        ValueError: no input that was tried fits, or there is no attention; the message is that of the first try.
+    """
+    import torch
+
+    from headscope.tracing import trace
+
+    torch.set_num_threads(1)
+    first: Exception | None = None
+    furthest: Exception | None = None
+    for shape in _list_shapes(subject, sizes):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        try:
+            how = {name: partial(_without_mask, each) for name, each in call.items()}
+            return trace(subject, x, **how).to_dict()
+        except TypeError as error:  # the call failed: another shape may fit
+            first = first or error
+        except ValueError as error:
+            furthest = furthest or error
+    error = furthest or first
+    if error is None:
+        raise ValueError("--dim: missing; the width of the input cannot be derived without weights")
+    raise ValueError(str(error)) from error
+
+
+def _without_mask(call: Any, module: Any, x: Any) -> Any:
+    return call(module, x, None)
+
+
+def _list_shapes(subject: Any, sizes: dict[str, int]) -> Iterator[tuple[int, ...]]:
+    """Yield shapes of an input: [B, T, E], and [T, E] where no batch was specified."""
+    widths = [sizes["dim"]] if "dim" in sizes else _list_widths(subject)
+    lengths = [sizes["seq"]] if "seq" in sizes else LENGTHS
+    for length, width in itertools.product(lengths, widths):
+        yield sizes.get("batch", BATCH), length, width
+        if "batch" not in sizes:
+            yield length, width
+
+
+def _list_widths(subject: Any) -> list[int]:
+    """Return the possible widths of the input: the sizes of the weights, in their order."""
+    from torch import nn
+
+    widths: list[int] = []
+    for p in subject.parameters() if isinstance(subject, nn.Module) else ():
+        widths += [p.shape[1], p.shape[0]] if p.ndim == 2 else []
+    return list(dict.fromkeys(widths))[:MOST_WIDTHS]
+
+
+def parse_trace(answer: dict[str, Any]) -> Trace:
+    """Return the trace that a dictionary of ``to_dict`` describes; its output has no numbers."""
+    import torch
+
+    from headscope.tracing import Row, Trace
+
+    rows: list[Row] = []
+    for row in answer["rows"]:
+        lines: list[list[Any]] = row["corner"] or []
+        row["corner"] = [[NUMBERS.get(value, value) for value in line] for line in lines]
+        rows.append(Row(**row))
+    output = torch.zeros(0, device="cpu")
+    return Trace(answer["title"], rows, output, answer["module"], "", answer["missing"], answer["code"])

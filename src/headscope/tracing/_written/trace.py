@@ -1,0 +1,192 @@
+"""The trace of a module that is not headscope's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headscope.tracing._trace import Trace
+from headscope.tracing._written.arrangement import Arrangement, arrange, group_mixings
+from headscope.tracing._written.attention import AttentionRows
+from headscope.tracing._written.ending import add_ending
+from headscope.tracing._written.lines import Line
+from headscope.tracing._written.origins import Origins
+from headscope.tracing._written.projections import add_changes, add_inputs, add_projections, add_splits
+from headscope.tracing._written.rows import Writer
+from headscope.tracing._written.sides import read_side
+from headscope.tracing._written.slots import arrange_slots, place_sides
+from headscope.tracing._written.tape import Event, Tape, TooLargeError
+
+Call = Callable[[Any, Tensor], Any]
+REMEDY = "pass call=, for example call=lambda module, x: module(x, x, x)"
+SMALLER = "trace a shorter or smaller input, or one attention of the model, such as model.layers[0].attention"
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A forward pass: what it returned, its tape, and the names of its inputs by their events."""
+
+    returned: Any
+    tape: Tape
+    labels: dict[int, str]
+
+
+def trace_module(module: nn.Module | Callable[..., Any], x: Tensor, context: Any, call: Call | None) -> Trace:
+    """Run a module once, and return the steps of its first attention.
+
+    Raises:
+        TypeError: the call failed.
+        ValueError: no attention was found, or the input is too large.
+    """
+    name = _name_of(module)
+    recorded = _record(module, x, context, call)
+    origins = Origins(recorded.tape)
+    groups = group_mixings(origins)
+    if not groups:
+        raise ValueError(
+            f"module: no attention was found in {name}: no product of two tensors of the input that a softmax turns "
+            "into weights of a third; linear attention and products that are written as sums have no such steps"
+        )
+    output = _first_tensor(recorded.returned)
+    returned = None if output is None else recorded.tape.ids(output)
+    title = f"{name} on x {list(x.shape)}"
+    if len(groups) > 1:
+        title += f", attention 1 of {len(groups)}"
+    found = arrange(origins, groups[0]) or arrange_slots(origins, groups[0])
+    if found is None:
+        raise ValueError(
+            f"module: the weights of {name} come from several products at once, which cannot be arranged by heads; "
+            "trace the part of the module that computes one attention"
+        )
+    writer = _write(origins, found, recorded.labels, returned)
+    described: dict[str, Any] = {"class": name, "attentions": len(groups)}
+    batch, heads, queries, keys = found.p.shape
+    described |= {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "head_dim": found.q.shape[-1]}
+    result = output.detach() if output is not None else x.new_zeros(0)
+    return Trace(title, writer.rows, result, described, "", writer.missing, _program(writer.lines, module))
+
+
+def _write(origins: Origins, found: Arrangement, labels: dict[int, str], returned: Tensor | None) -> Writer:
+    """Return the writer with the rows of one attention."""
+    writer = Writer(origins, found)
+    sides = [read_side(origins, name, ids) for name, ids in (("q", found.q), ("k", found.k), ("v", found.v))]
+    if not found.is_sound:
+        place_sides(origins, writer.coordinates, sides)
+    add_inputs(writer, sides, labels)
+    add_projections(writer, sides)
+    product = found.mixings[0].event
+    width = sides[0].projections[0].rows.shape[-1] if sides[0].projections else None
+    attention = AttentionRows(writer, sides, width)
+    add_splits(writer, sides, attention.products[0] if attention.products else product)
+    add_changes(writer, sides)
+    attention.run()
+    add_ending(writer, returned)
+    return writer
+
+
+def _name_of(module: Any) -> str:
+    return type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
+
+
+def _program(lines: list[Line], module: Any) -> str:
+    """Return the lines of the traced code, in the order of the steps, each once."""
+    texts = [f"# the lines of {_name_of(module)} that compute each step"]
+    texts += [f"{line.text}  # {line.place}" for line in dict.fromkeys(lines)]
+    return "\n".join(texts) + "\n"
+
+
+def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded:
+    """Run a module under a tape, as in eval, on copies of nothing: its output is that of a plain call."""
+    constants: list[Tensor] = []
+    if isinstance(module, nn.Module):
+        constants = [*module.parameters(), *module.buffers(), *_own_tensors(module)]
+    extra = [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
+    inputs = [each for each in (x, *extra) if isinstance(each, Tensor)]
+    text, run = _call_of(module, x, extra, call)
+    try:
+        tape = Tape(constants, inputs, _file_of(module))
+        labels = {event.index: "x" if n == 0 else "context" for n, event in enumerate(_inputs(tape))}
+        with _as_in_eval(module), _gradients(), tape:
+            returned = run()
+    except TooLargeError:
+        raise ValueError(f"x: the forward pass has more than 2^26 numbers, too many to follow; {SMALLER}") from None
+    except Exception as error:
+        if call is not None:
+            raise
+        problem = " ".join(str(error).split())[:200]
+        raise TypeError(f"module: the call {text} failed with {type(error).__name__}: {problem}; {REMEDY}") from error
+    return Recorded(returned, tape, labels)
+
+
+def _call_of(module: Any, x: Tensor, extra: list[Any], call: Call | None) -> tuple[str, Callable[[], Any]]:
+    """Return the call of a module, as text and as a function."""
+    if call is not None:
+        return "call(module, x)", lambda: call(module, x)
+    name = _name_of(module)
+    shapes = [f"x {list(x.shape)}", *(f"context {list(each.shape)}" for each in extra if isinstance(each, Tensor))]
+    arguments: list[Any] = [x, *extra]
+    if not extra and _is_three_fold(module):
+        arguments, shapes = [x, x, x], [shapes[0]] * 3
+    return f"{name}({', '.join(shapes)})", lambda: module(*arguments)
+
+
+def _is_three_fold(module: Any) -> bool:
+    """Return whether a module needs query, key and value."""
+    try:
+        parameters = list(
+            inspect.signature(module.forward if isinstance(module, nn.Module) else module).parameters.values()
+        )
+    except (TypeError, ValueError):
+        return False
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    required = [each.name.lower() for each in positional if each.default is each.empty]
+    return len(required) == 3 and sorted(name.lstrip("x_")[:1] for name in required) == ["k", "q", "v"]
+
+
+def _inputs(tape: Tape) -> Iterator[Event]:
+    return (event for event in tape.events if event.name == "input")
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    """Return tensors that modules hold as plain attributes."""
+    return [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+
+
+def _file_of(module: Any) -> str | None:
+    """Return the file of a module's class, unless it is torch's."""
+    try:
+        return inspect.getsourcefile(type(module) if isinstance(module, nn.Module) else module)
+    except (TypeError, OSError):
+        return None
+
+
+@contextmanager
+def _as_in_eval(module: Any) -> Generator[None]:
+    parts = list(module.modules()) if isinstance(module, nn.Module) else []
+    modes = {part: part.training for part in parts}
+    try:
+        for part in parts[:1]:
+            part.eval()
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+def _gradients() -> Any:
+    """Return the context of a plain call: with gradients, torch's modules do not take their fused fast path."""
+    return nullcontext() if torch.is_inference_mode_enabled() else torch.enable_grad()
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    """Return the output: the first tensor that a module returned."""
+    if isinstance(value, Tensor):
+        return value
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next((each for one in values if (each := _first_tensor(one)) is not None), None)
