@@ -33,13 +33,13 @@ def trace_subject(subject: Any, sizes: dict[str, int], call: dict[str, Any]) -> 
     from headscope.tracing import trace
 
     torch.set_num_threads(1)
+    how = partial(_without_mask, call["call"]) if call else None
     first: Exception | None = None
     furthest: Exception | None = None
     for shape in _list_shapes(subject, sizes):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         try:
-            how = {name: partial(_without_mask, each) for name, each in call.items()}
-            return trace(subject, x, **how).to_dict()
+            return trace(subject, x, call=how).to_dict()
         except TypeError as error:  # the call failed: another shape may fit
             first = first or error
         except ValueError as error:
