@@ -205,7 +205,8 @@ def test_weights_of_all_pairs_are_reported_from_the_length_at_which_they_count()
     model = spread(transformers.BertModel(config))
     findings = check_model(model, TEXT, length=4096)
     assert findings.names == ("quadratic-memory",)
-    assert findings["quadratic-memory"].seen.startswith("2 softmaxes return [1, 6, 13, 13] for 13 tokens, on the CPU; at 4096")
+    seen = findings["quadratic-memory"].seen
+    assert seen.startswith("2 softmaxes return [1, 6, 13, 13] for 13 tokens, on the CPU; at 4096 tokens that is 384")
     assert "pass length=4096" in check_model(model, TEXT, length=1023).not_tested["memory"]
     model.set_attn_implementation("sdpa")
     assert check_model(model, TEXT, length=4096).names == ()
