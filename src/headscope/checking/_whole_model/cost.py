@@ -122,10 +122,11 @@ def ask_memory(case: ModelCase) -> None:
         if group is None
         else cut(case.entry, group, 0, length - 1)
     )
+    subject = case.own or case.subject  # kernels differ with the dtype
     shapes: list[list[tuple[int, ...]]] = []
     for inputs in (case.entry, shorter):
         with _SoftmaxShapes() as mode:
-            case.subject.run(inputs)
+            subject.run(inputs)
         shapes.append(mode.shapes)
     grown = [
         one
@@ -138,6 +139,6 @@ def ask_memory(case: ModelCase) -> None:
         size = factor * context**2 * 4 / 2**20
         case.report(
             "quadratic-memory",
-            f"{len(grown)} softmaxes return {list(shape)} for {length} tokens; at {context} tokens that is "
-            f"{size:.0f} MiB each in float32",
+            f"{len(grown)} softmaxes return {list(shape)} for {length} tokens, on the CPU; at {context} tokens that "
+            f"is {size:.0f} MiB each in float32",
         )
