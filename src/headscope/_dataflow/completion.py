@@ -36,17 +36,13 @@ def complete(
     softmax = None if role.changed or role.softmax is None or role.softmax.scores is None else role.softmax
     axes, key_axis = (p_axes, p.ndim - (1 if is_left else 2)) if softmax is None else (softmax.axes, softmax.axis)
     keys = axes[key_axis]
-    own = frozenset(sources(keys))
-    if own != frozenset(sources(contracted)) or (role.over is not None and own != role.over):
-        return None
-    is_single = not own and role.over is not None and not (product.rows and product.columns)  # one key
-    rows_are_keys = bool(product.columns) if is_single else _shares(keys, product.rows)
-    if not rows_are_keys and not is_single and not _shares(keys, product.columns):
+    rows_are_keys = _rows_are_keys(role, keys, contracted)
+    if rows_are_keys is None:
         return None
     queries = product.columns if rows_are_keys else product.rows
     if p.ndim == 3 and not product.is_folded and _shares(p_axes[0], queries):
         return None  # values that depend on the query
-    if not (is_single or is_of_tokens(keys)) or product.is_other:
+    if (keys and not is_of_tokens(keys)) or product.is_other:
         return REFUSAL
     roles = assign_roles(axes, key_axis, queries, product.is_folded, product.outside)
     if roles is None:
@@ -66,13 +62,10 @@ def complete(
     if not is_whole and (softmax is None or not _is_part(role, p, roles)):
         return REFUSAL
     shared = (roles.batch, roles.heads)
-    values = result = None
-    if is_whole:
-        if not is_left:
-            v, out = v.transpose(-2, -1), out.transpose(-2, -1)
-        values = _values(v, p_axes, shared, sizes(shared))
-        if not role.dropped:
-            result = _output(out, p_axes, is_left, shared, roles.queries)
+    if not is_left:
+        v, out = v.transpose(-2, -1), out.transpose(-2, -1)
+    values = _values(v, p_axes, shared, sizes(shared)) if is_whole else None
+    result = _output(out, p_axes, is_left, shared, roles.queries) if is_whole and not role.dropped else None
     query_tokens, key_tokens = _tokens(product, rows_are_keys)
     within = enclosing([product.scope, scope] if softmax is None else [product.scope, softmax.scope, scope])
     scopes = [*product.scopes, *(source.scope for source in sources(roles.heads) if source.scope)]
@@ -89,6 +82,19 @@ def complete(
         heads=roles.heads,
         is_whole=is_whole,
     )
+
+
+def _rows_are_keys(role: Weights, keys: Axis, contracted: Axis) -> bool | None:
+    """Return whether the keys are the rows of the product; None if a product does not sum over the keys of weights."""
+    own, product = frozenset(sources(keys)), role.product
+    if own != frozenset(sources(contracted)) or (role.over is not None and own != role.over):
+        return None
+    if not own:  # perhaps one key
+        is_single = role.over is not None and not (product.rows and product.columns)
+        return bool(product.columns) if is_single else None
+    if _shares(keys, product.rows):
+        return True
+    return False if _shares(keys, product.columns) else None
 
 
 def _log_weights(

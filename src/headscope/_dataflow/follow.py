@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope._dataflow import operands
 from headscope._dataflow.attention import WrittenAttention
-from headscope._dataflow.axes import Axis, Place, fresh_axes, is_of, sources
+from headscope._dataflow.axes import Axis, Place, fresh_axes, fresh_axis, is_of, sources
 from headscope._dataflow.completion import enclosing, matches_softmax
 from headscope._dataflow.elementwise import combined_place, combined_role
 from headscope._dataflow.joining import joined_product
@@ -159,7 +159,10 @@ class Follower(TorchDispatchMode):
         elif name in operands.MOVES:
             self._note_move(name, out, args)
         elif operands.is_of_images(func) and out.ndim > 2:
-            self.table.assign(out, fresh_axes(out, self.scope(), (1,)), self._lost(args, kwargs))
+            axes = fresh_axes(out, self.scope(), (1,))
+            if is_followed(args[0]) and args[0].ndim == out.ndim and self.table.find(args[0]) is not None:
+                axes[0] = self.table.axes(args[0], self.scope())[0]
+            self.table.assign(out, axes, self._lost(args, kwargs))
         elif operands.is_elementwise(func):
             self._note_elementwise(name, out, args, kwargs)
         elif operands.is_norm(func) and is_followed(args[0]) and args[0].shape == out.shape:
@@ -182,6 +185,16 @@ class Follower(TorchDispatchMode):
             self.table.assign(out, fresh_axes(out, self.scope(), range(out.ndim)), PARAMETER)
         elif lost := self._lost(args, kwargs):
             self.table.assign(out, fresh_axes(out, self.scope()), lost)
+        elif any(self._has_heads(x) for x in tensors):  # which axis of the result has them is not known
+            axes = [fresh_axis(n, "joined", self.scope()) for n in out.shape[:-1]]
+            self.table.assign(out, [*axes, *(fresh_axis(n, "feature", self.scope()) for n in out.shape[-1:])])
+
+    def _has_heads(self, x: Tensor) -> bool:
+        """Return whether an axis of a tensor other than the last one may be one of heads."""
+        if self.table.find(x) is None or self.table.role(x) == PARAMETER:
+            return False
+        outer = [source for axis in self.table.axes(x, self.scope())[:-1] for source in sources(axis)]
+        return x.is_floating_point() and any(source.kind != "row" for source in outer)
 
     def _lost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lost | None:
         """Return the role of a result if an argument has scores or weights."""
@@ -198,12 +211,18 @@ class Follower(TorchDispatchMode):
         x, axes = args[0], args[1] if len(args) > 1 else []
         axes = [axes] if isinstance(axes, int) else axes
         lost = self._lost(args[:1], {})
-        if lost is None or not isinstance(axes, (list, tuple)):
+        if not isinstance(axes, (list, tuple)) or not axes or not is_followed(x) or self.table.find(x) is None:
             return
-        reduced = {source for at in axes for source in sources(self.table.axes(x, self.scope())[at])}
-        if not axes or reduced & {*sources(lost.product.rows), *sources(lost.product.columns)}:
+        place = self.table.place(x, self.scope())
+        reduced = {at % x.ndim for at in axes}
+        own = {source for at in reduced for source in sources(place.axes[at])}
+        if lost is not None and own & {*sources(lost.product.rows), *sources(lost.product.columns)}:
             return
-        self.table.assign(out, fresh_axes(out, self.scope()), lost)
+        others = [axis for at, axis in enumerate(place.axes) if at not in reduced]
+        if out.ndim == x.ndim:
+            others = [() if at in reduced else axis for at, axis in enumerate(place.axes)]
+        role = lost if lost is not None else PARAMETER if self.table.role(x) == PARAMETER else None
+        self.table.assign(out, others, role, place.fixed)
 
     def _note_norm(self, out: Tensor, args: tuple[Any, ...]) -> None:
         place = self.table.place(args[0], self.scope())
