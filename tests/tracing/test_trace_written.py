@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import headscope
 from headscope import trace
 from headscope.checking._catalogue import CATALOGUE
 from headscope.tracing import Trace
 from headscope.tracing._written import arrangement, origins, tape
-from support import seed_modules, written_styles, written_styles_more
+from support import seed_modules, softmax_elsewhere, written_styles, written_styles_more
 from support.buggy.catalogue import BUGS, CAUSAL
 from support.buggy.functional_attention import Functional
 from support.buggy.head_loops import Loops
@@ -184,6 +185,24 @@ def test_attention_without_a_product_is_one_clear_error(name: str) -> None:
         traced(case)
 
 
+NOT_OF_POSITIONS = {
+    "slot_attention": {"softmax-over-queries"},
+    "sinkhorn_matching": {"keys-are-queries", "values-not-projected"},
+    "capsule_routing": {"values-are-keys", "scale-missing"},
+}
+"""Softmaxes that are not attention in the usual sense, but weights of a product; what is said of them is true."""
+
+
+@pytest.mark.parametrize("case", softmax_elsewhere.CASES, ids=lambda case: case.name)
+def test_a_softmax_that_is_not_attention_has_no_wrong_claim(case: Any) -> None:
+    module, (x, *more) = case.make(), case.inputs()
+    if case.name in NOT_OF_POSITIONS:
+        assert names_of(trace(module, x, more or None)) == NOT_OF_POSITIONS[case.name]
+        return
+    with pytest.raises(ValueError, match=r"no attention was found in|cannot be arranged by heads"):
+        trace(module, x, more or None)
+
+
 # ---------------------------------------------------------------- faults
 
 
@@ -280,6 +299,21 @@ def test_a_module_of_three_inputs_gets_x_three_times_and_others_need_call() -> N
     steps = trace(TwoInputs(), x, call=lambda module, x: module(x, 20**-0.5, later))
     assert steps.held
     assert str(steps.row("mask").note).startswith("causal")
+
+
+def test_the_fast_path_of_torch_is_not_recorded_but_its_output_is_returned() -> None:
+    module = nn.TransformerEncoderLayer(20, 4, 40, batch_first=True).eval().requires_grad_(False)
+    x = torch.randn(3, 7, 20)
+    steps = trace(module, x)
+    assert steps.held
+    assert torch.equal(steps.output, module(x))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_headscopes_own_attention_in_a_model_is_named() -> None:
+    model = nn.Sequential(nn.Linear(20, 20), headscope.MultiHeadAttention(20, 4))
+    with pytest.raises(ValueError, match=r"1 is headscope's own attention, .*trace that module itself"):
+        trace(model, torch.randn(2, 5, 20))
 
 
 def test_a_function_is_traced() -> None:

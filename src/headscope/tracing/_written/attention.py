@@ -86,8 +86,15 @@ class AttentionRows:
             self.writer.missing["weights"] = unusual("there is no softmax", "no-softmax").removeprefix("unusual: ")
         self._outputs()
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether every operation before the weights was identified."""
+        return all(step.kind != "other" for step in self._before_weights())
+
     def _judge(self, scales: Sequence[Step], before: Sequence[object]) -> str | None:
         """Return the note on the scale, if it is not the usual one."""
+        if not self.is_certain:
+            return None
         after = [step for step in self.steps if step.kind == "scale after"]
         if any(step.factor is None for step in scales):
             return unusual("heads have scales of their own", "scale-not-uniform")
@@ -272,7 +279,7 @@ class AttentionRows:
         return share if bool((share > 1e-9).any()) else None
 
     def _note_softmax(self, softmax: Softmax | None, p: Tensor) -> list[str]:
-        if softmax is None:
+        if softmax is None or not self.is_certain:
             return []
         notes: list[str] = []
         if softmax.before is not None:
@@ -285,6 +292,10 @@ class AttentionRows:
             if words is not None:
                 notes.append(unusual(f"the softmax runs over {words[0]}, not over the keys", words[1]))
         return notes
+
+    def _before_weights(self) -> Sequence[Step]:
+        kinds = [step.kind for step in self.steps]
+        return self.steps[: kinds.index("weights")] if "weights" in kinds else self.steps
 
     def _dropout(self, step: Step, note: str | None) -> None:
         dropped = float((step.after == 0).double().mean())

@@ -14,6 +14,7 @@ import torch
 import headscope
 
 FOREIGN = (str(Path(torch.__file__).parent), str(Path(headscope.__file__).parent))
+ENTRY = str(Path(__file__).parent / "trace.py")
 MOST_LINES = 4  # of one expression
 MOST_FRAMES = 60
 
@@ -47,6 +48,8 @@ def current_place(own: str | None) -> Place:
         if frame is None:
             break
         file = frame.f_code.co_filename
+        if file == ENTRY:  # what is beyond is the code that calls trace
+            break
         if file == own:
             return _place_of(frame)
         if first is None and not file.startswith(FOREIGN):

@@ -178,7 +178,10 @@ class Origins:
     # ---------------------------------------------------------------- products
 
     def _read_product(self, event: Event) -> None:
-        left, right = (event.inputs[at.number] for at in PRODUCTS[event.name](event.arguments) if isinstance(at, At))
+        places = [at for at in PRODUCTS[event.name](event.arguments) if isinstance(at, At)]
+        if len(places) != 2:
+            return
+        left, right = (event.inputs[at.number] for at in places)
         left, right, out = (x if x.ndim == 3 else x[None] for x in (left, right, event.out))
         depends = [self._depends(left), self._depends(right)]
         if all(depends):
@@ -239,12 +242,19 @@ class Origins:
                 self.mixings.append(Mixing(event, p, v, o, is_left))
                 return
         q, k = left, right.transpose(1, 2)
+        if self._compares_features(q) and self._compares_features(k):
+            return  # attention between features, over all positions
         shape = out.shape
         self.table[Field.TOKEN, out] = _common(self.of(Field.TOKEN, q))[:, :, None].expand(shape)
         self.table[Field.FEATURE, out] = _least(self.of(Field.FEATURE, q))[:, :, None].expand(shape)
         self.table[Field.OTHER_TOKEN, out] = _common(self.of(Field.TOKEN, k))[:, None].expand(shape)
         self.table[Field.OTHER_FEATURE, out] = _least(self.of(Field.FEATURE, k))[:, None].expand(shape)
         self.table[Field.PRODUCT, out] = event.index
+
+    def _compares_features(self, rows: Tensor) -> bool:
+        """Return whether each row of an operand holds one feature of several tokens."""
+        tokens, features = self.of(Field.TOKEN, rows), self.of(Field.FEATURE, rows)
+        return bool((features == features[..., :1]).all()) and bool((tokens != tokens[..., :1]).any())
 
     def _is_constant(self, ids: Tensor) -> Tensor:
         """Return which numbers do not depend on the input."""

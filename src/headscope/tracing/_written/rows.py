@@ -91,7 +91,8 @@ class Writer:
             if event.line is not None and event.line.text and event.line not in lines:
                 lines.append(event.line)
         if not lines:
-            return "# inside a module of torch"
+            place = next((event.line.place for event in events if event.line is not None), None)
+            return "# inside torch" if place is None else f"# {place}, whose text is not available"
         self.lines += lines
         return "\n".join([f"# {join_places(lines)}", *(line.text for line in lines)])
 

@@ -89,7 +89,7 @@ def _classify(origins: Origins, step: Step) -> Step:
     if name in ("mul", "div") and (factors := _factors_of_heads(before, after, step.event)) is not None:
         return replace(step, kind="scale", detail=f"from {min(factors):.4g} to {max(factors):.4g}")
     if name in ("add", "sub", "rsub", "where", "masked_fill", "index_put", "masked_scatter", "copy", "minimum", "fill"):
-        return _classify_sum(step)
+        return step if _adds_own_reduction(origins, step) else _classify_sum(step)
     return step
 
 
@@ -104,7 +104,20 @@ def _classify_after(origins: Origins, step: Step) -> Step:
     if _zeroes(before, after) or _zeroes(before.nan_to_num(1.0), after):
         return replace(step, kind="mask after", hidden=(after == 0) & (before != 0), factor=0.0)
     factor = uniform_factor(before, after, step.event)
-    return step if factor is None else replace(step, kind="scale after", factor=factor)
+    if factor is None:
+        return step
+    return replace(step, kind="convert" if abs(factor - 1) < 1e-4 else "scale after", factor=factor)
+
+
+def _adds_own_reduction(origins: Origins, step: Step) -> bool:
+    """Return whether a sum or difference with a reduction of the scores along another axis than the keys."""
+    reductions = ("logsumexp", "sum", "mean", "amax", "max", "amin")
+    for ids in step.event.inputs:
+        for maker in origins.tape.makers(ids):
+            own = maker.inputs and bool((origins.of(Field.PRODUCT, maker.inputs[0]) >= 0).any())
+            if maker.name in reductions and own and not _is_constant_of_rows(step.before, step.after):
+                return True
+    return False
 
 
 def _is_noise(origins: Origins, ids: Tensor, depth: int) -> bool:

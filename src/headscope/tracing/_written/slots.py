@@ -28,6 +28,8 @@ def arrange_slots(origins: Origins, mixings: Sequence[Mixing]) -> Arrangement | 
         place = find_places(root_ids(origins, mixing.p), [each])
         if place is None or any(bool((x != x[first]).any()) for x, first in zip(place, SAME, strict=True)):
             return None
+        if any(_mixes_without_projection(origins, x) for x in (each.q, each.k)):
+            return None
         q, k = each.q.flatten(0, 1)[place[0][:, :, 0]], each.k.flatten(0, 1)[place[1][:, 0]]
         parts.append((mixing.p, q, k, mixing.v, mixing.out))
     if len(parts) > 1:  # a loop over heads
@@ -41,6 +43,13 @@ def arrange_slots(origins: Origins, mixings: Sequence[Mixing]) -> Arrangement | 
     token, key_token = torch.full((len(p), queries), MIXED), torch.full((len(p), keys), MIXED)
     heads = p.shape[1]
     return Arrangement(tuple(mixings), p, q, k, v, out, token, key_token, heads, heads, heads, False)
+
+
+def _mixes_without_projection(origins: Origins, ids: Tensor) -> bool:
+    """Return whether a row of an operand that is not projected holds numbers of several tokens: of one feature."""
+    tokens = origins.of(Field.TOKEN, ids)
+    projected = any(event.index in origins.projections for event in origins.tape.makers(root_ids(origins, ids)))
+    return not projected and bool((tokens != tokens[..., :1]).any())
 
 
 def batches_of(origins: Origins, tokens: Tensor) -> list[int]:
@@ -81,7 +90,12 @@ def place_sides(origins: Origins, table: Tensor, sides: list[Side]) -> None:
 def has_split_fault(origins: Origins, side: Side) -> bool:
     """Return whether a key or value holds numbers of several positions, or those of one head are several parts."""
     tokens, parts = origins.of(Field.TOKEN, side.operand), origins.of(Field.FEATURE, side.operand).amin(-1)
-    return bool((tokens != tokens[..., :1]).any()) or bool((parts != parts[:, :, :1]).any())
+    if not side.projections:
+        return False
+    if bool((tokens != tokens[..., :1]).any()):
+        return True
+    repeated = len(tokens[0, 0, :, 0].unique()) < tokens.shape[2]
+    return repeated and bool((parts != parts[:, :, :1]).any())
 
 
 def check_split(origins: Origins, side: Side) -> tuple[Check, list[str]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headscope.module import MultiHeadAttention
 from headscope.tracing._trace import Trace
 from headscope.tracing._written.arrangement import Arrangement, arrange, group_mixings
 from headscope.tracing._written.attention import AttentionRows
@@ -49,20 +50,19 @@ def trace_module(module: nn.Module | Callable[..., Any], x: Tensor, context: Any
     origins = Origins(recorded.tape)
     groups = group_mixings(origins)
     if not groups:
-        raise ValueError(
-            f"module: no attention was found in {name}: no product of two tensors of the input that a softmax turns "
-            "into weights of a third; linear attention and products that are written as sums have no such steps"
-        )
+        raise ValueError(f"module: no attention was found in {name}: {_describe_absence(module)}")
     output = _first_tensor(recorded.returned)
     returned = None if output is None else recorded.tape.ids(output)
+    if _has_fast_path(module):
+        output = _first_tensor(_run_plainly(module, x, context, call))
     title = f"{name} on x {list(x.shape)}"
     if len(groups) > 1:
         title += f", attention 1 of {len(groups)}"
     found = arrange(origins, groups[0]) or arrange_slots(origins, groups[0])
     if found is None:
         raise ValueError(
-            f"module: the weights of {name} come from several products at once, which cannot be arranged by heads; "
-            "trace the part of the module that computes one attention"
+            f"module: the weights of {name} come from several products, or from features instead of positions, and "
+            "cannot be arranged by heads; trace the part of the module that computes one attention"
         )
     writer = _write(origins, found, recorded.labels, returned)
     described: dict[str, Any] = {"class": name, "attentions": len(groups)}
@@ -94,6 +94,21 @@ def _name_of(module: Any) -> str:
     return type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
 
 
+def _describe_absence(module: Any) -> str:
+    """Return why no attention was found."""
+    own = (
+        [name for name, part in module.named_modules() if isinstance(part, MultiHeadAttention)]
+        if isinstance(module, nn.Module)
+        else []
+    )
+    if own:
+        return f"{own[0]} is headscope's own attention, whose kernels are not recorded; trace that module itself"
+    return (
+        "no product of two tensors of the input that a softmax turns into weights of a third; linear attention and "
+        "products that are written as sums have no such steps"
+    )
+
+
 def _program(lines: list[Line], module: Any) -> str:
     """Return the lines of the traced code, in the order of the steps, each once."""
     texts = [f"# the lines of {_name_of(module)} that compute each step"]
@@ -112,7 +127,7 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
     try:
         tape = Tape(constants, inputs, _file_of(module))
         labels = {event.index: "x" if n == 0 else "context" for n, event in enumerate(_inputs(tape))}
-        with _as_in_eval(module), _gradients(), tape:
+        with _as_in_eval(module), _gradients(), _without_fast_path(), tape:
             returned = run()
     except TooLargeError:
         raise ValueError(f"x: the forward pass has more than 2^26 numbers, too many to follow; {SMALLER}") from None
@@ -177,6 +192,29 @@ def _as_in_eval(module: Any) -> Generator[None]:
     finally:
         for part, training in modes.items():
             part.training = training
+
+
+def _has_fast_path(module: Any) -> bool:
+    """Return whether torch may run a module without gradients in one fused operation."""
+    kinds = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+    return isinstance(module, nn.Module) and any(isinstance(part, kinds) for part in module.modules())
+
+
+def _run_plainly(module: Any, x: Tensor, context: Any, call: Call | None) -> Any:
+    """Run a module as its user does, with the fast path that the tape cannot record."""
+    extra = [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
+    with _as_in_eval(module), _gradients():
+        return _call_of(module, x, extra, call)[1]()
+
+
+@contextmanager
+def _without_fast_path() -> Generator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _gradients() -> Any:
