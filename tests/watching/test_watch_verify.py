@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import headscope
 from headscope import MultiHeadAttention, Observe, Recording, watch
-from headscope._intercept import InterceptedCall, function_mode
+from headscope._intercept import InterceptedCall, function_mode, torch_modules
 from headscope.masks import Documents, KeyLengths, as_mask, causal, window
 from headscope.report.viewer import shown_recording
 from headscope.stats import HeadStats
@@ -237,9 +237,43 @@ def test_dropout_leaves_the_statistics() -> None:
     assert one.statistics is not None
 
 
-def test_a_projected_output_is_not_compared() -> None:
-    model, x = nn.MultiheadAttention(12, 3, batch_first=True), torch.randn(2, 7, 12)
-    one = verified(model, x, x, x)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("training", [False, True], ids=["fast path", "slow path"])
+def test_a_projected_output(training: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = nn.MultiheadAttention(12, 2, batch_first=True).train(training).to(dtype), torch.randn(2, 7, 12).to(dtype)
+    nn.init.normal_(model.out_proj.bias)
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 4:] = True
+    with torch.no_grad(), watch(model, verify=1000) as seen:
+        model(x, x, x, key_padding_mask=padding)
+    one = seen.about.verified["MultiheadAttention"]
+    assert one.fits
+    assert one.output is not None
+    assert one.statistics is not None
+
+
+def test_a_projected_output_without_a_batch_or_with_dropout() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(7, 12)
+    assert verified(nn.MultiheadAttention(12, 3, bias=False), x, x, x).output is not None
+    assert verified(nn.MultiheadAttention(12, 3, dropout=0.5), x, x, x).output is None
+
+
+def test_a_wrong_projected_output_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch_modules.with_output
+    monkeypatch.setattr(torch_modules, "with_output", lambda call, given, out: original(call, given, out + 1e-4))
+    x = torch.randn(2, 7, 12)
+    with (
+        pytest.warns(WatchWarning, match="component .* of the output"),
+        watch(model := nn.MultiheadAttention(12, 3, batch_first=True), verify=3),
+    ):
+        model(x, x, x)
+
+
+def test_the_output_of_an_encoder_layers_fast_path_is_not_compared() -> None:
+    layer = nn.TransformerEncoderLayer(12, 2, 13, batch_first=True).eval()  # an odd number of heads has none
+    one = verified(layer, torch.randn(2, 7, 12))
     assert one.output is None
     assert one.statistics is not None
 

@@ -180,7 +180,7 @@ def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             out = F.multi_head_attention_forward(*args, **kwargs)
         else:
             out = F.multi_head_attention_forward(**changed)
-    frame.see(lambda: torch_modules.functional_call(arguments))
+    frame.see(lambda: torch_modules.with_output(torch_modules.functional_call(arguments), changed, out[0]))
     return out
 
 
@@ -194,8 +194,9 @@ def _fast_path(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     name = _FAST_PATH[operator]
     factors = frame.factors(*torch_modules.heads_of_fast_path(name, args))
     with frame.quietly():
-        out = operator(*(args if factors is None else torch_modules.with_factors(name, args, factors)), **kwargs)
-    frame.see(lambda: torch_modules.native_call(name, args))
+        changed = args if factors is None else torch_modules.with_factors(name, args, factors)
+        out = operator(*changed, **kwargs)
+    frame.see(lambda: torch_modules.native_call_with_output(name, args, changed, out))
     return out
 
 

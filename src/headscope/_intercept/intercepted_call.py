@@ -87,6 +87,7 @@ class InterceptedCall:
         again: calls the model's own function with 0 for values that are NaN or infinite; [B, Q, H, Dv] comes first.
         attended: the output of the call as the model gets it, [B, H, Q, Dv], if it differs from ``out`` or that is not
             compared; None = unknown, or random.
+        projection: weight and bias by which the heads' outputs become ``attended``, which is then [B, Q, E].
         by_headscope: whether headscope attended, so rows without visible keys are 0.
         own: makes the call, or one of a few of its rows, with the output of the model's own function; if headscope has
             attended instead.
@@ -114,6 +115,7 @@ class InterceptedCall:
     late: bool = False
     out: Tensor | None = None
     attended: Tensor | None = None
+    projection: tuple[Tensor, Tensor | None] | None = None
     by_headscope: bool = False
     again: Callable[[], tuple[Tensor, Tensor | None]] | None = None
     own: Callable[[], InterceptedCall] | None = None

@@ -8,7 +8,8 @@ and v separately: the same projections of the same inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,6 +61,32 @@ def native_call(operator: str, args: tuple[Any, ...]) -> InterceptedCall:
         none,
         options,
     )
+
+
+def native_call_with_output(operator: str, args: tuple[Any, ...], changed: Sequence[Any], out: Any) -> InterceptedCall:
+    """Return ``native_call`` with its projected output, if that is an output of attention alone.
+
+    Args:
+        operator, args: as for ``native_call``.
+        changed: the arguments with which the operator ran.
+        out: its result.
+    """
+    call = native_call(operator, args)
+    arguments = dict(zip(FAST_PATH[operator], changed, strict=False))
+    if operator != "_native_multi_head_attention" or out[0].is_nested:
+        return call
+    return replace(call, attended=out[0], projection=(arguments["out_weight"], arguments["out_bias"]))
+
+
+def with_output(call: InterceptedCall, arguments: Mapping[str, Any], out: Tensor) -> InterceptedCall:
+    """Return a call of ``multi_head_attention_forward`` with its projected output [Q, B, E] or [Q, E].
+
+    Under dropout in training the output is random.
+    """
+    if arguments.get("dropout_p") and arguments.get("training", True):
+        return call
+    attended = out[None] if out.ndim == 2 else out.transpose(0, 1)
+    return replace(call, attended=attended, projection=(arguments["out_proj_weight"], arguments.get("out_proj_bias")))
 
 
 def of_heads(weight: Tensor, factors: Tensor) -> Tensor:

@@ -80,6 +80,30 @@ def exact_row(call: InterceptedCall, lead: tuple[int, ...], at: tuple[int, int, 
     return ExactRow(len(s), quantities, p @ v, p @ v.abs(), rounding, largest, is_finite, hides_finite)
 
 
+def projected_row(call: InterceptedCall, lead: tuple[int, ...], at: tuple[int, int, int]) -> ExactRow | None:
+    """Return a row with the outputs of all heads projected, [E]; None if a head has no visible key."""
+    assert call.projection is not None
+    b, _, i = at
+    heads = [exact_row(call, lead, (b, h, i)) for h in range(call.q.shape[-3])]
+    if not all(row.quantities for row in heads):
+        return None
+    out, size, rounding = (
+        torch.cat(parts) for parts in zip(*((x.out, x.size, x.rounding) for x in heads), strict=True)
+    )
+    weight = call.projection[0].detach().cpu().double()  # [E, H * Dv]
+    bias = weight.new_zeros(len(weight)) if call.projection[1] is None else call.projection[1].detach().cpu().double()
+    return ExactRow(
+        max(row.keys for row in heads) + len(out),
+        heads[0].quantities,
+        weight @ out + bias,
+        weight.abs() @ size + bias.abs(),
+        weight.abs() @ (rounding + size) + bias.abs(),
+        0.0,
+        all(row.is_finite for row in heads),
+        all(row.hides_finite for row in heads),
+    )
+
+
 def _of_weights(p: Tensor, s: Tensor, lse: float) -> dict[str, float]:
     """Return the quantities that follow from weights and logits, [n] both."""
     n = len(p)

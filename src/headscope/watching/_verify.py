@@ -14,7 +14,7 @@ from torch import Tensor
 from headscope._intercept import InterceptedCall, WatchWarning, measure
 from headscope._support.user_line import user_stacklevel
 from headscope.stats import Observe
-from headscope.watching._exact_row import LEAST, ExactRow, entry, exact_row
+from headscope.watching._exact_row import LEAST, ExactRow, entry, exact_row, projected_row
 
 ROUNDINGS = 4
 """How many roundings of each number an error may be. Sums of n numbers, in float32 at least, round √n times."""
@@ -166,7 +166,10 @@ def verify_call(call: InterceptedCall, kept: Any, count: int) -> tuple[Verified,
         row = exact_row(call, lead, (b, h, places[r]))
         one, detail = Verified(1, int(not row.quantities)), ""
         if out is not None and call.v is not None:
-            error, detail = _output_error(row, call, entry(out, lead, b)[h, places[r]])
+            at = (b, h, places[r])
+            whole = row if call.projection is None else projected_row(call, lead, at)
+            got = entry(out, lead, b)[h, places[r]] if call.projection is None else out.detach()[b, places[r]]
+            error, detail = ((None, None), "") if whole is None else _output_error(whole, call, got)
             one = replace(one, output=error[0], output_bound=error[1])
         if kept is not None:
             values = {name: float(x[b, h, r]) for name, x in kept.values.items() if name in row.quantities}
