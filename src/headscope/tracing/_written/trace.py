@@ -46,6 +46,8 @@ def trace_module(module: nn.Module | Callable[..., Any], x: Tensor, context: Any
         ValueError: no attention was found, or the input is too large.
     """
     name = _name_of(module)
+    if isinstance(module, nn.Module) and any(p.is_meta for p in module.parameters()):
+        raise ValueError(f"module: the parameters of {name} are on the meta device, which has no values")
     recorded = _record(module, x, context, call)
     origins = Origins(recorded.tape)
     groups = group_mixings(origins)
