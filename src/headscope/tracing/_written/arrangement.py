@@ -9,7 +9,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from headscope.tracing._written.origins import NONE, Field, Mixing, Origins
+from headscope.tracing._written.origins import NONE, Field, Mixing, Origins, span_of
 from headscope.tracing._written.tape import Event
 
 
@@ -292,10 +292,15 @@ def find_places(ids: Tensor, scored: Sequence[Scored]) -> tuple[Tensor, Tensor] 
     for each in scored:
         n, queries, keys = each.out.shape
         if each in distinct:
-            flat, order = each.out.flatten().sort()
-            at = torch.searchsorted(flat, ids.contiguous()).clamp(max=len(flat) - 1)
-            own = flat[at] == ids
-            where = order[at[own]]
+            span = span_of(each.out)
+            if isinstance(span, slice):
+                own = (ids >= span.start) & (ids < span.stop)
+                where = ids[own] - span.start
+            else:
+                flat, order = span.sort()
+                at = torch.searchsorted(flat, ids.contiguous()).clamp(max=len(flat) - 1)
+                own = flat[at] == ids
+                where = order[at[own]]
             row[own] = first_row + where // keys
             column[own] = first_column + where // (queries * keys) * keys + where % keys
         first_row, first_column = first_row + n * queries, first_column + n * keys
@@ -326,9 +331,10 @@ def coordinates_of(origins: Origins, found: Arrangement) -> Tensor:
         }  # fmt: skip
         levels = walk(origins, ids) if found.is_sound or is_pair or part is None else []
         for level in levels:
+            own = span_of(level)
             for row, value in values.items():
                 if value is not None:
-                    table[row, level] = torch.as_tensor(value).expand(level.shape)
+                    table[row, own] = torch.as_tensor(value).expand(level.shape).reshape(-1)
 
     note(found.p, torch.arange(queries), is_pair=True)
     note(found.out, torch.arange(queries), part=None)

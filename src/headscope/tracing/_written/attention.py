@@ -226,8 +226,11 @@ class AttentionRows:
         check = Check(text.claim, text.outcome, text.held and bool(unchanged.held))
         if not unchanged.held and text.held:
             check = Check(text.claim, f"of the visible scores, {unchanged.outcome}", False)
-        where = "j > i" if text.is_causal else "pair (i, j) is hidden"
-        fill = "−∞" if step.factor == -math.inf else "" if step.factor is None else f"{step.factor:.4g}"
+        queries, keys = self.found.p.shape[2:]
+        later = "j > i" if queries == keys else "j > i + K − Q"
+        where = later if text.is_causal else "pair (i, j) is hidden"
+        hides = bool(hidden.any()) and step.factor is not None
+        fill = "−∞" if step.factor == -math.inf or not hides else f"{step.factor:.4g}"
         self._add("mask", step, f"s[i, j] ← {fill} where {where}", check, [note, *text.notes])
 
     def _weights(self, step: Step, note: str | None) -> None:

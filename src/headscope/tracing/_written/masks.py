@@ -71,9 +71,9 @@ def describe_mask(mask: Masked, quantity: Callable[[int], str]) -> MaskText:
     causal = future is not None and bool((own == future).all()) and hidden > 0
     covers = future is not None and bool(own[future].all()) and hidden > 0
     what = "causal" if causal else "nothing from the future, and more is hidden" if covers else "hidden"
-    notes.append(
-        f"{what}: {quantity(total - hidden)} of {quantity(total)} pairs are visible ({1 - hidden / total:.3g} of all)"
-    )
+    share = 100 * (1 - hidden / total)
+    pairs = f"{quantity(total - hidden)} of {quantity(total)} pairs are visible ({share:.3g}%)"
+    notes.append(f"{what}: {pairs}" if hidden else "this mask hides nothing here")
     alone = mask.total.all(-1, keepdim=True)
     rows = int(alone.sum())
     if rows:

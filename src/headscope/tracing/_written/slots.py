@@ -84,6 +84,7 @@ def place_sides(origins: Origins, table: Tensor, sides: list[Side]) -> None:
         for level in walk(origins, side.operand):
             table[Coordinate.BATCH, level], table[Coordinate.TIME, level] = place
             table[Coordinate.HEAD, level], table[Coordinate.WIDTH, level] = columns // width, columns % width
+            table[Coordinate.PART, level] = "qkv".index(side.name)
     table[:, 0] = -1
 
 
@@ -111,4 +112,5 @@ def check_split(origins: Origins, side: Side) -> tuple[Check, list[str]]:
     else:
         number = len(parts[0, 0].unique())
         text = f"the {tokens.shape[2]} {words[0]} of a head come from {distinct} positions and {number} parts of {name}"
-    return Check(claim, text, False), [unusual(f"{text}: a view without the transpose", "heads-split-wrong")]
+    note = unusual("the heads are cut by a view without the transpose, and mix positions", "heads-split-wrong")
+    return Check(claim, text, False), [note]

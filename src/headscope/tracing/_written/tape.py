@@ -143,18 +143,26 @@ class Tape(TorchDispatchMode):
         """Return the events that made these numbers, in order; numbers of padding have none."""
         if not ids.numel():
             return []
-        starts = torch.tensor(self._starts)
-        places = torch.unique(torch.searchsorted(starts, ids.flatten().contiguous(), right=True) - 1)
-        return [event for place in places.tolist() if (event := self._makers[place]) is not None]
+        first, last = (bisect.bisect_right(self._starts, int(number)) - 1 for number in torch.aminmax(ids))
+        places = [first]
+        if last > first:
+            starts = torch.tensor(self._starts[first : last + 1])
+            found = torch.bucketize(ids.flatten(), starts, right=True) - 1
+            places = [first + place for place in torch.bincount(found).nonzero().flatten().tolist()]
+        return [event for place in places if (event := self._makers[place]) is not None]
 
     def values(self, ids: Tensor) -> Tensor:
         """Return the numbers with these ids in float64; 0 where nothing is known."""
         result = torch.zeros(ids.shape, dtype=torch.float64)
-        for event in self.makers(ids):
-            own = (ids >= event.start) & (ids < event.start + event.size)
+        makers = self.makers(ids)
+        for event in makers:
             flat = event.values
             flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
-            result[own] = flat.detach().cpu().to(torch.float64).reshape(-1)[ids[own] - event.start]
+            flat = flat.detach().cpu().reshape(-1)
+            if len(makers) == 1 and ids.numel() and int(ids.min()) >= event.start:
+                return flat[ids - event.start].to(torch.float64)
+            own = (ids >= event.start) & (ids < event.start + event.size)
+            result[own] = flat[ids[own] - event.start].to(torch.float64)
         return result
 
     @property

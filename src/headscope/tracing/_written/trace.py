@@ -93,6 +93,7 @@ def _write(origins: Origins, found: Arrangement, labels: dict[int, str], returne
 
 
 def _name_of(module: Any) -> str:
+    module = getattr(module, "_orig_mod", module)
     return type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
 
 
@@ -176,7 +177,8 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _file_of(module: Any) -> str | None:
-    """Return the file of a module's class, unless it is torch's."""
+    """Return the file of a module's class, of a compiled one that of what was compiled; None if there is none."""
+    module = getattr(module, "_orig_mod", module)
     try:
         return inspect.getsourcefile(type(module) if isinstance(module, nn.Module) else module)
     except (TypeError, OSError):
