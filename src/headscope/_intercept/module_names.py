@@ -17,8 +17,8 @@ _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _SELF = re.compile(r"self_?att(n|ention)", re.IGNORECASE)
 # BridgeTower's cross-modal layers hold both kinds
 _CROSS = re.compile(r"cross(?!_modal_\w+_layers)|encoder_attn|encdecattention|enc_dec", re.IGNORECASE)
-# class and name of modules next to an attention that are named after it: MobileBERT's, DeepSeek-V4's, Inkling's
-_BESIDE = re.compile(r"^BottleneckLayer |_(hc|hyper_connection|s?conv|convolution)$", re.IGNORECASE)
+# class and name of modules next to an attention that are named after it: of MobileBERT, ConvBERT, DeepSeek-V4, Inkling
+_BESIDE = re.compile(r"^(BottleneckLayer|\w*Conv\dd) |_(hc|hyper_connection|s?conv|convolution)$", re.IGNORECASE)
 # the end of a norm's class or name: RMSNormGated, NemotronLayerNorm1P, post_attention_layernorm, norm_1
 _NORM = re.compile(r"norm(alization)?(_?(gated|layer|\d+[a-z]?))*$", re.IGNORECASE)
 
