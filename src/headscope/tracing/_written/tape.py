@@ -147,8 +147,8 @@ class Tape(TorchDispatchMode):
         places = [first]
         if last > first:
             starts = torch.tensor(self._starts[first : last + 1])
-            found = torch.bucketize(ids.flatten(), starts, right=True) - 1
-            places = [first + place for place in torch.bincount(found).nonzero().flatten().tolist()]
+            indices = torch.bucketize(ids.flatten(), starts, right=True) - 1
+            places = [first + place for place in torch.bincount(indices).nonzero().flatten().tolist()]
         return [event for place in places if (event := self._makers[place]) is not None]
 
     def values(self, ids: Tensor) -> Tensor:
