@@ -18,7 +18,7 @@ from headscope.tracing._written.origins import SOFTMAXES, Softmax
 from headscope.tracing._written.projections import letters_of
 from headscope.tracing._written.rows import PAIRS, Writer, unusual
 from headscope.tracing._written.scale import judge_scale
-from headscope.tracing._written.scores import Step, added_by_product, read_steps
+from headscope.tracing._written.scores import LOW, Step, added_by_product, read_steps
 from headscope.tracing._written.sides import Side
 
 USUAL = ("B", "H", "Q", "K")
@@ -61,13 +61,12 @@ class AttentionRows:
             steps.append(Step("scale", event, self.root, bare, alpha * bare, factor=alpha, events=events))
         if added is not None and len(self.products) == 1:
             more = added.flatten()[self.root - event.start]
-            hidden = more <= -1000
-            kind = "mask" if bool(((more == 0) | hidden).all()) else "bias"
-            steps.append(
-                Step(
-                    kind, event, self.root, alpha * bare, alpha * bare + more, hidden=hidden, factor=-1e4, events=events
-                )
-            )
+            hidden = more <= LOW if bool((more <= LOW).any()) else None
+            kind = "mask" if hidden is not None and bool(((more == 0) | hidden).all()) else "bias"
+            after = alpha * bare + more
+            fill = None if hidden is None else float(after[hidden].max())
+            if bool((more != 0).any()):
+                steps.append(Step(kind, event, self.root, alpha * bare, after, fill, hidden, events))
         return steps
 
     def run(self) -> None:

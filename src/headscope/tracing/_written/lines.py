@@ -87,5 +87,6 @@ def _line(file: str, start: int, end: int, names: _Globals) -> Line | None:
     lines = [linecache.getline(file, n, names).rstrip() for n in range(start, min(end, start + MOST_LINES - 1) + 1)]
     if not lines or not lines[0].strip():
         return Line(file, start, "")
+    lines += ["    …"] if end - start >= MOST_LINES else []
     indent = len(lines[0]) - len(lines[0].lstrip())
     return Line(file, start, "\n".join(line[min(indent, len(line) - len(line.lstrip())) :] for line in lines))

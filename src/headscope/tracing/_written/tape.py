@@ -322,6 +322,7 @@ class Tape(TorchDispatchMode):
             self._inside = ""
         ids = self.ids(defined)
         self._create(out).copy_(ids)
+        self._shadows[out.untyped_storage()._cdata].depends = True
         for event in self.makers(ids):
             event.values.view(-1)[ids.reshape(-1) - event.start] = out.detach().reshape(-1)
         return (out, *rest)
