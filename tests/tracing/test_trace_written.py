@@ -301,6 +301,28 @@ def test_a_module_of_three_inputs_gets_x_three_times_and_others_need_call() -> N
     assert str(steps.row("mask").note).startswith("causal")
 
 
+def test_calls_of_one_function_are_told_apart() -> None:
+    def times(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.randn(3, 20, 20) / 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (times(x, w) for w in self.weights)
+            return (q @ k.mT / 20**0.5).softmax(-1) @ v
+
+    torch.manual_seed(3)
+    module, x = Short(), torch.randn(2, 7, 20)
+    steps = trace(module, x)
+    for step, weight in zip(("queries", "keys", "values"), module.weights.detach(), strict=True):
+        expected = (x @ weight)[0, :4, :4]
+        torch.testing.assert_close(torch.tensor(steps.row(step).corner), expected, rtol=1e-5, atol=1e-6)
+        assert list(steps.row(step).axes) == ["B", "Q" if step == "queries" else "K", "D"]
+
+
 def test_layers_of_fused_calls_are_told_apart() -> None:
     torch.manual_seed(3)
     model, x = nn.Sequential(Torch(), Torch()), torch.randn(3, 7, 20)

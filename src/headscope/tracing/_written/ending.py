@@ -227,7 +227,7 @@ def _add_output(writer: Writer, projection: Projection, returned: Tensor | None)
             table[coordinate, ids] = table[coordinate, level]
     outs = [
         out for event in tape.events[last.index :] if event.call == last.call for out in event.outs
-        if out.numel() == last.out.numel()
+        if is_same(out, last.out)
     ]  # fmt: skip
     letters = {Coordinate.BATCH: "B", Coordinate.TIME: "Q", Coordinate.WIDTH: "E"}
     out = outs[-1] if outs else last.out

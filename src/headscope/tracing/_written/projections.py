@@ -161,7 +161,7 @@ def _projection_result(writer: Writer, group: list[Side]) -> Result:
         usual = ("B", letters[Coordinate.HEAD], letters[Coordinate.TIME], width)
         return Result(first.projected, list(zip(usual, first.projected.shape, strict=True)))
     later = writer.origins.tape.events[last.index :]
-    outs = [out for each in later if each.call == last.call for out in each.outs if out.numel() == last.out.numel()]
+    outs = [out for each in later if each.call == last.call for out in each.outs if is_same(out, last.out)]
     return Result(outs[-1], name_axes(writer.coordinates, outs[-1], letters, usual))
 
 

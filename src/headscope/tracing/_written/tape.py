@@ -117,7 +117,7 @@ class Tape(TorchDispatchMode):
         self._alive: list[Any] = []
         self._count = 1
         self._calls = 0
-        self._last_call: tuple[int, int] = (0, 0)
+        self._last_call: tuple[int, int, int] = (0, 0, 0)
         self._inside = ""
         for x in constants:
             self._add_outside("constant", x)
