@@ -301,6 +301,55 @@ def test_a_module_of_three_inputs_gets_x_three_times_and_others_need_call() -> N
     assert str(steps.row("mask").note).startswith("causal")
 
 
+def test_calls_of_one_function_are_told_apart() -> None:
+    def times(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.randn(3, 20, 20) / 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (times(x, w) for w in self.weights)
+            return (q @ k.mT / 20**0.5).softmax(-1) @ v
+
+    torch.manual_seed(3)
+    module, x = Short(), torch.randn(2, 7, 20)
+    steps = trace(module, x)
+    for step, weight in zip(("queries", "keys", "values"), module.weights.detach(), strict=True):
+        expected = (x @ weight)[0, :4, :4]
+        torch.testing.assert_close(torch.tensor(steps.row(step).corner), expected, rtol=1e-5, atol=1e-6)
+        assert list(steps.row(step).axes) == ["B", "Q" if step == "queries" else "K", "D"]
+
+
+def test_layers_of_fused_calls_are_told_apart() -> None:
+    torch.manual_seed(3)
+    model, x = nn.Sequential(Torch(), Torch()), torch.randn(3, 7, 20)
+    steps = trace(model, x)
+    assert steps.held
+    assert steps.title.endswith("attention 1 of 2")
+    assert steps.row("weights").axes == {"B": 3, "H": 4, "Q": 7, "K": 7}
+    assert names_of(steps) == set()
+
+
+def test_a_bias_and_a_scale_inside_a_product_are_rows_of_their_own() -> None:
+    class Bloom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.slopes = nn.Linear(20, 60), torch.rand(4, 1, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (y.transpose(1, 2).flatten(0, 1) for y in self.qkv(x).unflatten(-1, (3, 4, 5)).unbind(2))
+            p = torch.baddbmm(self.slopes.repeat(3, 1, 1), q, k.mT, alpha=5**-0.5).softmax(-1)
+            return (p @ v).unflatten(0, (3, 4)).transpose(1, 2).flatten(2)
+
+    steps = trace(Bloom(), torch.randn(3, 7, 20))
+    assert steps.held
+    assert [row.step for row in steps.rows if row.stage == 4] == ["scores", "scale", "bias", "weights", "head outputs"]
+    assert names_of(steps) == {"no-output-projection"}
+
+
 def test_the_fast_path_of_torch_is_not_recorded_but_its_output_is_returned() -> None:
     module = nn.TransformerEncoderLayer(20, 4, 40, batch_first=True).eval().requires_grad_(False)
     x = torch.randn(3, 7, 20)

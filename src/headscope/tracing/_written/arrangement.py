@@ -312,10 +312,10 @@ def _heads_of(origins: Origins, ids: Tensor) -> list[int]:
     return sorted(set(origins.of(Field.FEATURE, ids[:1, :, -1]).amin(-1).flatten().tolist()))
 
 
-def coordinates_of(origins: Origins, found: Arrangement) -> Tensor:
+def coordinates_of(origins: Origins, attention: Arrangement) -> Tensor:
     """Return where each number of an attention belongs, [6, ids]; NONE of others."""
     table = torch.full((len(Coordinate), origins.tape.count), NONE)
-    batch, heads, queries, keys = found.p.shape
+    batch, heads, queries, keys = attention.p.shape
     b, h = torch.arange(batch)[:, None, None, None], torch.arange(heads)[None, :, None, None]
 
     def note(ids: Tensor, time: Tensor, *, part: int | None = None, is_pair: bool = False) -> None:
@@ -329,18 +329,18 @@ def coordinates_of(origins: Origins, found: Arrangement) -> Tensor:
             Coordinate.BATCH: b, Coordinate.HEAD: head, Coordinate.TIME: time[:, None],
             Coordinate.KEY if is_pair else Coordinate.WIDTH: last, Coordinate.PART: part,
         }  # fmt: skip
-        levels = walk(origins, ids) if found.is_sound or is_pair or part is None else []
+        levels = walk(origins, ids) if attention.is_sound or is_pair or part is None else []
         for level in levels:
             own = span_of(level)
             for row, value in values.items():
                 if value is not None:
                     table[row, own] = torch.as_tensor(value).expand(level.shape).reshape(-1)
 
-    note(found.p, torch.arange(queries), is_pair=True)
-    note(found.out, torch.arange(queries), part=None)
-    note(found.v, torch.arange(keys), part=2)
-    note(found.k, torch.arange(found.k.shape[2]), part=1)
-    note(found.q, torch.arange(queries), part=0)
+    note(attention.p, torch.arange(queries), is_pair=True)
+    note(attention.out, torch.arange(queries), part=None)
+    note(attention.v, torch.arange(keys), part=2)
+    note(attention.k, torch.arange(attention.k.shape[2]), part=1)
+    note(attention.q, torch.arange(queries), part=0)
     table[:, 0] = NONE
     return table
 

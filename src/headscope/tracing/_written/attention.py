@@ -18,7 +18,7 @@ from headscope.tracing._written.origins import SOFTMAXES, Softmax
 from headscope.tracing._written.projections import letters_of
 from headscope.tracing._written.rows import PAIRS, Writer, unusual
 from headscope.tracing._written.scale import judge_scale
-from headscope.tracing._written.scores import Step, added_by_product, read_steps
+from headscope.tracing._written.scores import LOW, Step, added_by_product, read_steps
 from headscope.tracing._written.sides import Side
 
 USUAL = ("B", "H", "Q", "K")
@@ -34,21 +34,21 @@ class AttentionRows:
     """
 
     def __init__(self, writer: Writer, sides: Sequence[Side], width: int | None) -> None:
-        self.writer, self.origins, self.found = writer, writer.origins, writer.found
+        self.writer, self.origins, self.attention = writer, writer.origins, writer.attention
         self.tape = writer.origins.tape
         self.q, self.k, self.v = sides
         self.width = width
-        self.products = self.tape.makers(walk(self.origins, self.found.p)[-1])
+        self.products = self.tape.makers(walk(self.origins, self.attention.p)[-1])
         self.products = [event for event in self.products if event.name in ("mm", "bmm", "addmm", "baddbmm")]
-        self.root = walk(self.origins, self.found.p)[-1]
-        self.steps = self._synthesise() + read_steps(self.origins, self.found.p)
-        self.hidden = torch.zeros(self.found.p.shape, dtype=torch.bool)
+        self.root = walk(self.origins, self.attention.p)[-1]
+        self.steps = self._synthesise() + read_steps(self.origins, self.attention.p)
+        self.hidden = torch.zeros(self.attention.p.shape, dtype=torch.bool)
         self.dtype = self.products[0].values.dtype
 
     def _bare(self) -> Tensor:
         """Return the products of queries and keys in float64, [B, H, Q, K]."""
-        keys = self.found.p.shape[-1]
-        return (self.tape.values(self.found.q) @ self.tape.values(self.found.k).transpose(-2, -1))[..., :keys]
+        keys = self.attention.p.shape[-1]
+        return (self.tape.values(self.attention.q) @ self.tape.values(self.attention.k).transpose(-2, -1))[..., :keys]
 
     def _synthesise(self) -> list[Step]:
         """Return the scale and the sum that a product (baddbmm) does by itself."""
@@ -61,13 +61,12 @@ class AttentionRows:
             steps.append(Step("scale", event, self.root, bare, alpha * bare, factor=alpha, events=events))
         if added is not None and len(self.products) == 1:
             more = added.flatten()[self.root - event.start]
-            hidden = more <= -1000
-            kind = "mask" if bool(((more == 0) | hidden).all()) else "bias"
-            steps.append(
-                Step(
-                    kind, event, self.root, alpha * bare, alpha * bare + more, hidden=hidden, factor=-1e4, events=events
-                )
-            )
+            hidden = more <= LOW if bool((more <= LOW).any()) else None
+            kind = "mask" if hidden is not None and bool(((more == 0) | hidden).all()) else "bias"
+            after = alpha * bare + more
+            fill = None if hidden is None else float(after[hidden].max())
+            if bool((more != 0).any()):
+                steps.append(Step(kind, event, self.root, alpha * bare, after, fill, hidden, events))
         return steps
 
     def run(self) -> None:
@@ -100,12 +99,12 @@ class AttentionRows:
             return unusual("heads have scales of their own", "scale-not-uniform")
         total = self.q.factor * self.k.factor * math.prod(step.factor or 1.0 for step in scales)
         if self.q.others or self.k.others:
-            length = self.tape.values(self.found.q).norm(dim=-1)
+            length = self.tape.values(self.attention.q).norm(dim=-1)
             if bool(((length - self.q.factor).abs() < 1e-3).all()):
                 return None  # cosine similarity: the usual scale is not expected
         steps = [step.factor or 1.0 for step in scales]
         steps += [c.factor for side in (self.q, self.k) for c in side.changes if c.factor is not None]
-        sizes = (self.found.q.shape[-1], self.width, self.found.p.shape[-1])
+        sizes = (self.attention.q.shape[-1], self.width, self.attention.p.shape[-1])
         note = judge_scale(total, steps, *sizes)
         return None if after and note and "scale-missing" in note else note
 
@@ -117,15 +116,15 @@ class AttentionRows:
         result, dtype = self.writer.result_of(own.events, own.ids, letters, usual)
         factor = own.factor or 1.0
         check = Check(f"the measured factor is {factor:.4g} for every number", None, True)
-        equation = f"{side.name} ← {side.name} · {_format(factor, self.found.q.shape[-1], self.width)}"
+        equation = f"{side.name} ← {side.name} · {_format(factor, self.attention.q.shape[-1], self.width)}"
         notes = [f"on the {'queries' if side is self.q else 'keys'}, before their product", *([note] if note else [])]
         notes = notes[::-1] if note else notes
         self.writer.add(4, "scale", result, dtype, equation=equation, events=own.events, check=check, notes=notes)
 
     def _scores(self, note: str | None) -> None:
-        q, k = self.tape.values(self.found.q), self.tape.values(self.found.k).transpose(-2, -1)
+        q, k = self.tape.values(self.attention.q), self.tape.values(self.attention.k).transpose(-2, -1)
         alpha, added = added_by_product(self.products[0], self.origins)
-        keys = self.found.p.shape[-1]
+        keys = self.attention.p.shape[-1]
         bare, size = (q @ k)[..., :keys], (q.abs() @ k.abs())[..., :keys]
         claim = "equals q kᵀ in float64"
         actual = self.tape.values(self.root)
@@ -146,22 +145,22 @@ class AttentionRows:
 
     def _note_heads(self) -> list[str]:
         """Return notes on heads that share keys, or weights."""
-        found = self.found
+        attention = self.attention
         notes: list[str] = []
-        if not found.is_sound:
+        if not attention.is_sound:
             return ["Q and K count places in the heads of the code, which are not positions"]
-        if (entry := _entry_of_others(found)) is not None:
+        if (entry := _entry_of_others(attention)) is not None:
             text = f"the queries of batch entry {entry[0] + 1} are compared with the keys of entry {entry[1] + 1}"
             notes.append(unusual(text, "batches-mixed"))
-        if found.kv_heads < found.p.shape[1]:
-            head = self.writer.coordinates[Coordinate.HEAD][found.k[0, :, 0, 0]]
+        if attention.kv_heads < attention.p.shape[1]:
+            head = self.writer.coordinates[Coordinate.HEAD][attention.k[0, :, 0, 0]]
             order: list[int] = head.tolist()
             if order != sorted(order):
                 text = f"query heads 1, 2, 3, … use key heads {', '.join(str(n + 1) for n in order)}"
                 notes.append(unusual(text, "kv-heads-tiled"))
-            elif found.query_heads > 1:
-                notes.append(f"{found.p.shape[1]} query heads share {found.kv_heads} key heads")
-        if found.query_heads == 1 < found.p.shape[1] and bool((found.p == found.p[:, :1]).all()):
+            elif attention.query_heads > 1:
+                notes.append(f"{attention.p.shape[1]} query heads share {attention.kv_heads} key heads")
+        if attention.query_heads == 1 < attention.p.shape[1] and bool((attention.p == attention.p[:, :1]).all()):
             notes.append(unusual("every head uses the scores of one head", "heads-share-weights"))
         return notes
 
@@ -188,7 +187,7 @@ class AttentionRows:
             check = Check(f"the measured factor is the same for all scores of a head: {step.detail}", None, True)
             return self._add("scale", step, "s ← s · c[h]", check, [note])
         check = Check(f"the measured factor is {step.factor:.4g} for every score", None, True)
-        total = _format(step.factor, self.found.q.shape[-1], self.width)
+        total = _format(step.factor, self.attention.q.shape[-1], self.width)
         return self._add("scale", step, f"s[i, j] ← s[i, j] · {total}", check, [note])
 
     def _cap(self, step: Step, note: str | None) -> None:
@@ -201,8 +200,8 @@ class AttentionRows:
 
     def _bias(self, step: Step, note: str | None) -> None:
         delta = step.after - step.before
-        seen = torch.ones_like(delta, dtype=torch.bool) if step.hidden is None else ~step.hidden
-        finite = delta[seen & delta.isfinite()]
+        shown = torch.ones_like(delta, dtype=torch.bool) if step.hidden is None else ~step.hidden
+        finite = delta[shown & delta.isfinite()]
         low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
         check = Check("every score changes by its bias", f"from {low:.3g} to {high:.3g}", True)
         notes = [note]
@@ -219,14 +218,16 @@ class AttentionRows:
     def _mask(self, step: Step, note: str | None) -> None:
         hidden = torch.zeros_like(self.hidden) if step.hidden is None else step.hidden
         self.hidden = self.hidden | hidden
-        weights = self.tape.values(self.found.p)
-        masked = Masked(hidden, self.hidden, weights, step.factor or 0.0, self.found.query_token, self.found.key_token)
+        weights = self.tape.values(self.attention.p)
+        masked = Masked(
+            hidden, self.hidden, weights, step.factor or 0.0, self.attention.query_token, self.attention.key_token
+        )
         text = describe_mask(masked, quantity)
         unchanged = equal("", step.after[~hidden], step.before[~hidden])
         check = Check(text.claim, text.outcome, text.held and bool(unchanged.held))
         if not unchanged.held and text.held:
             check = Check(text.claim, f"of the visible scores, {unchanged.outcome}", False)
-        queries, keys = self.found.p.shape[2:]
+        queries, keys = self.attention.p.shape[2:]
         later = "j > i" if queries == keys else "j > i + K − Q"
         where = later if text.is_causal else "pair (i, j) is hidden"
         hides = bool(hidden.any()) and step.factor is not None
@@ -269,7 +270,7 @@ class AttentionRows:
 
     def _share_of_sinks(self, softmax: Softmax | None, step: Step) -> Tensor | None:
         """Return the weight of logits beside those of the keys, [B, H, Q]; None without any."""
-        if softmax is None or softmax.event.out.shape[softmax.axis] == self.found.p.shape[-1]:
+        if softmax is None or softmax.event.out.shape[softmax.axis] == self.attention.p.shape[-1]:
             return None
         whole = self.tape.values(softmax.event.out)
         if not bool(torch.isin(step.ids, softmax.event.out).all()):
@@ -334,9 +335,9 @@ class AttentionRows:
         self._add("scale after the softmax", step, f"p[i, j] ← p[i, j] · {factor:.4g}", check, [note, text])
 
     def _outputs(self) -> None:
-        p, v = self.tape.values(self.found.p), self.tape.values(self.found.v)
-        out = self.tape.values(self.found.out)
-        events = [mixing.event for mixing in self.found.mixings]
+        p, v = self.tape.values(self.attention.p), self.tape.values(self.attention.v)
+        out = self.tape.values(self.attention.out)
+        events = [mixing.event for mixing in self.attention.mixings]
         dtype = events[0].values.dtype
         clean = p.nan_to_num(0)
         allowed = (clean.abs() @ v.abs()) * rounding(dtype, p.shape[-1])
@@ -347,19 +348,20 @@ class AttentionRows:
         check = close("equals p v in float64", out.to(kind), p @ v, allowed)
         letters = {**PAIRS, Coordinate.WIDTH: self.writer.value_letter}
         usual = ("B", "H", "Q", self.writer.value_letter)
-        result, dtype = self.writer.result_of(events, self.found.out, letters, usual)
+        result, dtype = self.writer.result_of(events, self.attention.out, letters, usual)
         notes = ["the code computes them one by one"] if self.writer.is_loop else []
-        if torch.equal(self.found.v, self.found.k) and self.found.v.shape == self.found.k.shape:
+        if torch.equal(self.attention.v, self.attention.k) and self.attention.v.shape == self.attention.k.shape:
             notes.append("the values are the keys")
         self.writer.add(
             4, "head outputs", result, dtype, equation="o[i] = Σⱼ p[i, j] v[j]", events=events, check=check, notes=notes
         )
 
 
-def _entry_of_others(found: Arrangement) -> tuple[int, int] | None:
+def _entry_of_others(attention: Arrangement) -> tuple[int, int] | None:
     """Return a batch entry whose keys are the tokens of another, and that one; None without any."""
     queries, keys = (
-        [set(row) for row in x.tolist()] if bool((x >= 0).all()) else [] for x in (found.query_token, found.key_token)
+        [set(row) for row in x.tolist()] if bool((x >= 0).all()) else []
+        for x in (attention.query_token, attention.key_token)
     )
     for entry, own in enumerate(keys):
         for other, tokens in enumerate(queries):

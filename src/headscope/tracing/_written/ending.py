@@ -28,7 +28,7 @@ class Joined:
 
 def find_joined(writer: Writer) -> Joined | None:
     """Return where the outputs of the heads are joined: as rows of a projection, or as the module's own result."""
-    own = {mixing.event.index for mixing in writer.found.mixings}
+    own = {mixing.event.index for mixing in writer.attention.mixings}
     last = max(own)
     for index, projection in sorted(writer.origins.projections.items()):
         if index < last:
@@ -55,7 +55,7 @@ def add_ending(writer: Writer, returned: Tensor | None) -> None:
 
 def _add_sum_of_heads(writer: Writer) -> bool:
     """Add the sum of the outputs of the heads, if the code sums them over heads; return whether it does."""
-    own = {mixing.event.index for mixing in writer.found.mixings}
+    own = {mixing.event.index for mixing in writer.attention.mixings}
     table = writer.coordinates
     for event in writer.origins.tape.events[max(own) + 1 :]:
         if event.name not in ("sum", "mean") or not event.inputs:
@@ -71,7 +71,7 @@ def _add_sum_of_heads(writer: Writer) -> bool:
         if event.out.ndim == ids.ndim:
             out = [(name, event.out.shape[at]) for at, (name, _) in enumerate(names)]
         note = unusual("the outputs of the heads are summed instead of joined", "heads-not-joined")
-        check = Check("each head has columns of its own", f"{writer.found.p.shape[1]} heads share them", False)
+        check = Check("each head has columns of its own", f"{writer.attention.p.shape[1]} heads share them", False)
         writer.add(
             5, "concatenation", Result(event.out, out), event.values.dtype, equation="o = Σₕ oₕ", events=[event],
             check=check, notes=[note],
@@ -87,9 +87,9 @@ def _letters(writer: Writer) -> dict[Coordinate, str]:
 
 def _add_without_projection(writer: Writer, returned: Tensor | None) -> None:
     """Add the concatenation that the module returns itself."""
-    own = {mixing.event.index for mixing in writer.found.mixings}
+    own = {mixing.event.index for mixing in writer.attention.mixings}
     mixed = set() if returned is None else set(writer.origins.of(Field.MIXED_BY, returned).unique().tolist())
-    if returned is None or mixed != own or returned.numel() != writer.found.out.numel():
+    if returned is None or mixed != own or returned.numel() != writer.attention.out.numel():
         writer.missing["concatenation"] = "the outputs of the heads are not joined before a projection"
         writer.missing["output"] = "no projection takes the outputs of the heads"
         return
@@ -100,17 +100,17 @@ def _add_without_projection(writer: Writer, returned: Tensor | None) -> None:
 
 def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note: str | None = None) -> None:
     """Add stage 5, unless the product itself joins the heads."""
-    tape, found = writer.origins.tape, writer.found
+    tape, attention = writer.origins.tape, writer.attention
     ids = rows.unique()
-    first = max(mixing.event.index for mixing in found.mixings)
+    first = max(mixing.event.index for mixing in attention.mixings)
     stop = len(tape.events) if product is None else product.index
-    calls = {mixing.event.call for mixing in found.mixings} if not writer.is_loop else set()
+    calls = {mixing.event.call for mixing in attention.mixings} if not writer.is_loop else set()
     calls |= set() if product is None else {product.call}
     moves = [
         event for event in tape.events[first + 1 : stop]
         if event.is_move and event.call not in calls and any(is_same(out, ids) for out in event.outs)
     ]  # fmt: skip
-    if found.p.shape[1] == 1 and not moves:
+    if attention.p.shape[1] == 1 and not moves:
         writer.missing["concatenation"] = "there is one head"
         return
     if not moves:
@@ -122,7 +122,7 @@ def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note
     out = next(out for out in moves[-1].outs if is_same(out, ids))
     letter = writer.value_letter
     usual = ("B", "Q", f"H·{letter}")
-    heads = found.p.shape[1]
+    heads = attention.p.shape[1]
     names = ["o₁", "…", f"o{subscript(heads)}"] if heads > 2 else ["o₁", "o₂"][:heads]
     notes = [note] if note else []
     dropped = _dropped_heads(writer, rows)
@@ -137,7 +137,7 @@ def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note
         notes += _changes_of(writer, rows)
     result = Result(out, name_axes(writer.coordinates, out, _letters(writer), usual))
     writer.add(
-        5, "concatenation", result, found.mixings[0].event.values.dtype, equation=f"o = concat({', '.join(names)})",
+        5, "concatenation", result, attention.mixings[0].event.values.dtype, equation=f"o = concat({', '.join(names)})",
         events=moves, check=check, notes=notes,
     )  # fmt: skip
 
@@ -151,7 +151,7 @@ def _changes_of(writer: Writer, rows: Tensor) -> list[str]:
     heads = writer.coordinates[Coordinate.HEAD][levels[-1]]
     gone = [
         h
-        for h in range(writer.found.p.shape[1])
+        for h in range(writer.attention.p.shape[1])
         if bool((now[heads == h] == 0).all()) and bool((own[heads == h] != 0).any())
     ]
     if gone:
@@ -167,13 +167,13 @@ def _dropped_heads(writer: Writer, rows: Tensor) -> list[int]:
     """Return the heads whose outputs are not among joined numbers."""
     base = walk(writer.origins, rows)[-1]
     heads = set(writer.coordinates[Coordinate.HEAD][base].unique().tolist())
-    return sorted(set(range(writer.found.p.shape[1])) - heads)
+    return sorted(set(range(writer.attention.p.shape[1])) - heads)
 
 
 def _check_rows(writer: Writer, rows: Tensor) -> Check:
     """Check that each row has the outputs of all heads at one position, head by head."""
     claim = "each position has the outputs of its own heads"
-    if not writer.found.is_sound:
+    if not writer.attention.is_sound:
         return Check(claim, "not checked, because the heads do not belong to positions", None)
     own = walk(writer.origins, rows)
     table = writer.coordinates
@@ -197,7 +197,7 @@ def _check_rows(writer: Writer, rows: Tensor) -> Check:
     if bool(bad.any()):
         return Check(claim, f"{int(bad.sum()):,} of {bad.numel():,} rows hold numbers of several positions", False)
     head, width = table[Coordinate.HEAD][rows], table[Coordinate.WIDTH][rows]
-    places = head * writer.found.v.shape[-1] + width
+    places = head * writer.attention.v.shape[-1] + width
     if bool((places != places.reshape(-1, places.shape[-1])[0]).any()):
         return Check(claim, "the heads are joined in different orders for different positions", False)
     in_order = bool((places.reshape(-1, places.shape[-1])[0].diff() == 1).all())
@@ -227,7 +227,7 @@ def _add_output(writer: Writer, projection: Projection, returned: Tensor | None)
             table[coordinate, ids] = table[coordinate, level]
     outs = [
         out for event in tape.events[last.index :] if event.call == last.call for out in event.outs
-        if out.numel() == last.out.numel()
+        if is_same(out, last.out)
     ]  # fmt: skip
     letters = {Coordinate.BATCH: "B", Coordinate.TIME: "Q", Coordinate.WIDTH: "E"}
     out = outs[-1] if outs else last.out

@@ -37,7 +37,7 @@ class Place(NamedTuple):
     """The operation of a frame that runs: two operations of one call have the same place."""
 
     line: Line | None
-    call: tuple[int, int]
+    call: tuple[int, int, int]
 
 
 def current_place(own: str | None) -> Place:
@@ -55,12 +55,14 @@ def current_place(own: str | None) -> Place:
         if first is None and not file.startswith(FOREIGN):
             first = frame
         frame = frame.f_back
-    return Place(None, (0, 0)) if first is None else _place_of(first)
+    return Place(None, (0, 0, 0)) if first is None else _place_of(first)
 
 
 def _place_of(frame: FrameType) -> Place:
     start, end = _span(frame.f_code, frame.f_lasti)
-    return Place(_line(frame.f_code.co_filename, start, end, _Globals(frame.f_globals)), (id(frame), frame.f_lasti))
+    line = _line(frame.f_code.co_filename, start, end, _Globals(frame.f_globals))
+    caller = -1 if frame.f_back is None else frame.f_back.f_lasti  # two calls of a function may have one address
+    return Place(line, (id(frame), frame.f_lasti, caller))
 
 
 class _Globals(dict[str, object]):
@@ -87,5 +89,6 @@ def _line(file: str, start: int, end: int, names: _Globals) -> Line | None:
     lines = [linecache.getline(file, n, names).rstrip() for n in range(start, min(end, start + MOST_LINES - 1) + 1)]
     if not lines or not lines[0].strip():
         return Line(file, start, "")
+    lines += ["    …"] if end - start >= MOST_LINES else []
     indent = len(lines[0]) - len(lines[0].lstrip())
     return Line(file, start, "\n".join(line[min(indent, len(line) - len(line.lstrip())) :] for line in lines))

@@ -22,8 +22,8 @@ NAMES = {"q": "queries", "k": "keys", "v": "values"}
 
 def letters_of(writer: Writer, name: str) -> dict[Coordinate, str]:
     """Return the letters of the axes of queries, keys or values."""
-    heads = writer.found.p.shape[1]
-    number = {"q": heads, "k": writer.found.kv_heads, "v": writer.found.value_heads}[name]
+    heads = writer.attention.p.shape[1]
+    number = {"q": heads, "k": writer.attention.kv_heads, "v": writer.attention.value_heads}[name]
     return {
         Coordinate.BATCH: "B", Coordinate.HEAD: "H" if number == heads else "Hkv",
         Coordinate.TIME: "Q" if name == "q" else "K", Coordinate.WIDTH: writer.value_letter if name == "v" else "D",
@@ -62,7 +62,7 @@ def _reads_more_keys(writer: Writer, sides: Sequence[Side]) -> bool:
     return (
         rows[0] == rows[1]
         and len(rows[0]) > 0
-        and writer.found.q.shape[2] < without_past(writer, sides[1]).root.shape[2]
+        and writer.attention.q.shape[2] < without_past(writer, sides[1]).root.shape[2]
     )
 
 
@@ -161,7 +161,7 @@ def _projection_result(writer: Writer, group: list[Side]) -> Result:
         usual = ("B", letters[Coordinate.HEAD], letters[Coordinate.TIME], width)
         return Result(first.projected, list(zip(usual, first.projected.shape, strict=True)))
     later = writer.origins.tape.events[last.index :]
-    outs = [out for each in later if each.call == last.call for out in each.outs if out.numel() == last.out.numel()]
+    outs = [out for each in later if each.call == last.call for out in each.outs if is_same(out, last.out)]
     return Result(outs[-1], name_axes(writer.coordinates, outs[-1], letters, usual))
 
 
@@ -204,7 +204,9 @@ def _is_input(writer: Writer, side: Side) -> bool:
 
 def add_splits(writer: Writer, sides: Sequence[Side], product: Event) -> None:
     """Add stage 3: the heads of queries, keys and values, where they are cut from a joined projection."""
-    faults = {side.name: has_split_fault(writer.origins, side) for side in sides} if not writer.found.is_sound else {}
+    faults = (
+        {side.name: has_split_fault(writer.origins, side) for side in sides} if not writer.attention.is_sound else {}
+    )
     for side in sides:
         step = f"split {NAMES[side.name]}"
         if faults and not (faults[side.name] and (side.name != "q" or faults["k"])):
@@ -229,11 +231,11 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
     if columns is None:
         writer.missing[step] = "its numbers come from several products"
         return
-    if side.projected.shape[1] == 1 and writer.found.is_sound:
+    if side.projected.shape[1] == 1 and writer.attention.is_sound:
         writer.missing[step] = "there is one head"
         return
-    limit = writer.found.mixings[0].event.index
-    events = find_split(writer.origins.tape, side, writer.found.mixings[0].event if side.name == "v" else product)
+    limit = writer.attention.mixings[0].event.index
+    events = find_split(writer.origins.tape, side, writer.attention.mixings[0].event if side.name == "v" else product)
     in_loop = writer.is_loop
     if not events and not in_loop:
         writer.missing[step] = NO_STEP
@@ -241,7 +243,7 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
     claim = f"joining the heads restores {side.name}"
     check = _check_columns(claim, columns)
     notes: list[str] = []
-    if not writer.found.is_sound:
+    if not writer.attention.is_sound:
         check, notes = check_split(writer.origins, side)
     elif _is_interleaved(columns):
         notes.append(

@@ -37,30 +37,30 @@ class Writer:
 
     Attributes:
         origins: what the numbers of the tape are.
-        found: the attention, arranged by heads.
+        attention: the attention, arranged by heads.
         rows: those so far.
         missing: steps that were not found, each with the reason.
         unusual: the names of the findings that rows mention.
     """
 
     origins: Origins
-    found: Arrangement
+    attention: Arrangement
     rows: list[Row] = field(default_factory=list[Row])
     missing: dict[str, str] = field(default_factory=dict[str, str])
     lines: list[Line] = field(default_factory=list[Line])
 
     def __post_init__(self) -> None:
-        self.coordinates = coordinates_of(self.origins, self.found)
+        self.coordinates = coordinates_of(self.origins, self.attention)
 
     @property
     def value_letter(self) -> str:
         """The letter of the width of values: D where it is that of queries."""
-        return "D" if self.found.v.shape[-1] == self.found.q.shape[-1] else "Dv"
+        return "D" if self.attention.v.shape[-1] == self.attention.q.shape[-1] else "Dv"
 
     @property
     def is_loop(self) -> bool:
         """Whether the code computes heads one by one."""
-        return len(self.found.mixings) > 1
+        return len(self.attention.mixings) > 1
 
     def add(
         self, stage: int, step: str, result: Result, dtype: torch.dtype, *, equation: str, events: Iterable[Event],
@@ -110,7 +110,9 @@ class Writer:
         event = events[-1]
         own: list[Tensor] = []
         projected = any(each.event.call == event.call for each in self.origins.projections.values())
-        if not self.is_loop and not (projected and event.call and event.index == self.found.mixings[-1].event.index):
+        if not self.is_loop and not (
+            projected and event.call and event.index == self.attention.mixings[-1].event.index
+        ):
             later = self.origins.tape.events[event.index :]
             own = [out for each in later if each.call == event.call for out in each.outs if is_same(out, ids.unique())]
         if self.is_loop or not own:

@@ -163,8 +163,8 @@ def _same(before: Tensor, after: Tensor) -> bool:
 
 def _zeroes(before: Tensor, after: Tensor) -> bool:
     """Return whether some numbers became 0, and the others did not change."""
-    kept = after == before
-    return bool((kept | (after == 0)).all()) and bool(((after == 0) & (before != 0)).any())
+    unchanged = after == before
+    return bool((unchanged | (after == 0)).all()) and bool(((after == 0) & (before != 0)).any())
 
 
 def uniform_factor(before: Tensor, after: Tensor, event: Event) -> float | None:

@@ -222,12 +222,12 @@ def find_split(tape: Tape, side: Side, product: Event) -> list[Event]:
     first = max(first, -1 if side.bias is None else side.bias.index)
     own_calls = {projection.event.call for projection in side.projections}
     own_calls |= {side.bias.call} if side.bias is not None else set()
-    found = [
+    moves = [
         event for event in tape.events[first + 1 : product.index]
         if event.is_move and event.call not in (*own_calls, product.call)
         and any(is_same(out, ids) for out in event.outs)
     ]  # fmt: skip
-    return [event for event in found if event.line != product.line] or found
+    return [event for event in moves if event.line != product.line] or moves
 
 
 def token_tensor(origins: Origins, ids: Tensor) -> Tensor:

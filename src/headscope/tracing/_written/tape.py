@@ -117,7 +117,7 @@ class Tape(TorchDispatchMode):
         self._alive: list[Any] = []
         self._count = 1
         self._calls = 0
-        self._last_call: tuple[int, int] = (0, 0)
+        self._last_call: tuple[int, int, int] = (0, 0, 0)
         self._inside = ""
         for x in constants:
             self._add_outside("constant", x)
@@ -147,8 +147,8 @@ class Tape(TorchDispatchMode):
         places = [first]
         if last > first:
             starts = torch.tensor(self._starts[first : last + 1])
-            found = torch.bucketize(ids.flatten(), starts, right=True) - 1
-            places = [first + place for place in torch.bincount(found).nonzero().flatten().tolist()]
+            indices = torch.bucketize(ids.flatten(), starts, right=True) - 1
+            places = [first + place for place in torch.bincount(indices).nonzero().flatten().tolist()]
         return [event for place in places if (event := self._makers[place]) is not None]
 
     def values(self, ids: Tensor) -> Tensor:
@@ -322,6 +322,7 @@ class Tape(TorchDispatchMode):
             self._inside = ""
         ids = self.ids(defined)
         self._create(out).copy_(ids)
+        self._shadows[out.untyped_storage()._cdata].depends = True
         for event in self.makers(ids):
             event.values.view(-1)[ids.reshape(-1) - event.start] = out.detach().reshape(-1)
         return (out, *rest)

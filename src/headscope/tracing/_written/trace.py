@@ -60,34 +60,36 @@ def trace_module(module: nn.Module | Callable[..., Any], x: Tensor, context: Any
     title = f"{name} on x {list(x.shape)}"
     if len(groups) > 1:
         title += f", attention 1 of {len(groups)}"
-    found = arrange(origins, groups[0]) or arrange_slots(origins, groups[0])
-    if found is None:
+    attention = arrange(origins, groups[0]) or arrange_slots(origins, groups[0])
+    if attention is None:
         raise ValueError(
             f"module: the weights of {name} come from several products, or from features instead of positions, and "
             "cannot be arranged by heads; trace the part of the module that computes one attention"
         )
-    writer = _write(origins, found, recorded.labels, returned)
+    writer = _write(origins, attention, recorded.labels, returned)
     described: dict[str, Any] = {"class": name, "attentions": len(groups)}
-    batch, heads, queries, keys = found.p.shape
-    described |= {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "head_dim": found.q.shape[-1]}
+    batch, heads, queries, keys = attention.p.shape
+    described |= {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "head_dim": attention.q.shape[-1]}
     result = output.detach() if output is not None else x.new_zeros(0)
     return Trace(title, writer.rows, result, described, "", writer.missing, _program(writer.lines, module))
 
 
-def _write(origins: Origins, found: Arrangement, labels: dict[int, str], returned: Tensor | None) -> Writer:
+def _write(origins: Origins, attention: Arrangement, labels: dict[int, str], returned: Tensor | None) -> Writer:
     """Return the writer with the rows of one attention."""
-    writer = Writer(origins, found)
-    sides = [read_side(origins, name, ids) for name, ids in (("q", found.q), ("k", found.k), ("v", found.v))]
-    if not found.is_sound:
+    writer = Writer(origins, attention)
+    sides = [
+        read_side(origins, name, ids) for name, ids in (("q", attention.q), ("k", attention.k), ("v", attention.v))
+    ]
+    if not attention.is_sound:
         place_sides(origins, writer.coordinates, sides)
     add_inputs(writer, sides, labels)
     add_projections(writer, sides)
-    product = found.mixings[0].event
+    product = attention.mixings[0].event
     width = sides[0].projections[0].rows.shape[-1] if sides[0].projections else None
-    attention = AttentionRows(writer, sides, width)
-    add_splits(writer, sides, attention.products[0] if attention.products else product)
+    middle = AttentionRows(writer, sides, width)
+    add_splits(writer, sides, middle.products[0] if middle.products else product)
     add_changes(writer, sides)
-    attention.run()
+    middle.run()
     add_ending(writer, returned)
     return writer
 
