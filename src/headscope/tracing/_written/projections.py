@@ -235,7 +235,12 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
         writer.missing[step] = "there is one head"
         return
     limit = writer.attention.mixings[0].event.index
-    events = find_split(writer.origins.tape, side, writer.attention.mixings[0].event if side.name == "v" else product)
+    user = writer.attention.mixings[0].event if side.name == "v" else product
+    numbers = side.projected
+    events: list[Event] = []
+    for numbers in (side.projected, *(change.ids for change in side.changes)):  # a scale may come before the split
+        if events := find_split(writer.origins.tape, side, numbers, user):
+            break
     in_loop = writer.is_loop
     if not events and not in_loop:
         writer.missing[step] = NO_STEP
@@ -265,7 +270,7 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
                 lines.append(event)
         events = lines[:3]
     else:
-        own = side.projected.unique()
+        own = numbers.unique()
         named = [
             Result(out, name_axes(writer.coordinates, out, letters, usual))
             for event in events for out in event.outs if is_same(out, own)

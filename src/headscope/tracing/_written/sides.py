@@ -87,7 +87,7 @@ def read_side(origins: Origins, name: str, operand: Tensor) -> Side:
         x, y = tape.values(before), tape.values(after)
         if all(event.name in ("mul", "div") for event in events):
             factor = uniform_factor(x, y, events[-1])
-        if not changes and bias is None and _is_bias(tape, events):
+        if not changes and bias is None and _is_bias(tape, events, projections):
             bias, projected = events[-1], after
             continue
         if factor is not None and abs(factor - 1) < 1e-9:
@@ -96,11 +96,13 @@ def read_side(origins: Origins, name: str, operand: Tensor) -> Side:
     return Side(name, projections, levels[0], projected, operand, bias, tuple(changes))
 
 
-def _is_bias(tape: Tape, events: tuple[Event, ...]) -> bool:
+def _is_bias(tape: Tape, events: tuple[Event, ...], projections: tuple[Projection, ...]) -> bool:
     """Return whether operations add a parameter that is the same for every token."""
     for event in events:
         others = [ids for ids in event.inputs if not any(maker.depends for maker in tape.makers(ids))]
         if event.name not in ADDITIONS or len(others) != 1 or event.out.numel() == others[0].numel():
+            return False
+        if others[0].numel() not in {each.out.shape[2] for each in projections}:
             return False
         if not all(maker.name == "constant" for maker in tape.makers(others[0])):
             return False
@@ -212,12 +214,12 @@ def columns_of(origins: Origins, side: Side) -> Tensor | None:
     return None if bool((result < 0).any()) else result
 
 
-def find_split(tape: Tape, side: Side, product: Event) -> list[Event]:
+def find_split(tape: Tape, side: Side, numbers: Tensor, product: Event) -> list[Event]:
     """Return the operations that split a projection into the heads that a product takes: the last one last.
 
     Those on the line of the product belong to the product, unless there are no others.
     """
-    ids = side.projected.unique()
+    ids = numbers.unique()
     first = max((projection.event.index for projection in side.projections), default=0)
     first = max(first, -1 if side.bias is None else side.bias.index)
     own_calls = {projection.event.call for projection in side.projections}
