@@ -234,7 +234,6 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
     if side.projected.shape[1] == 1 and writer.attention.is_sound:
         writer.missing[step] = "there is one head"
         return
-    limit = writer.attention.mixings[0].event.index
     user = writer.attention.mixings[0].event if side.name == "v" else product
     numbers = side.projected
     events: list[Event] = []
@@ -255,20 +254,9 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
             unusual("a head takes its numbers from the projection in steps, not side by side", "heads-interleaved")
         )
     if in_loop:
-        parts = [
-            event for event in writer.origins.tape.events[side.projections[0].event.index : limit] if event.is_move
-        ]
-        own = side.projected.unique()
-        events = [
-            e for e in parts if e.line is not None and all(o.numel() and bool(torch.isin(o, own).all()) for o in e.outs)
-        ]
+        events = _cuts_of_loop(writer, side)
         result = Result(side.projected, list(zip(usual, side.projected.shape, strict=True)))
         notes.append("the code takes the heads one by one")
-        lines: list[Event] = []
-        for event in events:
-            if event.line not in [each.line for each in lines]:
-                lines.append(event)
-        events = lines[:3]
     else:
         own = numbers.unique()
         named = [
@@ -284,6 +272,17 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
         equation=f"{side.name}ₕ[{index}] = the part of {side.name}[{index}] that belongs to head h", events=events,
         check=check, notes=notes,
     )  # fmt: skip
+
+
+def _cuts_of_loop(writer: Writer, side: Side) -> list[Event]:
+    """Return the operations by which a loop takes heads from a projection, one for each line of code."""
+    own, cuts = side.projected.unique(), list[Event]()
+    start, stop = side.projections[0].event.index, writer.attention.mixings[0].event.index
+    for event in writer.origins.tape.events[start:stop]:
+        takes = all(out.numel() and bool(torch.isin(out, own).all()) for out in event.outs)
+        if event.is_move and event.line is not None and takes and event.line not in [each.line for each in cuts]:
+            cuts.append(event)
+    return cuts[:3]
 
 
 def without_past(writer: Writer, side: Side) -> Side:
