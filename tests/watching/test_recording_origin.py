@@ -340,3 +340,25 @@ def test_a_damaged_origin_is_told_as_such(change: dict[str, Any], message: str, 
 def test_an_origin_is_shown_as_a_sentence() -> None:
     assert str(Origin("Model")) == "Model (without a configuration)"
     assert str(Part(8, (4, 8))) == "heads 4 to 7 of 8"
+
+
+class PerLayerConfig:
+    """As transformers has it for models whose layers differ: an attribute of the layers raises."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        raise RuntimeError("'num_attention_heads' is a per-layer attribute and may vary across layers")
+
+
+class Heterogeneous(nn.Module):
+    config = PerLayerConfig()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_a_configuration_without_one_number_of_heads_is_no_error() -> None:
+    model = Heterogeneous()
+    with watch(model) as seen:
+        model(torch.randn(1, 2, 5, 3))
+    assert seen.layers == ("Heterogeneous",)

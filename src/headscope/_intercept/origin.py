@@ -165,6 +165,14 @@ class _Slice:
         return f"{self.length} of {self.total} {'columns' if self.axis else 'rows'} of {self.parameter}"
 
 
+def _read(config: Any, name: str) -> Any:
+    """Return an attribute of a configuration; None if it has none, or one for each layer, which transformers raises."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
+
+
 def _part(name: str, around: list[nn.Module], heads: int, widths: tuple[int, int]) -> Part | None:
     """Return the part of the heads that a layer holds; None = all, as far as known.
 
@@ -176,7 +184,7 @@ def _part(name: str, around: list[nn.Module], heads: int, widths: tuple[int, int
     """
     configs = (getattr(each, "config", None) for each in around)
     config = next((each for each in configs if each is not None), None)
-    count = next((n for name in _HEAD_COUNTS if type(n := getattr(config, name, None)) is int), None)
+    count = next((n for name in _HEAD_COUNTS if type(n := _read(config, name)) is int), None)
     if count is not None and heads >= count:
         return None
     stated = heads in _declared(config)
