@@ -1,0 +1,260 @@
+"""What ``watch`` records of every model family of transformers: the table of docs/concepts/families.md.
+
+    python tests/support/family_survey.py [--page] [--names bert,gpt2] [--out survey.jsonl] [--jobs 2]
+
+Each family is built small, with random weights. A spy that knows nothing of headscope counts its attention. A watch has
+to leave the outputs as they are, to the bit, and its statistics have to be those of the model's own eager weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.families import Spy, UnbuiltError, build, list_names
+
+SECONDS = 120  # of one family
+TOLERANCE = 1e-5
+
+
+def survey(name: str) -> dict[str, Any]:
+    """Return what is known of a family, as plain values."""
+    import headscope
+    from headscope.watching import WatchError
+
+    try:
+        family = build(name)
+    except UnbuiltError as error:
+        return {"name": name, "unbuilt": str(error)}
+    model, inputs = family.model, family.inputs
+    spy = Spy()
+    with torch.no_grad():
+        torch.manual_seed(0)
+        with spy:
+            model(**inputs)
+        torch.manual_seed(0)
+        plain = model(**inputs)
+    result: dict[str, Any] = {"name": name, "fused": spy.fused, "written": spy.written}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            torch.manual_seed(0)
+            with torch.no_grad(), headscope.watch(model) as seen:
+                watched = model(**inputs)
+        except WatchError as error:
+            return {**result, "refused": str(error)}
+    result["warnings"] = [str(each.message) for each in caught if "headscope" in each.category.__module__]
+    result["layers"] = len(seen.layers)
+    result["same"] = _are_same(plain, watched)
+    return {**result, **_compare(model, inputs)}
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    mine, other = list(_tensors(a)), list(_tensors(b))
+    return len(mine) == len(other) and all(
+        torch.equal(x, y) or (x.dtype.is_floating_point and torch.equal(x.nan_to_num(), y.nan_to_num()))
+        for x, y in zip(mine, other, strict=True)
+    )
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, dict):
+        for each in x.values():
+            yield from _tensors(each)
+    elif isinstance(x, (list, tuple)):
+        for each in x:
+            yield from _tensors(each)
+
+
+def _compare(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Compare the statistics of a watch with the weights that the model itself returns."""
+    import headscope
+
+    try:
+        model.set_attn_implementation("eager")  # type: ignore[attr-defined]
+    except Exception as error:
+        return {"eager": f"none: {type(error).__name__}"}
+    try:
+        with warnings.catch_warnings(action="ignore"), torch.no_grad(), headscope.watch(model) as seen:
+            out = model(**inputs, output_attentions=True)
+    except Exception as error:
+        return {"eager": f"none: {type(error).__name__}: {str(error)[:150]}"}
+    weights = [
+        x.double() for name in out if name.endswith("attentions") for x in _tensors(out[name])
+        if x.ndim == 4 and torch.allclose(x.sum(-1), torch.ones(()).to(x), atol=1e-3)
+    ]  # fmt: skip
+    if not weights:
+        return {"eager": "no weights"}
+    recorded = [seen[layer, "entropy"].mean.double() for layer in seen.layers]
+    errors: list[float] = []
+    for p in weights:
+        entropy = torch.special.entr(p).sum(-1).mean((0, 2))  # [H]
+        fitting = [
+            float(((x - entropy).abs() / entropy.clamp_min(1e-3)).max()) for x in recorded if x.shape == entropy.shape
+        ]
+        if fitting:  # else of a layer that is not recorded, such as deformable attention
+            errors.append(min(fitting))
+    if not errors:
+        return {"eager": "weights of other layers"}
+    return {"eager": f"{len(errors)} weights", "error": max(errors), "unmatched": sum(e > TOLERANCE for e in errors)}
+
+
+def _survey_in_time(name: str) -> dict[str, Any]:
+    def late(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        return survey(name)
+    except TimeoutError:
+        return {"name": name, "unbuilt": f"took more than {SECONDS} s"}
+    except Exception as error:
+        return {"name": name, "crashed": f"{type(error).__name__}: {str(error)[:300]}"}
+    finally:
+        signal.alarm(0)
+
+
+DIFFERENT = {
+    "albert": "one layer, whose runs are merged",
+    "granite_swa": "its own weights lack the share of the sink",
+    "granitemoe_swa": "its own weights lack the share of the sink",
+    "wavlm": "its own weights are means over heads",
+}
+"""Families whose own weights are something else than those of each head."""
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "families.md"
+
+
+def render_page(results: list[dict[str, Any]]) -> str:
+    """Return the page about all families, in Markdown."""
+    import transformers
+
+    results = sorted(results, key=lambda each: str(each["name"]).lower())
+    built = [each for each in results if "unbuilt" not in each]
+    attending = [each for each in built if each.get("fused", 0) + each.get("written", 0)]
+    recorded = [each for each in attending if each.get("layers")]
+    compared = [each for each in recorded if "error" in each and each["name"] not in DIFFERENT]
+    rows = [f"| `{each['name']}` | {_way(each)} | {_verdict(each)} |" for each in built]
+    unbuilt = ", ".join(f"`{each['name']}`" for each in results if "unbuilt" in each)
+    lines = [
+        "# Families of transformers",
+        "",
+        *_wrap(f"This page lists what `watch` records of each model family of transformers {transformers.__version__}. "
+               "A program makes it, which takes some minutes:"),
+        "",
+        "```sh",
+        "python tests/support/family_survey.py --page",
+        "```",
+        "",
+        *_wrap("Each model is small and has random weights. A spy that does not use headscope counts the fused "
+               "attention calls, and the softmaxes that are multiplied with something. Then `watch` records a call. "
+               "The outputs must be the same, to the bit. Where a model returns its own weights, the entropy of each "
+               f"head must equal that of these weights, to {TOLERANCE:g} relative."),
+        "",
+        "| | families |",
+        "|---|---|",
+        f"| built and run | {len(built)} of {len(results)} |",
+        f"| with attention, by the spy | {len(attending)} |",
+        f"| recorded | {len(recorded)} |",
+        f"| compared with their own weights | {len(compared)} |",
+        "",
+        "For a text model with images or sound, only the text was given in most cases.",
+        "",
+        "| family | attention, by the spy | `watch` |",
+        "|---|---|---|",
+        *rows,
+        "",
+        "## Not built",
+        "",
+        "These families need another library, or the program does not find sizes or inputs that fit:",
+        "",
+        *_wrap(f"{unbuilt}."),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
+
+
+def _way(result: dict[str, Any]) -> str:
+    parts = [(result.get("fused", 0), "fused"), (result.get("written", 0), "by a softmax")]
+    return ", ".join(f"{count} {how}" for count, how in parts if count) or "none"
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    if "crashed" in result:
+        return f"error: {result['crashed']}"
+    if "refused" in result:
+        reason = str(result["refused"]).removeprefix("watch: ")
+        layers = re.findall(r"\((\w+)", reason)
+        if "no attention call was observed" in reason:
+            other = re.search(r"it has \S+ \((.*?)\)(, | and |$)", reason)
+            return f"nothing to record{': ' + other[1] if other else ''}"
+        if "could not be observed" in reason:
+            return f"refused: not recognised in {', '.join(dict.fromkeys(layers))}"
+        if "its output differs" in reason:
+            return "refused: its output differs from that of its q, k, v and mask"
+        return f"refused: {reason.rpartition(': ')[2]}"
+    text = f"{result['layers']} layers" if result["layers"] > 1 else "1 layer"
+    if not result["same"]:
+        return f"{text}; **other outputs**"
+    if result["name"] in DIFFERENT:
+        return f"{text}; {DIFFERENT[result['name']]}"
+    if result.get("unmatched"):
+        return f"{text}; **{result['unmatched']} differ from its own weights**"
+    return f"{text}, equal to its own weights" if "error" in result else text
+
+
+def main() -> int:
+    """Survey families, and print a line of JSON for each; or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--names", help="of families, with commas; by default, all")
+    parser.add_argument("--out", type=Path, help="append the lines to this file, and skip the families that it has")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}, from the lines of --out if it exists")
+    options = parser.parse_args()
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    names = options.names.split(",") if options.names else list_names()
+    if options.out and options.out.exists():
+        done = {json.loads(line)["name"] for line in options.out.read_text().splitlines()}
+        names = [name for name in names if name not in done]
+    results: list[dict[str, Any]] = []
+    if options.out and options.out.exists():
+        results = [json.loads(line) for line in options.out.read_text().splitlines()]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(options.jobs, maxtasksperchild=40) as pool:
+        for result in pool.imap_unordered(_survey_in_time, names):
+            line = json.dumps(result)
+            results.append(result)
+            print(line, flush=True)
+            if options.out:
+                with options.out.open("a") as file:
+                    file.write(line + "\n")
+    if options.page:
+        PAGE.write_text(render_page(results), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
