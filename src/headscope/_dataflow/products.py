@@ -151,19 +151,19 @@ def _completed(
     softmax = role.softmax
     if role.use.is_done:
         return Result(result, attends=True)
-    found = complete(role, p, place.axes, v, out, is_left, scope)
-    if isinstance(found, Refusal):
+    completion = complete(role, p, place.axes, v, out, is_left, scope)
+    if isinstance(completion, Refusal):
         return Result(result, refused=role.product)
-    if found is None:
+    if completion is None:
         contracted = frozenset(sources(place.axes[-1 if is_left else -2]))
         keys = role.over or frozenset((*sources(role.product.rows), *sources(role.product.columns)))
         return Result(result, None if contracted & keys else Lost(role.product))
-    if softmax is None or found.is_whole:
+    if softmax is None or completion.is_whole:
         role.use.is_done = True
-        return Result(result, None, found, softmax, attends=True)
+        return Result(result, None, completion, softmax, attends=True)
     softmax.parts[int(p.storage_offset())] = p.numel()
     size = sum(softmax.parts.values())
-    if size == found.scores.numel():
+    if size == completion.scores.numel():
         role.use.is_done = True
-        return Result(result, None, found, softmax, attends=True)
+        return Result(result, None, completion, softmax, attends=True)
     return Result(result, attends=True)

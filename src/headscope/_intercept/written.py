@@ -28,7 +28,7 @@ ROUNDING = 0.9
 
 
 @dataclass(eq=False)
-class Found:
+class PendingAttention:
     """An attention that a module has written out.
 
     Attributes:
@@ -48,7 +48,7 @@ class Found:
     heads: Axis
     call: int = 0
     records: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
-    joint: list[Found] = field(default_factory=list[Any])
+    joint: list[PendingAttention] = field(default_factory=list[Any])
     is_refused: bool = False
 
 
@@ -61,28 +61,28 @@ def is_to_be_followed(frame: Frame) -> bool:
 def followed(frame: Frame) -> Generator[None]:
     """Return a context in which the operations of a module are followed."""
     thread = frames.thread
-    all_found: dict[int, Found] = {}
+    all_pending: dict[int, PendingAttention] = {}
 
     def report(attention: WrittenAttention, number: int) -> None:
         inner: Frame = attention.scope[-1]
         _note_followed(attention.needed_scope[-1])
         tokens = attention.query_tokens, attention.key_tokens
-        found = all_found[number] = Found(inner, attention, tokens, attention.heads)
-        found.joint = [found]
-        found.is_refused = _sources(tokens) in inner.refused
-        inner.written.append(found)
+        pending = all_pending[number] = PendingAttention(inner, attention, tokens, attention.heads)
+        pending.joint = [pending]
+        pending.is_refused = _sources(tokens) in inner.refused
+        inner.written.append(pending)
         if attention.heads:
-            _measure(found, attention)
+            _measure(pending, attention)
 
     def join(numbers: list[int], axis: int | None) -> None:
         """Note attentions whose outputs were joined; ``axis``: along which, from the end; None: a new one."""
-        if not all(number in all_found for number in numbers) or axis == -2:  # more queries
+        if not all(number in all_pending for number in numbers) or axis == -2:  # more queries
             return
-        joint: list[Found] = []
+        joint: list[PendingAttention] = []
         for number in numbers:
-            joint += [each for each in all_found[number].joint if each not in joint]
-        for found in joint:
-            found.joint = joint
+            joint += [each for each in all_pending[number].joint if each not in joint]
+        for pending in joint:
+            pending.joint = joint
 
     follower = Follower(
         list(frame.module.parameters()), lambda: tuple(thread.stack), lambda: thread.stack[-1].quiet, report,
@@ -118,33 +118,33 @@ def _refuse_product(frame: Frame, product: Product) -> None:
         _sources((product.column_tokens, product.row_tokens)),
     ]
     frame.refused += pairs
-    for found in frame.written:
-        found.is_refused |= found.frame is frame and _sources(found.tokens) in pairs
+    for pending in frame.written:
+        pending.is_refused |= pending.frame is frame and _sources(pending.tokens) in pairs
 
 
-def _measure(found: Found, attention: WrittenAttention) -> None:
+def _measure(pending: PendingAttention, attention: WrittenAttention) -> None:
     """Measure an attention, as a call of its own or as more sequences of one that a loop over a batch computes.
 
     A loop over something else is refused.
     """
-    frame, found.attention = found.frame, None
-    sources = _sources(found.tokens)
+    frame, pending.attention = pending.frame, None
+    sources = _sources(pending.tokens)
     others = [each for each in frame.written if each.call and each.frame is frame and _sources(each.tokens) == sources]
-    apart = [each for each in others if each.tokens != found.tokens]
+    apart = [each for each in others if each.tokens != pending.tokens]
     if apart:
         calls = {each.call for each in others}
-        fits = all(_is_loop_of_batch(each, found) for each in apart)
+        fits = all(_is_loop_of_batch(each, pending) for each in apart)
         if len(apart) < len(others) or len(calls) > 1 or not fits:
-            for each in (*others, found):
+            for each in (*others, pending):
                 each.is_refused = True
-    if found.is_refused:
+    if pending.is_refused:
         return
     if apart:
-        found.call = apart[0].call
+        pending.call = apart[0].call
     else:
         frame.calls += 1
-        found.call = frame.calls
-    found.records = frame.measure(partial(as_call, attention), found.call)
+        pending.call = frame.calls
+    pending.records = frame.measure(partial(as_call, attention), pending.call)
 
 
 def _sources(tokens: tuple[Tokens, Tokens]) -> tuple[frozenset[Source | None], frozenset[Source | None]]:
@@ -152,9 +152,9 @@ def _sources(tokens: tuple[Tokens, Tokens]) -> tuple[frozenset[Source | None], f
     return frozenset(each[0] for each in tokens[0]), frozenset(each[0] for each in tokens[1])
 
 
-def _is_loop_of_batch(a: Found, b: Found) -> bool:
+def _is_loop_of_batch(a: PendingAttention, b: PendingAttention) -> bool:
     """Return whether attentions differ in nothing but a selection along an axis that has neither queries nor keys."""
-    pieces = [[{each for each in tokens if isinstance(each, Piece)} for tokens in found.tokens] for found in (a, b)]
+    pieces = [[{each for each in tokens if isinstance(each, Piece)} for tokens in pending.tokens] for pending in (a, b)]
     along = {piece.source for tokens in pieces[0] for piece in tokens}
     moving = {each[0] for x, y in zip(a.tokens, b.tokens, strict=True) for each in x ^ y}
     return pieces[0] == pieces[1] and a.heads == b.heads and not along & moving
@@ -167,29 +167,29 @@ def settle(frame: Frame, around: Frame | None) -> None:
     module around it, if each head is a module of its own.
     """
     waiting = list(frame.written)
-    done: list[Found] = []
-    for found in waiting:
-        if found in done:
+    done: list[PendingAttention] = []
+    for pending in waiting:
+        if pending in done:
             continue
-        group = [each for each in found.joint if each in waiting]
+        group = [each for each in pending.joint if each in waiting]
         done += group
-        if len(group) == 1 and found.attention is not None:
-            if found.frame is frame and around is not None and _has_room(around, found):
-                around.written.append(found)
-                frame.written.remove(found)
+        if len(group) == 1 and pending.attention is not None:
+            if pending.frame is frame and around is not None and _has_room(around, pending):
+                around.written.append(pending)
+                frame.written.remove(pending)
             else:
-                _measure(found, found.attention)
+                _measure(pending, pending.attention)
         elif len(group) > 1:
             _settle_group(group, frame)
-    for found in frame.written:
-        if found.is_refused:
-            _refuse(found.frame)
+    for pending in frame.written:
+        if pending.is_refused:
+            _refuse(pending.frame)
             continue
-        for record in found.records:
+        for record in pending.records:
             record()
 
 
-def _settle_group(group: list[Found], frame: Frame) -> None:
+def _settle_group(group: list[PendingAttention], frame: Frame) -> None:
     """Measure attentions whose outputs were joined: the heads of one, or others, each of its own."""
     first = group[0]
     singles = [each.attention for each in group if each.attention is not None]
@@ -212,7 +212,7 @@ def _settle_group(group: list[Found], frame: Frame) -> None:
             _measure(each, each.attention)
 
 
-def _are_heads(group: list[Found]) -> bool:
+def _are_heads(group: list[PendingAttention]) -> bool:
     """Return whether attentions are of the same size, in one module or in modules of one class."""
     modules = {id(each.frame.module): type(each.frame.module) for each in group}
     if len(set(modules.values())) > 1 or len(modules) != len({id(each.frame) for each in group}):
@@ -221,9 +221,9 @@ def _are_heads(group: list[Found]) -> bool:
     return len(shapes) == 1
 
 
-def _has_room(around: Frame, found: Found) -> bool:
+def _has_room(around: Frame, pending: PendingAttention) -> bool:
     """Return whether the scores of one more head may wait."""
-    waiting = (each.attention.scores.numel() for each in (*around.written, found) if each.attention is not None)
+    waiting = (each.attention.scores.numel() for each in (*around.written, pending) if each.attention is not None)
     return sum(waiting) <= MOST_SCORES
 
 

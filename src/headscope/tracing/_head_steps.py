@@ -119,8 +119,8 @@ def _check_norm(
 
 def _rotate(writer: RowWriter, name: str, rotary: Rotary, x: Tensor, own: Tensor) -> None:
     s, factor = writer.setting, rotary.attention_factor
-    kept = "each pair keeps its norm" if factor == 1 else f"the norm of each pair grows by {factor:.4g}"
-    claim = f"equals the rotation in float64; {kept}"
+    norms = "each pair keeps its norm" if factor == 1 else f"the norm of each pair grows by {factor:.4g}"
+    claim = f"equals the rotation in float64; {norms}"
     check = Check(claim)
     if s.values:
         at, scope = _sample_places(x)
@@ -128,7 +128,7 @@ def _rotate(writer: RowWriter, name: str, rotary: Rotary, x: Tensor, own: Tensor
         check = _check_rotation(claim, rotary, before, after, _angles(s, rotary, at), scope)
     index = "i" if name == "q" else "j"
     code = _rotation_code(s, rotary, name, x.dtype)
-    note = _note_rotation(rotary, width=x.shape[-1], given=s.positions is not None)
+    note = _note_rotation(rotary, width=x.shape[-1], has_positions=s.positions is not None)
     _add(writer, "rotate", name, own, f"{name}[{index}] ← R({index} θₙ) {name}[{index}] for pairs n", code, check, note)
 
 
@@ -203,13 +203,13 @@ def _rotation_code(s: Setting, rotary: Rotary, name: str, dtype: torch.dtype) ->
     return [*lines, f"{name} = torch.cat([turned, {name}[..., {dim}:]], -1){rounded}"]
 
 
-def _note_rotation(rotary: Rotary, *, width: int, given: bool) -> str:
+def _note_rotation(rotary: Rotary, *, width: int, has_positions: bool) -> str:
     pairs = f"n and n + {rotary.dim // 2}" if rotary.pairing == "half" else "2n and 2n + 1"
     parts = [f"pairs are components {pairs}; θₙ = {rotary.base:g} ** (−2n / {rotary.dim})"]
     if rotary.scaling is not None:
         parts[0] += f", scaled by {type(rotary.scaling).__name__}"
     if rotary.dim < width:
         parts.append(f"components from {rotary.dim} on are unchanged")
-    if given:
+    if has_positions:
         parts.append("i and j are the given positions")
     return "; ".join(parts)

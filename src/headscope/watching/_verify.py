@@ -115,16 +115,16 @@ class Verifier:
             return measure(call, what)
         adds_rows = what.row_stats and not what.keep_rows
         part = measure(call, replace(what, keep_rows=True) if adds_rows else what)
-        kept = part.kept[0] if what.row_stats else None
-        verified, problem = verify_call(call, kept, self.rows)
+        measured_rows = part.kept[0] if what.row_stats else None
+        verified, problem = verify_call(call, measured_rows, self.rows)
         with self._lock:
             self.layers[layer] = verified if layer not in self.layers else self.layers[layer].merge(verified)
             if problem and self._problem is None:
                 self._problem = f"watch: verify: layer {layer}: {problem}"
-        if not adds_rows or kept is None:
+        if not adds_rows or measured_rows is None:
             return part
-        values = {name: value for name, value in kept.values.items() if name.startswith("top_")}
-        return replace(part, kept=(replace(kept, values=values),) if values else ())
+        values = {name: value for name, value in measured_rows.values.items() if name.startswith("top_")}
+        return replace(part, kept=(replace(measured_rows, values=values),) if values else ())
 
     def warn(self) -> None:
         """Warn, once, of a row beyond its bound."""
@@ -149,18 +149,18 @@ def spread_rows(sizes: tuple[int, int, int], count: int) -> list[tuple[int, int,
     return [*rows]
 
 
-def verify_call(call: InterceptedCall, kept: Any, count: int) -> tuple[Verified, str]:
+def verify_call(call: InterceptedCall, measured_rows: Any, count: int) -> tuple[Verified, str]:
     """Return the errors of some rows of a call, and a sentence on the first one beyond its bound, or "".
 
     Args:
         call: the call, with its output if that is known.
-        kept: the measured rows, ``headscope.stats._layer.Kept``; None = none.
+        measured_rows: the measured rows, ``headscope.stats._layer.Kept``; None = none.
         count: the number of rows.
     """
     out = call.out if call.attended is None else call.attended
     heads, queries = call.q.shape[-3:-1]
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (call.q, call.k, call.v) if x is not None))
-    places: list[int] = list(range(queries)) if kept is None else kept.queries.tolist()
+    places: list[int] = list(range(queries)) if measured_rows is None else measured_rows.queries.tolist()
     verified, problem = Verified(), ""
     for b, h, r in spread_rows((math.prod(lead), heads, len(places)), count):
         row = exact_row(call, lead, (b, h, places[r]))
@@ -171,9 +171,9 @@ def verify_call(call: InterceptedCall, kept: Any, count: int) -> tuple[Verified,
             got = entry(out, lead, b)[h, places[r]] if call.projection is None else out.detach()[b, places[r]]
             error, detail = ((None, None), "") if whole is None else _output_error(whole, call, got)
             one = replace(one, output=error[0], output_bound=error[1])
-        if kept is not None:
-            values = {name: float(x[b, h, r]) for name, x in kept.values.items() if name in row.quantities}
-            error, other = _statistics_error(row, bool(kept.counted[b, h, r]), values, call.q.dtype)
+        if measured_rows is not None:
+            values = {name: float(x[b, h, r]) for name, x in measured_rows.values.items() if name in row.quantities}
+            error, other = _statistics_error(row, bool(measured_rows.counted[b, h, r]), values, call.q.dtype)
             one = replace(one, statistics=error[0], statistics_bound=error[1], names=tuple(values))
             detail = detail or other
         verified = verified.merge(one)

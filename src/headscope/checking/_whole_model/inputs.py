@@ -159,8 +159,8 @@ def _list_groups(model: nn.Module, values: Mapping[str, Any], names: Sequence[st
         for mask, tokens in PAIRS.items():
             present = tuple(name for name in (*tokens, *_companions(values, tokens)) if name in values)
             if mask in names and any(name in values for name in tokens):
-                given = values.get(mask)
-                dtype = given.dtype if isinstance(given, Tensor) else torch.int64
+                mask_values = values.get(mask)
+                dtype = mask_values.dtype if isinstance(mask_values, Tensor) else torch.int64
                 groups.append(MaskGroup(mask, present, False, dtype))
     covered = {group.mask for group in groups}
     for mask, value in values.items():

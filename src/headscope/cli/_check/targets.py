@@ -49,7 +49,7 @@ def list_submissions(targets: Sequence[str], config: str | None, options: Mappin
     Raises:
         Mistake: there is no such file, or a folder has no file to check.
     """
-    found: dict[tuple[str, str | None], Submission] = {}
+    submissions: dict[tuple[str, str | None], Submission] = {}
     known: dict[Path | None, Conventions] = {}
     for target in targets:
         folder = (
@@ -60,14 +60,14 @@ def list_submissions(targets: Sequence[str], config: str | None, options: Mappin
         if source not in known:
             known[source] = combine_conventions(source, options)
             if source is not None:
-                say(f"headscope check: conventions of {source}")
+                say(f"conventions of {source}")
         conventions = known[source]
         files = [path] if folder is None else _list_files(folder, conventions.pattern)
         for file in files:
             below = file.relative_to(folder) if folder is not None and len(targets) == 1 else file
             label = visible(below.as_posix()) + (f":{name}" if name else "")
-            found.setdefault((os.path.realpath(file), name), Submission(label, file, name, conventions))
-    return sorted(found.values(), key=lambda each: (each.label.casefold(), each.label))
+            submissions.setdefault((os.path.realpath(file), name), Submission(label, file, name, conventions))
+    return sorted(submissions.values(), key=lambda each: (each.label.casefold(), each.label))
 
 
 def _find_config(folder: Path) -> Path | None:
