@@ -108,15 +108,16 @@ struct ForwardBlock : SoftmaxBlock<T, QV, G, Op, Observer> {
             const StridedRows v = value_operand(j, keys);
             V<T> factor[QV];  // 1 once a vector's output is rescaled
             UNROLL_FOR(u, QV) factor[u] = top_moved ? rescaling[u] : splat(T(1));
-            this->for_each_key_range(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
-                constexpr int u0 = decltype(from_vector)::value, number = decltype(vectors)::value;
-                const int word = from / Op::PER_WORD;
-                PvTile<T, number, Op, ROWS>::accumulate_values(
-                    weights + word * ROWS + u0 * L, {v.data + word * v.stride, v.stride},
-                    (count + Op::PER_WORD - 1) / Op::PER_WORD, int(f.v_head_dim), o + u0 * L, fresh && from == 0,
-                    top_moved ? factor + u0 : nullptr);
-                UNROLL_RANGE(u, u0, u0 + number, 1) factor[u] = splat(T(1));
-            });
+            this->for_each_key_range(
+                j, keys, [&](auto from_vector, auto vectors, int from, int count) __attribute__((always_inline)) {
+                    constexpr int u0 = decltype(from_vector)::value, number = decltype(vectors)::value;
+                    const int word = from / Op::PER_WORD;
+                    PvTile<T, number, Op, ROWS>::accumulate_values(
+                        weights + word * ROWS + u0 * L, {v.data + word * v.stride, v.stride},
+                        (count + Op::PER_WORD - 1) / Op::PER_WORD, int(f.v_head_dim), o + u0 * L, fresh && from == 0,
+                        top_moved ? factor + u0 : nullptr);
+                    UNROLL_RANGE(u, u0, u0 + number, 1) factor[u] = splat(T(1));
+                });
         }
     }
     // Accumulates the outputs of N rows from `row` on.

@@ -15,7 +15,7 @@ struct RowRange {
 // The rows of block `number`. A short last block would leave registers idle, so blocks have about equally many vectors;
 // except if so few rows remain that the products of a decoding step compute them faster.
 template <class T>
-RowRange rows_of_block(const Forward& f, std::int64_t number) {
+INLINE RowRange rows_of_block(const Forward& f, std::int64_t number) {
     constexpr int L = LANES<T>, max_rows = QUERY_VECTORS * L;
     const std::int64_t rows = f.queries * (f.heads / f.kv_heads), remainder = rows % max_rows;
     std::int64_t first = number * max_rows, end = first + max_rows;
@@ -149,9 +149,15 @@ std::size_t forward_scratch(const Forward& f) {
 // first: under a causal mask they have the most visible keys.
 void run_forward(const Forward& f, std::int64_t task, void* scratch) {
     with_accumulation_type(f, [&]<class T>() {
-        const std::int64_t blocks = row_block_count<T>(f), splits = key_splits(f);
-        const std::int64_t split = task % splits, block = task / splits;
-        T* partial = static_cast<T*>(f.partial_results) + task * partial_size<T>(f);
+        std::int64_t block = task, split = 0, splits = 1;
+        T* partial = nullptr;
+        if (f.partial_results) {  // else without its divisions, which are measurable in short sequences
+            splits = key_splits<T>(f);
+            split = task % splits;
+            block = task / splits;
+            partial = static_cast<T*>(f.partial_results) + task * partial_size<T>(f);
+        }
+        const std::int64_t blocks = row_block_count<T>(f);
         with_forward_block<T>(f, block / blocks, blocks - 1 - block % blocks, scratch,
                               [&](auto&& attend, std::int64_t first, int count) {
                                   attend.attend_rows(first, count, split, splits, partial);

@@ -22,12 +22,14 @@ struct LogitsBlock : MaskedRowBlock<T, QV, Op> {
                                   : maxima && only_products() ? Epilogue::row_maxima
                                                               : Epilogue::none;
         V<T>* const row_values = subtrahend ? subtrahend : maxima;
-        this->for_each_key_range(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
-            constexpr int v = decltype(from_vector)::value;
-            QkTile<T, decltype(vectors)::value, Op, ROWS>::multiply(
-                q + v * L, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD, query_factor(),
-                p + from * ROWS + v * L, sum_block_depth(depth), epilogue, row_values ? row_values + v : row_values);
-        });
+        this->for_each_key_range(
+            j, keys, [&](auto from_vector, auto vectors, int from, int count) __attribute__((always_inline)) {
+                constexpr int v = decltype(from_vector)::value;
+                QkTile<T, decltype(vectors)::value, Op, ROWS>::multiply(
+                    q + v * L, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD, query_factor(),
+                    p + from * ROWS + v * L, sum_block_depth(depth), epilogue,
+                    row_values ? row_values + v : row_values);
+            });
         finish_logits(j, keys, fully_visible, softcap_slope);
         return true;
     }

@@ -22,17 +22,18 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
     // out along the diagonal of a causal mask; the last ones join where the next document begins.
     template <class Body>
     INLINE void for_each_key_range(std::int64_t j, int keys, const Body& body) const {
-        if (f.uniform)  // a sum that is cut where other rows drop out would depend on these
-            return body(std::integral_constant<int, 0>{}, std::integral_constant<int, QV>{}, 0, keys);
         const auto end_of = [&](int v) { return (vector_end[v] - j + 7) / 8 * 8; };
         const auto begin_of = [&](int v) { return vector_begin[v] <= j ? 0 : (vector_begin[v] - j) / 8 * 8; };
         for (int from = 0, to; from < keys; from = to) {
             int first = 0, last = QV - 1;
-            while (first < last && end_of(first) <= from) first++;
-            while (last > first && begin_of(last) > from) last--;
             std::int64_t change = keys;
-            if (first < QV - 1 && end_of(first) > from && end_of(first) < change) change = end_of(first);
-            if (last < QV - 1 && begin_of(last + 1) > from && begin_of(last + 1) < change) change = begin_of(last + 1);
+            if (!f.uniform) {  // a sum that is cut where other rows drop out would depend on these
+                while (first < last && end_of(first) <= from) first++;
+                while (last > first && begin_of(last) > from) last--;
+                if (first < QV - 1 && end_of(first) > from && end_of(first) < change) change = end_of(first);
+                if (last < QV - 1 && begin_of(last + 1) > from && begin_of(last + 1) < change)
+                    change = begin_of(last + 1);
+            }
             to = int(change);
             with_vector_range(first, last, [&](auto v, auto vectors) { body(v, vectors, from, to - from); });
         }

@@ -160,8 +160,13 @@ public:
     }
     // Takes up to `most` tasks, [first, end). False if none is left.
     bool take(int thread, int most, std::int64_t& first, std::int64_t& end) {
-        const auto take_from = [&](Part& part) {
-            first = part.next.fetch_add(most, std::memory_order_relaxed);
+        const auto take_from = [&](Part& part) __attribute__((always_inline)) {
+            if (number == 1) {  // without a locked instruction, which waits for the stores of the last task
+                first = part.next.load(std::memory_order_relaxed);
+                part.next.store(first + most, std::memory_order_relaxed);
+            } else {
+                first = part.next.fetch_add(most, std::memory_order_relaxed);
+            }
             end = std::min(first + most, part.end);
             return first < end;
         };
@@ -229,12 +234,13 @@ public:
     // Calls body(n, thread) until no task is left; not after a cancellation. Bodies neither throw nor allocate.
     template <class Body>
     void run(Cancellation& cancellation, int thread, const Body& body) {
+        std::int64_t run = 0;
         for (std::int64_t n, end; distributor.take(thread, batch, n, end);) {
-            const std::int64_t taken = end - n;
+            run += end - n;
             for (; n < end; n++)
                 if (!cancellation.requested(&cancellation)) body(n, thread);
-            ended.fetch_add(taken, std::memory_order_release);
         }
+        if (run) ended.fetch_add(run, std::memory_order_release);
     }
     void wait(Cancellation& cancellation) const {
         for (SpinWait waiting; ended.load(std::memory_order_acquire) < count; waiting.pause())
@@ -322,11 +328,16 @@ inline int usable_threads(int threads, std::int64_t tasks) {
     return threads < tasks ? threads : int(tasks < 1 ? 1 : tasks);
 }
 
+// The additions and multiplications of the two products.
+inline double operations(const Forward& f) {
+    return 2.0 * double(f.batch * f.heads) * double(f.queries * f.keys) * double(f.head_dim + f.v_head_dim);
+}
+
 // The number of tasks that a thread takes at once. Several short ones reduce contention and share data in the cache.
 inline int tasks_at_once(const Forward& f, std::int64_t tasks, int threads) {
     constexpr double batch_operations = 1e6;  // some microseconds
-    const double all = 2.0 * double(f.batch * f.heads) * double(f.queries * f.keys) * double(f.head_dim + f.v_head_dim);
-    const double batch = batch_operations * double(tasks) / (all + 1), max_batch = double(tasks) / (8.0 * threads);
+    const double batch = batch_operations * double(tasks) / (operations(f) + 1);
+    const double max_batch = double(tasks) / (8.0 * threads);
     return std::max(1, int(std::min(batch, max_batch)));
 }
 
