@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -37,6 +38,10 @@ void bind_targets(nb::module_& m) {
         return names;
     });
 }
+
+// Calls of up to so many operations, some 20 us, keep the GIL: to release it and take it again costs 2 % of a short
+// call.
+constexpr double MAX_LOCKED_OPERATIONS = 4e6;
 
 void bind_attention(nb::module_& m) {
     // (B, H, Hkv, Q, K, D, Dv), dtype of q, k, v; each tensor as its address and its strides in elements; 0 = none
@@ -101,7 +106,8 @@ void bind_attention(nb::module_& m) {
         f.lse = reinterpret_cast<void*>(lse);
         std::atomic<bool> nonfinite{false};
         f.nonfinite = &nonfinite;
-        nb::gil_scoped_release unlocked;
+        std::optional<nb::gil_scoped_release> unlocked;
+        if (operations(f) > MAX_LOCKED_OPERATIONS) unlocked.emplace();
         launch(f, threads);
         return !nonfinite.load();
     });
