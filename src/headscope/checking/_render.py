@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Protocol
 
@@ -52,8 +52,7 @@ class RenderedFindings(Protocol):
     def summary(self) -> str: ...
     @property
     def names(self) -> Iterable[str]: ...
-    @property
-    def found(self) -> Iterable[RenderedFinding]: ...
+    def __iter__(self) -> Iterator[RenderedFinding]: ...
     @property
     def understood(self) -> Iterable[str]: ...
     @property
@@ -70,7 +69,7 @@ class FindingsTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.findings.summary, style="bold")
-        for finding in self.findings.found:
+        for finding in self.findings:
             yield Text("")
             yield from _print_finding(finding)
         for title, lines in _list_remarks(self.findings):
@@ -123,7 +122,7 @@ def _describe_not_tested(findings: RenderedFindings) -> list[str]:
 def render_html(findings: RenderedFindings) -> str:
     """Render findings as an HTML fragment; every text is escaped and no resource is loaded."""
     parts = [f'<div class="headscope-check"><style>{STYLE}</style><p><b>{escape(findings.summary)}</b></p>']
-    for finding in findings.found:
+    for finding in findings:
         hue = HUES[finding.severity]
         parts.append(
             f'<h4 style="color: {hue}">{escape(finding.name)} <span class="faint">{finding.severity}</span></h4>'
