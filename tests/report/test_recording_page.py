@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from headscope import Observe, masks, observe
+from headscope import Observe, masks, observe, trace, watch
 from headscope.report import render, text_sheet
 from headscope.report.viewer import render_recording
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 from support.html_pages import Page
+from support.seed_modules import SixSteps
 from support.sheets import picture, softmax, words
 
 
@@ -181,6 +182,7 @@ def test_an_image_of_tokens_is_refused() -> None:
         ({"grid": "4x4"}, "grid: expected rows and columns of patches, each at least 1, got '4x4'"),
         ({"grid": 4}, "grid: expected rows and columns of patches, each at least 1, got 4"),
         ({"grid": (4.0, 4)}, "grid: expected rows and columns of patches, each at least 1, got (4.0, 4)"),
+        ({"trace": [{"step": "scores"}]}, "trace: got list, expected what headscope.trace returns"),
         ({"strips": 5}, "strips: got 5, expected pairs of a layer and the number of a head"),
     ],
 )
@@ -188,6 +190,21 @@ def test_options_of_another_kind_are_named(options: dict[str, Any], said: str, t
     pixels = {"image": np.zeros((6, 8), np.uint8)} if {"special", "grid"} & set(options) else {}
     with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
         patches(16).save_html(tmp_path / "a.html", **{**pixels, **options})
+
+
+def test_a_page_shows_the_steps_of_a_class_with_its_lines() -> None:
+    module, x = SixSteps(20, 4), torch.randn(2, 7, 20)
+    with watch(module) as recording:
+        module(x)
+    steps = trace(module, x)
+    shown = Page(render_recording(recording, trace=steps)).data["trace"]
+    assert shown["title"] == "SixSteps on x [2, 7, 20]"
+    written = [step for stage in shown["stages"] for step in stage["steps"]]
+    assert [step["step"] for step in written] == [row.step for row in steps.rows]
+    assert all(step["held"] for step in written)
+    weights = next(step for step in written if step["step"] == "weights")
+    assert weights["code"] == steps.row("weights").code != ""
+    assert Page(render_recording(recording)).data["trace"] is None
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

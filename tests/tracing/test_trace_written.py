@@ -161,7 +161,9 @@ def test_the_weights_of_every_style_are_those_of_its_float64_truth(name: str) ->
     case = STYLES[name]
     module, inputs = case.make().eval(), case.inputs()
     truth = case.truth(case.make(), *case.inputs())[0]["weights"].double()
-    reel = tape.Tape([*module.parameters(), *module.buffers()], [x for x in inputs if isinstance(x, Tensor)], None)
+    reel = tape.Tape(
+        [*module.parameters(), *module.buffers()], [x for x in inputs if isinstance(x, Tensor)], frozenset()
+    )
     with reel:
         module(*inputs)
     known = origins.Origins(reel)
@@ -328,7 +330,7 @@ def test_layers_of_fused_calls_are_told_apart() -> None:
     model, x = nn.Sequential(Torch(), Torch()), torch.randn(3, 7, 20)
     steps = trace(model, x)
     assert steps.held
-    assert steps.title.endswith("attention 1 of 2")
+    assert steps.title.endswith("layer 0 of 0–1")
     assert steps.row("weights").axes == {"B": 3, "H": 4, "Q": 7, "K": 7}
     assert names_of(steps) == set()
 
@@ -374,12 +376,28 @@ def test_a_function_is_traced() -> None:
     assert steps.title == "attend on x [3, 7, 20]"
 
 
-def test_the_first_of_several_attentions_is_traced() -> None:
-    model = nn.Sequential(seed_modules.SixSteps(20, 4), seed_modules.SixSteps(20, 4))
-    steps = trace(model, torch.randn(2, 7, 20))
-    assert steps.title.endswith("attention 1 of 2")
+@pytest.mark.parametrize("layer", [0, 1])
+def test_one_of_several_attentions_is_traced(layer: int) -> None:
+    torch.manual_seed(3)
+    model, x = nn.Sequential(seed_modules.SixSteps(20, 4), seed_modules.SixSteps(20, 5)), torch.randn(2, 7, 20)
+    steps = trace(model, x, layer=layer)
+    assert steps.title.endswith(f"layer {layer} of 0–1")
     assert steps.held
     assert steps.module["attentions"] == 2
+    assert steps.row("weights").axes == {"B": 2, "H": 4 + layer, "Q": 7, "K": 7}
+    assert steps.row("weights").code.endswith("values = torch.matmul(F.softmax(scores, dim=-1), v)")
+    alone = trace(model[layer], model[:layer](x))
+    assert [row.corner for row in alone.rows[1:]] == [row.corner for row in steps.rows[1:]]
+
+
+def test_a_layer_that_does_not_exist_is_refused() -> None:
+    model, x = nn.Sequential(seed_modules.SixSteps(20, 4), seed_modules.SixSteps(20, 4)), torch.randn(2, 7, 20)
+    with pytest.raises(ValueError, match="layer: got 2, expected 0 to 1, the attentions of Sequential"):
+        trace(model, x, layer=2)
+    with pytest.raises(ValueError, match="layer: got -1, expected a whole number from 0"):
+        trace(model, x, layer=-1)
+    with pytest.raises(ValueError, match="layer: got 1, expected 0: headscope's own module is one layer"):
+        trace(headscope.MultiHeadAttention(20, 4), x, layer=1)
 
 
 def test_modes_gradients_and_the_input_are_as_before() -> None:

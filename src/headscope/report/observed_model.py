@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from headscope.stats import HeadStats
 from headscope.stats._origin import Part
 
-__all__ = ["Description", "Errors", "ObservedModel"]
+__all__ = ["Description", "Errors", "ObservedModel", "TracedSteps"]
 
 
 class Errors(Protocol):
@@ -54,6 +54,29 @@ class Errors(Protocol):
     @property
     def fits(self) -> bool:
         """Whether no error exceeds its bound."""
+        ...
+
+
+@runtime_checkable
+class TracedSteps(Protocol):
+    """The steps of a forward pass; see ``headscope.Trace``.
+
+    Examples:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, trace
+        >>> from headscope.report.observed_model import TracedSteps
+        >>> steps: TracedSteps = trace(MultiHeadAttention(8, 2), torch.randn(1, 4, 8))
+        >>> steps.to_dict()["rows"][0]["step"]
+        'input'
+    """
+
+    @property
+    def title(self) -> str:
+        """The traced call, in one line."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, with the steps as "rows"."""
         ...
 
 

@@ -12,7 +12,7 @@ from headscope.report._page_file import write
 from headscope.report._viewer import from_recording, from_sheet
 from headscope.report._viewer.html import framed, render_shown
 from headscope.report._viewer.model import Layer, Picture, Shown
-from headscope.report.observed_model import ObservedModel
+from headscope.report.observed_model import ObservedModel, TracedSteps
 
 __all__ = [
     "Layer",
@@ -64,6 +64,7 @@ def render_recording(
     grid: tuple[int, int] | None = None,
     special: int | None = None,
     strips: Sequence[tuple[int | str, int]] | None = None,
+    trace: TracedSteps | None = None,
 ) -> str:
     """Return the page of a recording as one self-contained HTML document, which loads nothing.
 
@@ -78,6 +79,7 @@ def render_recording(
             holds at full resolution; by default the heads that match a pattern best. They need self-attention and
             saved q and k (``Observe(keep_qk=True)``), and show the first input of the last call. A layer whose map
             holds every weight has no strips.
+        trace: what ``headscope.trace`` returned for a module of the model: the page shows it in a tab of its own.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -96,7 +98,8 @@ def render_recording(
         >>> html.splitlines()[1], "A new model" in html
         ('<!-- headscope report -->', True)
     """
-    return render_shown(shown_recording(recording, title=title, image=image, grid=grid, special=special, strips=strips))
+    options: dict[str, Any] = {"image": image, "grid": grid, "special": special, "strips": strips, "trace": trace}
+    return render_shown(shown_recording(recording, title=title, **options))
 
 
 def shown_recording(recording: ObservedModel, **options: Any) -> Shown:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope._linear import QKV
+from headscope._support.arguments import whole
 from headscope.masks import Mask
 from headscope.module import MultiHeadAttention, QKNorm, whole_sizes
 from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets
@@ -29,6 +30,7 @@ def trace(
     context: Context = None,
     *,
     call: Callable[[Any, Tensor], Any] | None = None,
+    layer: int = 0,
     mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
@@ -76,6 +78,7 @@ def trace(
         context: where keys and values come from, or a pair of tensors; by default ``x``. Other modules get these
             tensors as their next arguments.
         call: for other modules, how to call them: ``lambda module, x: module(x, x, x, mask)``.
+        layer: for other modules with several attentions, which one to trace, in the order in which they run.
         mask: the visible pairs, a mask of ``headscope.masks`` or a boolean tensor, True = attend (the opposite of
             ``nn.MultiheadAttention``).
         bias: added to the scores; broadcasts to [B, H, Q, K].
@@ -117,11 +120,13 @@ def trace(
     if callable(module) and not isinstance(module, (MultiHeadAttention, type)):
         theirs = {"mask": mask, "bias": bias, "causal": causal or None, "positions": positions}
         theirs |= {**lengths, **module_options}
-        return trace_module(module, _check_other(module, x, theirs), context, call)
+        return trace_module(module, _check_other(module, x, theirs), context, call, whole("layer", layer, 0))
     _check_arguments(module, x, context, lengths, module_options)
     assert module is None or isinstance(module, MultiHeadAttention)
     if call is not None:
         raise ValueError("call: got one for headscope's own attention, expected none; pass context, mask and bias")
+    if layer != 0:
+        raise ValueError(f"layer: got {layer!r}, expected 0: headscope's own module is one layer")
     options, own = ScoreOptions(mask, causal, bias, positions), module is None
     with torch.no_grad():
         if module is None:

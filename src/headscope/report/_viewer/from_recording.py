@@ -17,7 +17,7 @@ from headscope.report._viewer import texts
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Strips, exact, sources
 from headscope.report._viewer.strips import empty_strips, strips_of
-from headscope.report.observed_model import Errors, ObservedModel
+from headscope.report.observed_model import Errors, ObservedModel, TracedSteps
 from headscope.report.regions import pixels_of
 from headscope.stats import Observe
 from headscope.stats._kept_weights import weights_if_any, weights_of
@@ -36,9 +36,12 @@ def shown(
     grid: tuple[int, int] | None = None,
     special: int | None = None,
     strips: Sequence[tuple[int | str, int]] | None = None,
+    trace: TracedSteps | None = None,
 ) -> Shown:
     """Return what the page of a recording shows; for the options see ``render_recording``."""
     check_type("title", title, str, "a str", repr)
+    if trace is not None:
+        check_type("trace", trace, TracedSteps, "what headscope.trace returns")
     stats, about = recording.stats, recording.about
     parts = list(stats.parts.values())
     if image is not None and about.texts is not None:
@@ -77,6 +80,8 @@ def shown(
         lead=_lead(recording),
         notes=_notes(recording),
         picture=picture,
+        trace=() if trace is None else trace.to_dict()["rows"],
+        trace_title="" if trace is None else trace.title,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 import headscope
 
 FOREIGN = (str(Path(torch.__file__).parent), str(Path(headscope.__file__).parent))
+LIBRARIES = str(Path(torch.__file__).parent.parent)  # where packages are installed
 ENTRY = str(Path(__file__).parent / "trace.py")
 MOST_LINES = 4  # of one expression
 MOST_FRAMES = 60
@@ -40,7 +41,7 @@ class Place(NamedTuple):
     call: tuple[int, int, int]
 
 
-def current_place(own: str | None) -> Place:
+def current_place(own: frozenset[str]) -> Place:
     """Return the place that runs: of the innermost frame in ``own``, or else outside of torch and headscope."""
     frame: FrameType | None = sys._getframe(1)
     first: FrameType | None = None
@@ -50,7 +51,7 @@ def current_place(own: str | None) -> Place:
         file = frame.f_code.co_filename
         if file == ENTRY:  # what is beyond is the code that calls trace
             break
-        if file == own:
+        if file in own:
             return _place_of(frame)
         if first is None and not file.startswith(FOREIGN):
             first = frame

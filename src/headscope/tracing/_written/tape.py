@@ -101,16 +101,16 @@ class Tape(TorchDispatchMode):
     Args:
         constants: tensors that do not depend on the input: parameters and buffers.
         inputs: those that are the input.
-        own_file: the file of the traced code.
+        own_files: the files of the traced code.
     """
 
     supports_higher_order_operators = True
     is_transparent = True  # see headscope._support.torch_state
 
-    def __init__(self, constants: Iterable[Tensor], inputs: Sequence[Tensor], own_file: str | None) -> None:
+    def __init__(self, constants: Iterable[Tensor], inputs: Sequence[Tensor], own_files: frozenset[str]) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self._own_file = own_file
+        self._own_files = own_files
         self._shadows: dict[int, _Shadow] = {}
         self._starts: list[int] = [0]
         self._makers: list[Event | None] = [None]
@@ -260,7 +260,7 @@ class Tape(TorchDispatchMode):
         else:
             first, start, size = self._allot(outs[0])
             ids = [first, *(self._allot_rest(x) for x in outs[1:])]
-        place = current_place(self._own_file)
+        place = current_place(self._own_files)
         if place.call != self._last_call:
             self._calls, self._last_call = self._calls + 1, place.call
         for x in outs:

@@ -16,7 +16,7 @@ from headscope.tracing._trace import Trace
 from headscope.tracing._written.arrangement import Arrangement, arrange, group_mixings
 from headscope.tracing._written.attention import AttentionRows
 from headscope.tracing._written.ending import add_ending
-from headscope.tracing._written.lines import Line
+from headscope.tracing._written.lines import FOREIGN, LIBRARIES, Line
 from headscope.tracing._written.origins import Origins
 from headscope.tracing._written.projections import add_changes, add_inputs, add_projections, add_splits
 from headscope.tracing._written.rows import Writer
@@ -38,12 +38,14 @@ class Recorded:
     labels: dict[int, str]
 
 
-def trace_module(module: nn.Module | Callable[..., Any], x: Tensor, context: Any, call: Call | None) -> Trace:
-    """Run a module once, and return the steps of its first attention.
+def trace_module(
+    module: nn.Module | Callable[..., Any], x: Tensor, context: Any, call: Call | None, layer: int = 0
+) -> Trace:
+    """Run a module once, and return the steps of one attention, counted from 0 in the order in which they run.
 
     Raises:
         TypeError: the call failed.
-        ValueError: no attention was found, or the input is too large.
+        ValueError: no attention was found, no such ``layer`` ran, or the input is too large.
     """
     name = _name_of(module)
     if isinstance(module, nn.Module) and any(p.is_meta for p in module.parameters()):
@@ -53,14 +55,16 @@ def trace_module(module: nn.Module | Callable[..., Any], x: Tensor, context: Any
     groups = group_mixings(origins)
     if not groups:
         raise ValueError(f"module: no attention was found in {name}: {_describe_absence(module)}")
+    if not 0 <= layer < len(groups):
+        raise ValueError(f"layer: got {layer}, expected 0 to {len(groups) - 1}, the attentions of {name}")
     output = _first_tensor(recorded.returned)
     returned = None if output is None else recorded.tape.ids(output)
     if _has_fast_path(module):
         output = _first_tensor(_run_plainly(module, x, context, call))
     title = f"{name} on x {list(x.shape)}"
     if len(groups) > 1:
-        title += f", attention 1 of {len(groups)}"
-    attention = arrange(origins, groups[0]) or arrange_slots(origins, groups[0])
+        title += f", layer {layer} of 0–{len(groups) - 1}"
+    attention = arrange(origins, groups[layer]) or arrange_slots(origins, groups[layer])
     if attention is None:
         raise ValueError(
             f"module: the weights of {name} come from several products, or from features instead of positions, and "
@@ -130,7 +134,7 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
     inputs = [each for each in (x, *extra) if isinstance(each, Tensor)]
     text, run = _call_of(module, x, extra, call)
     try:
-        tape = Tape(constants, inputs, _file_of(module))
+        tape = Tape(constants, inputs, _files_of(module))
         labels = {event.index: "x" if n == 0 else "context" for n, event in enumerate(_inputs(tape))}
         with _as_in_eval(module), _gradients(), _without_fast_path(), tape:
             returned = run()
@@ -178,11 +182,18 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
 
 
-def _file_of(module: Any) -> str | None:
-    """Return the file of a module's class, of a compiled one that of what was compiled; None if there is none."""
+def _files_of(module: Any) -> frozenset[str]:
+    """Return the files of the classes of a module and its parts: those of libraries only if there are no others."""
     module = getattr(module, "_orig_mod", module)
+    classes = {type(part) for part in module.modules()} if isinstance(module, nn.Module) else {module}
+    files = {file for each in classes if (file := _file_of(each)) is not None}
+    others = frozenset(file for file in files if not file.startswith(FOREIGN))
+    return frozenset(file for file in others if not file.startswith(LIBRARIES)) or others or frozenset(files)
+
+
+def _file_of(code: Any) -> str | None:
     try:
-        return inspect.getsourcefile(type(module) if isinstance(module, nn.Module) else module)
+        return inspect.getsourcefile(code)
     except (TypeError, OSError):
         return None
 
