@@ -144,7 +144,7 @@ class HeadChange:
     moved: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison(Answer):
     """The changes between two observations; see ``compare``.
 
@@ -182,6 +182,9 @@ class Comparison(Answer):
     def differs(self) -> bool:
         """Whether anything moved, or is on one side only."""
         return bool(self.moved or self.only_before or self.only_after)
+
+    def __repr__(self) -> str:
+        return f"Comparison({len(self.moved)} of {len(self.heads)} {plural('head', len(self.heads))} moved)"
 
     def columns(self) -> tuple[str, ...]:
         """The headings of the table."""

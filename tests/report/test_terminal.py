@@ -83,12 +83,12 @@ def test_a_long_map_is_pooled_and_says_so() -> None:
     sheet = text_sheet("x", words(length), [eye], causal=False)
     whole = printed(terminal.map_picture(sheet, 0, 0), width=120, encoding="ascii")
     assert "places" not in whole
-    assert whole.count("@") == length
+    assert whole.count("@") == length + 1, "and one in the legend"
+    assert " ".join(whole.split()).endswith("From weak to strong: .:-=+*#%@")
     pooled = printed(terminal.map_picture(sheet, 0, 0), width=60, encoding="ascii")
     room = 60 - 3 - 1
-    note = " ".join(pooled.splitlines()[-2:]).split()
-    assert f"{length} tokens in {room} cells: each cell shows its largest weight" in " ".join(note)
-    assert pooled.count("@") == room, "the largest of a place, not the mean"
+    assert f"{length} tokens in {room} cells: each cell shows its largest weight" in " ".join(pooled.split())
+    assert pooled.count("@") == room + 1, "the largest of a place, not the mean"
     halves = printed(terminal.map_picture(sheet, 0, 0), width=60, colour="truecolor")
     assert "▀" in halves
     assert len(halves.splitlines()) == len(pooled.splitlines()) - room // 2

@@ -43,6 +43,7 @@ def test_the_same_twice_has_not_moved() -> None:
     assert {change.change for head in same.heads for change in head.changes if not math.isnan(change.change)} == {0.0}
     assert [(head.map, head.received) for head in same.heads] == [(0.0, 0.0)] * 3
     assert "0 of 3 heads moved. The largest change is lse" in same.caption()
+    assert repr(same) == "Comparison(0 of 3 heads moved)"
 
 
 def test_only_the_head_that_changed_moves_and_by_how_much() -> None:

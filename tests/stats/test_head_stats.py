@@ -40,8 +40,8 @@ def stats_of(batch: int = 2, seed: int = 0, what: Observe = ALL) -> HeadStats:
     return observe(*tensors(batch, seed), mask=causal(), what=what)
 
 
-def console(stats: Any) -> str:
-    printer = Console(width=100)
+def console(stats: Any, width: int = 100) -> str:
+    printer = Console(width=width)
     with printer.capture() as captured:
         printer.print(stats)
     return captured.get()
@@ -372,6 +372,8 @@ def test_a_table_can_be_sorted_by_any_column() -> None:
     with pytest.raises(ValueError, match="limit: got -1, expected a whole number from 0 or None"):
         stats.table(limit=-1)
     assert "window_2" in console(stats.table(sort="window_2"))
+    narrow = console(stats.table(sort="normalized_entropy"), width=50)
+    assert "normalized_entropy" in narrow, "the column that decides the order is never cut"
     with pytest.raises(ValueError, match=r"sort: got 'entropi', expected one of layer, head, rows, lse"):
         stats.table(sort="entropi")
     with pytest.raises(ValueError, match=r"names: got 'x', expected one of layer"):

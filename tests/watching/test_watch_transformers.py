@@ -788,6 +788,4 @@ def test_it_says_what_it_is_of() -> None:
     assert seen.about.model == "LlamaForCausalLM"
     assert seen.about.versions["transformers"] == transformers.__version__
     assert seen.about.options["layers"] == ["model.layers.1"]
-    assert repr(seen).startswith(
-        "Recording(LlamaForCausalLM, 1 forward passes: HeadStats(1 layers, 6 heads, a sample of"
-    )
+    assert repr(seen).startswith("Recording(LlamaForCausalLM, 1 forward pass: HeadStats(1 layer, 6 heads, a sample of")

@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from headscope.report._ink import HIDDEN, Ability, Ink, ability
+from headscope.report._ink import HIDDEN, SHADES, Ability, Ink, ability
 from headscope.report.sheet import Sheet
 from headscope.report.words import REGIONS, STATISTICS, strength
 
@@ -234,6 +234,8 @@ class _Map:
             lines = _one_wide(_pooled(values, bins), ink, labels, side)
             if bins < length:
                 note += f" {length} tokens in {bins} cells: each cell shows its largest weight."
+        if not able.colour and 5 * length > room:
+            note += f" From weak to strong: {SHADES.strip()}"
         yield from lines
         yield Text(note, "dim")
 

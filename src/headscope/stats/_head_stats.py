@@ -339,7 +339,8 @@ class HeadStats:
         names = ", ".join(self.names) or "no row quantities"
         looked, of = (sum(getattr(part, what) for part in self.parts.values()) for what in ("looked_at", "of"))
         sample = f", a sample of {looked} of {of} rows" if self.sampled else ""
-        return visible(f"HeadStats({len(self.parts)} layers, {self.heads} heads{sample}: {names})")
+        layers = f"{len(self.parts)} layer{'' if len(self.parts) == 1 else 's'}"
+        return visible(f"HeadStats({layers}, {self.heads} heads{sample}: {names})")
 
     def _repr_html_(self) -> str:
         return _tables.render_html(self.parts)

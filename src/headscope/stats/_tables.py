@@ -99,7 +99,8 @@ def render_table(
             if name not in known:
                 raise ValueError(f"{argument}: got {name!r}, expected one of {', '.join(known)}")
     chosen = [name for name in _SHOWN if name in names_of(parts)] if names is None else list(names)
-    chosen += [sort] if sort is not None and sort not in (*_PLACE, *chosen) else []
+    if sort is not None and sort not in _PLACE:
+        chosen = [sort, *(name for name in chosen if name != sort)]
     columns = (*_PLACE, *chosen)
     lines = _lines(parts)
     if sort is not None:
@@ -108,7 +109,9 @@ def render_table(
         lines.sort(key=lambda line: sign * float(line[by]) if by in line else math.inf)
     table = Table(caption=_caption(parts), caption_justify="left")
     for name in columns:
-        table.add_column(escape(visible(name)), justify="left" if name == "layer" else "right")
+        least = max(len(name), 6) if name == sort else None  # this column is never cut
+        justify = "left" if name == "layer" else "right"
+        table.add_column(escape(visible(name)), justify=justify, min_width=least)
     for line in lines[:limit]:
         table.add_row(*(Text(_shown(line.get(name))) for name in columns))  # Text: a layer's name is not markup
     return table

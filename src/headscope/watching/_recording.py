@@ -198,7 +198,8 @@ class Recording:
     def __repr__(self) -> str:
         if not self._parts and not self._pending:
             return visible(f"Recording({self.about.model}: nothing recorded yet)")
-        return visible(f"Recording({self.about.model}, {self.forwards} forward passes: {self.stats!r})")
+        passes = f"{self.forwards} forward pass{'' if self.forwards == 1 else 'es'}"
+        return visible(f"Recording({self.about.model}, {passes}: {self.stats!r})")
 
     def _repr_html_(self) -> str:
         if not self._parts and not self._pending:
