@@ -1,4 +1,4 @@
-"""cuDNN's kernel is left out where its gradients are known to be NaN: https://github.com/pytorch/pytorch/issues/196678."""
+"""cuDNN's kernel is left out beside a mask: rows without visible keys are wrong, and gradients can be NaN."""
 
 from __future__ import annotations
 
@@ -12,21 +12,16 @@ from headscope._attend.call import Options, check_call
 
 
 @pytest.mark.parametrize(
-    ("dtype", "masked", "trained", "version", "without"),
+    ("dtype", "masked", "trained", "without"),
     [
-        (torch.bfloat16, True, True, (2, 13), True),
-        (torch.float16, True, True, (2, 11), True),
-        (torch.bfloat16, True, True, (2, 10), False),  # the default was another kernel
-        (torch.bfloat16, True, False, (2, 13), False),
-        (torch.bfloat16, False, True, (2, 13), False),
-        (torch.float32, True, True, (2, 13), False),  # it takes half types alone
+        (torch.bfloat16, True, True, True),
+        (torch.float16, True, True, True),
+        (torch.bfloat16, True, False, True),  # rows without visible keys are wrong without gradients, too
+        (torch.bfloat16, False, True, False),
+        (torch.float32, True, True, False),  # it takes half types alone
     ],
 )
-def test_cudnn_does_not_run_beside_a_mask_where_a_gradient_may_be_asked_for(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, masked: bool, trained: bool, version: tuple[int, int],
-    without: bool,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(sdpa, "TORCH", version)
+def test_cudnn_does_not_run_beside_a_mask(dtype: torch.dtype, masked: bool, trained: bool, without: bool) -> None:
     q = torch.empty(1, 2, 64, 16, dtype=dtype, requires_grad=trained)
     call = check_call(q, q, q, None, None, Options(None, None, None, 0.0, False))
     usual = torch.backends.cuda.cudnn_sdp_enabled()
