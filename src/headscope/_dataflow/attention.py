@@ -17,14 +17,17 @@ from headscope._dataflow.roles import Tokens
 class WrittenAttention:
     """One call of attention that was computed as product, softmax and product.
 
-    Shapes: scores [B, H, Q, K]; v [B, H, K, Dv]; out [B, H, Q, Dv].
+    Shapes: scores [B, H, Q, K]; q [B, H, Q, D]; k [B, H, K, D]; v [B, H, K, Dv]; out [B, H, Q, Dv].
 
     Attributes:
         scores: the input of the softmax: scaled, masked, with any bias; or else the logarithms of the weights.
+        q, k: the factors of the first product in the scores; None: they are not known. Whether the scores are their
+            scaled product only their values show.
         v: the values; None if one product holds some of the heads only.
         sinks: [H], logits beside those of the keys, whose weights were cut off; None: none.
         out: the product with the values; None if dropout changed the weights before it.
         has_logits: whether ``scores`` are the input of the softmax.
+        from_exponentials: whether the weights are exponentials of scores that were divided by their sum.
         query_tokens, key_tokens: which tokens the queries and the keys are.
         scope: what encloses its operations from the scores on, the outermost first.
         needed_scope: what also encloses the operations that its axes are known from.
@@ -33,10 +36,13 @@ class WrittenAttention:
     """
 
     scores: Tensor
+    q: Tensor | None
+    k: Tensor | None
     v: Tensor | None
     sinks: Tensor | None
     out: Tensor | None
     has_logits: bool
+    from_exponentials: bool
     query_tokens: Tokens
     key_tokens: Tokens
     scope: tuple[Any, ...]

@@ -27,6 +27,20 @@ PARAMETER, NOISE = Constant.PARAMETER, Constant.NOISE
 
 
 @dataclass(frozen=True, eq=False)
+class Factors:
+    """The two tensors that a product multiplies: left, [N, R, D] or [R, D], and right, [N, C, D] or [C, D].
+
+    Attributes:
+        left, right: the tensors.
+        outer: the axis N of the product, in a list; empty: it has none.
+    """
+
+    left: Tensor
+    right: Tensor
+    outer: list[Axis]
+
+
+@dataclass(frozen=True, eq=False)
 class Product:
     """A product of two tensors that running code has computed: perhaps of queries and keys.
 
@@ -38,6 +52,7 @@ class Product:
         outside: from how many tensors from outside its factors come; 0: a projection was applied, or it is not known.
         scope: where it was computed.
         scopes: where the features come from that it sums over.
+        factors: its tensors; None: it stands for several products that were joined.
     """
 
     rows: Axis
@@ -49,6 +64,7 @@ class Product:
     outside: int
     scope: tuple[Any, ...]
     scopes: tuple[tuple[Any, ...], ...]
+    factors: Factors | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -230,8 +230,9 @@ def _has_room(around: Frame, pending: PendingAttention) -> bool:
 def _joined(attentions: list[WrittenAttention]) -> WrittenAttention:
     """Return one attention with the heads of all."""
     first = attentions[0]
-    v, out = (_concatenated(parts) for parts in ([each.v for each in attentions], [each.out for each in attentions]))
-    return replace(first, scores=torch.cat([each.scores for each in attentions], 1), v=v, out=out)
+    names = ("q", "k", "v", "out")
+    tensors = {name: _concatenated([getattr(each, name) for each in attentions]) for name in names}
+    return replace(first, scores=torch.cat([each.scores for each in attentions], 1), **tensors)
 
 
 def _concatenated(parts: list[Tensor | None]) -> Tensor | None:
@@ -258,6 +259,9 @@ def as_call(attention: WrittenAttention) -> InterceptedCall:
         kind=_kind(attention),
         out=attention.out,
         has_logits=attention.has_logits,
+        from_exponentials=attention.from_exponentials,
+        is_written=True,
+        factors=None if attention.q is None or attention.k is None else (attention.q, attention.k),
     )
 
 
