@@ -61,11 +61,12 @@ def complete(
     is_whole = p.numel() == logits.numel()
     if not is_whole and (softmax is None or not _is_part(role, p, roles)):
         return REFUSAL
-    shared = (roles.batch, roles.heads)
+    own_heads = [piece for axis in p_axes[:-2] for piece in axis if piece.source in sources(roles.heads)]
+    shared = (roles.batch, roles.heads if is_whole else own_heads)
     if not is_left:
         v, out = v.transpose(-2, -1), out.transpose(-2, -1)
-    values = _values(v, p_axes, shared, sizes(shared)) if is_whole else None
-    result = _output(out, p_axes, is_left, shared, roles.queries) if is_whole and not role.dropped else None
+    values = _values(v, p_axes, shared, sizes(shared))
+    result = None if role.dropped else _output(out, p_axes, is_left, shared, roles.queries)
     query_tokens, key_tokens = _tokens(product, rows_are_keys)
     q, k = _factors(product, rows_are_keys, roles, logits.shape[-1])
     within = enclosing([product.scope, scope] if softmax is None else [product.scope, softmax.scope, scope])

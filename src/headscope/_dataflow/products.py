@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from headscope._dataflow.attention import WrittenAttention
+from headscope._dataflow.attention import WrittenAttention, joined_heads
 from headscope._dataflow.axes import Axis, Fixed, Piece, Place, Source, fresh_axis, overlap, size_of, sources
 from headscope._dataflow.completion import Refusal, complete
 from headscope._dataflow.joining import tokens_of
-from headscope._dataflow.roles import PARAMETER, Factors, Lost, Product, Role, Scores, Softmax, Weights
+from headscope._dataflow.roles import PARAMETER, Factors, Lost, Part, Product, Role, Scores, Softmax, Weights
 from headscope._dataflow.table import Table
 
 
@@ -166,9 +166,12 @@ def _completed(
     if softmax is None or completion.is_whole:
         role.use.is_done = True
         return Result(result, None, completion, softmax, attends=True)
-    softmax.parts[int(p.storage_offset())] = p.numel()
-    size = sum(softmax.parts.values())
-    if size == completion.scores.numel():
+    softmax.parts[int(p.storage_offset())] = Part(p.numel(), completion.v, completion.out)
+    if sum(part.size for part in softmax.parts.values()) == completion.scores.numel():
         role.use.is_done = True
-        return Result(result, None, completion, softmax, attends=True)
+        parts = [softmax.parts[at] for at in sorted(softmax.parts)]  # the order of its heads
+        v, out = (joined_heads(each) for each in ([part.v for part in parts], [part.out for part in parts]))
+        if len(completion.heads) != 1:
+            v = out = None
+        return Result(result, None, replace(completion, v=v, out=out), softmax, attends=True)
     return Result(result, attends=True)

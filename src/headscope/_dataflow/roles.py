@@ -74,6 +74,20 @@ class Scores:
     product: Product
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Weights of some heads that were multiplied with values.
+
+    Attributes:
+        size: the number of weights.
+        v, out: the values, [B, h, K, Dv], and the product, [B, h, Q, Dv]; None: not known.
+    """
+
+    size: int
+    v: Tensor | None
+    out: Tensor | None
+
+
 @dataclass(eq=False)
 class Softmax:
     """The result of a softmax of scores, from when it is computed until it is multiplied with values.
@@ -85,7 +99,7 @@ class Softmax:
         axes, offset: the axes of its result, and the place of its first number in its storage.
         axis: the axis of the keys, from 0.
         scope: where it was computed.
-        parts: the places of those parts of its result that were multiplied with values, and their sizes.
+        parts: those parts of its result that were multiplied with values, by their places.
     """
 
     product: Product
@@ -96,7 +110,7 @@ class Softmax:
     offset: int
     axis: int
     scope: tuple[Any, ...]
-    parts: dict[int, int] = field(default_factory=dict[int, int])
+    parts: dict[int, Part] = field(default_factory=dict[int, Any])
 
 
 @dataclass(eq=False)

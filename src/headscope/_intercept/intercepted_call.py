@@ -147,7 +147,9 @@ def measure(call: InterceptedCall, what: Observe) -> LayerStats:
     if call.tokens is not None and call.kind != "cross":
         what = _with_tokens(what, call.tokens)
     cross = call.kind == "cross"
-    positions = Positions(kind="cross") if cross else Positions(call.q_pos, call.k_pos, "self", call.real)
+    positions = Positions(call.q_pos, call.k_pos, "self", call.real)
+    if cross:
+        positions = Positions(kind="cross", real=call.real if call.is_written else None)
     q, k, v, options = call.q, call.k, call.v, (call.scale, call.softcap, 0.0)
     stats = observe_call(q, k, v, call.mask, call.bias, call.sinks, *options, call.lse, what, positions)
     part = next(iter(stats.parts.values()))

@@ -13,7 +13,9 @@ from headscope._intercept.intercepted_call import AT_ONCE, InterceptedCall
 from headscope.masks import as_mask
 
 ROUNDINGS = 8
-"""How many roundings of ‖q‖ ‖k‖ a score may differ from their product. Sums of D products round √D times at most."""
+"""How many roundings of ‖q‖ and the largest ‖k‖ a score may differ from their product."""
+ROWS = 64
+"""How many rows the scale is computed from."""
 NEAR = 1e-3  # relative difference of a fitted scale from the usual ones
 
 
@@ -34,16 +36,18 @@ def by_product(call: InterceptedCall) -> InterceptedCall | None:
 
 
 def _scale(call: InterceptedCall, scores: Tensor, q: Tensor, k: Tensor) -> float | None:
-    """Return the number of times that scores are the product of queries and keys; None if there is none."""
-    both = total = 0.0
-    for rows, visible in _blocks(call):
-        x, y = scores[:, :, rows].double(), (q[:, :, rows] @ k.mT).double()
-        x, y = x.masked_fill(~visible, 0.0), y.masked_fill(~visible, 0.0)
-        if not call.has_logits:
-            count = visible.sum(-1, keepdim=True).clamp_min(1)
-            x, y = ((each - each.sum(-1, keepdim=True) / count).masked_fill(~visible, 0.0) for each in (x, y))
-        both, total = both + float((x * y).sum()), total + float((y * y).sum())
-    scale = both / total if total else math.nan
+    """Return how many times the product of queries and keys scores are, by some rows; None if it is not known."""
+    queries = scores.shape[-2]
+    step = -(-queries // ROWS)
+    rows = torch.arange(queries - 1, -1, -step, device=scores.device)  # the last one has the most keys
+    visible = _visible(call, rows)
+    x, y = scores[:, :, rows].double(), q[:, :, rows].double() @ k.mT.double()
+    x, y = x.masked_fill(~visible, 0.0), y.masked_fill(~visible, 0.0)
+    if not call.has_logits:
+        count = visible.sum(-1, keepdim=True).clamp_min(1)
+        x, y = ((each - each.sum(-1, keepdim=True) / count).masked_fill(~visible, 0.0) for each in (x, y))
+    total = float(y.square().sum())
+    scale = float((x * y).sum()) / total if total else math.nan
     if not math.isfinite(scale) or not scale:
         return None
     usual = (1.0, q.shape[-1] ** -0.5)
@@ -52,30 +56,32 @@ def _scale(call: InterceptedCall, scores: Tensor, q: Tensor, k: Tensor) -> float
 
 def _fits(call: InterceptedCall, scores: Tensor, q: Tensor, k: Tensor, eps: float) -> bool:
     """Return whether visible scores are a product up to rounding, and, without logits, up to a number for each row."""
-    widths = k.norm(dim=-1)[:, :, None]
-    for rows, visible in _blocks(call):
-        apart = scores[:, :, rows] - q[:, :, rows] @ k.mT
-        bound = ROUNDINGS * eps * (q[:, :, rows].norm(dim=-1, keepdim=True) * widths)
+    batch, heads, queries, keys = scores.shape
+    longest = k.norm(dim=-1).amax(-1)[..., None]
+    for block in slices(queries, AT_ONCE // (batch * heads * keys)):
+        rows = torch.arange(block.start, block.stop, device=scores.device)
+        apart = torch.matmul(q[:, :, block], k.mT).sub_(scores[:, :, block])
+        bound = q[:, :, block].norm(dim=-1) * longest
+        visible = None if call.mask is None else _visible(call, rows)
+        if visible is not None:
+            apart.masked_fill_(~visible, 0.0)
         if not call.has_logits:
-            apart = apart - apart.masked_fill(~visible, 0.0).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True)
-            bound = bound.amax(-1, keepdim=True) + ROUNDINGS * eps * (1 + scores[:, :, rows].abs())
-        if not bool(((apart.abs() <= bound) | ~visible).all()):
+            count = keys if visible is None else visible.sum(-1, keepdim=True).clamp_min(1)
+            apart -= apart.sum(-1, keepdim=True) / count
+            shown = scores[:, :, block] if visible is None else scores[:, :, block].masked_fill(~visible, 0.0)
+            bound += 1 + shown.abs().amax(-1)
+            apart = apart if visible is None else apart.masked_fill_(~visible, 0.0)
+        if not bool((apart.abs_().amax(-1) <= ROUNDINGS * eps * bound).all()):
             return False
     return True
 
 
-def _blocks(call: InterceptedCall) -> list[tuple[slice, Tensor]]:
-    """Return blocks of queries, with their visible keys, boolean [B or 1, H or 1, rows, K]."""
+def _visible(call: InterceptedCall, rows: Tensor) -> Tensor:
+    """Return which keys the mask shows some rows, boolean [B or 1, H or 1, R, K]."""
+    mask = as_mask(call.mask)
     assert call.bias is not None
     batch, heads, queries, keys = call.bias.shape
-    device, mask = call.bias.device, as_mask(call.mask)
-    blocks: list[tuple[slice, Tensor]] = []
-    for rows in slices(queries, AT_ONCE // max(1, batch * heads * keys)):
-        if mask is None:
-            visible = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=device)
-        else:
-            b, h, j = (torch.arange(n, device=device) for n in (batch, heads, keys))
-            i = torch.arange(rows.start, rows.stop, device=device)[:, None]
-            visible = mask.at(queries, keys).allows(b[:, None, None, None], h[:, None, None], i, j)
-        blocks.append((rows, visible))
-    return blocks
+    if mask is None:
+        return torch.ones(1, 1, 1, keys, dtype=torch.bool, device=rows.device)
+    b, h, j = (torch.arange(n, device=rows.device) for n in (batch, heads, keys))
+    return mask.at(queries, keys).allows(b[:, None, None, None], h[:, None, None], rows[:, None], j)
