@@ -6,6 +6,7 @@ which such an attention was found, so a model of fused attention pays nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -283,11 +284,12 @@ def _mask(scores: Tensor) -> tuple[Mask | None, Tensor]:
     Masked is what is at or below -1e9, or below half of the dtype's least number.
     """
     limit = max(ROUNDING * HIDDEN, torch.finfo(scores.dtype).min / 2)
-    if 0 in scores.shape or float(scores.amin()) > limit:
+    least = math.inf if 0 in scores.shape else float(scores.amin())
+    if least > limit:
         return None, torch.ones(1, scores.shape[-1], dtype=torch.bool, device=scores.device)
-    visible = scores > limit
-    if torch.equal(visible, visible[:, :1].expand_as(visible)):
-        visible = visible[:, :1]
+    visible = scores.amax(1, keepdim=True) > limit  # to some head; two reductions are faster than comparing all
+    if math.isnan(least) or not torch.equal(visible, scores.amin(1, keepdim=True) > limit):
+        visible = scores > limit
     known = frames.thread.written_masks.get(visible.shape)  # most layers have the mask of the one before
     if known is None or not torch.equal(known[0], visible):
         known = frames.thread.written_masks[visible.shape] = (visible, to_rule(visible), visible.any(2).any(1))
