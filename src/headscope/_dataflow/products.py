@@ -170,8 +170,10 @@ def _completed(
     if sum(part.size for part in softmax.parts.values()) == completion.scores.numel():
         role.use.is_done = True
         parts = [softmax.parts[at] for at in sorted(softmax.parts)]  # the order of its heads
-        v, out = (joined_heads(each) for each in ([part.v for part in parts], [part.out for part in parts]))
-        if len(completion.heads) != 1:
-            v = out = None
-        return Result(result, None, replace(completion, v=v, out=out), softmax, attends=True)
+        is_known = len(completion.heads) == 1
+        tensors = {
+            "v": joined_heads([part.v for part in parts]) if is_known else None,
+            "out": joined_heads([part.out for part in parts]) if is_known else None,
+        }
+        return Result(result, None, replace(completion, **tensors), softmax, attends=True)
     return Result(result, attends=True)
