@@ -109,11 +109,11 @@ class Table:
 
     def assign(self, x: Tensor, axes: Sequence[Axis], role: Role | None = None, fixed: Fixed = frozenset()) -> Entry:
         """Note the axes and the role of a tensor that an operation has made; return its entry."""
-        storage = x.untyped_storage()
-        offset = int(x.storage_offset()) * x.element_size()
+        storage, strides, width = x.untyped_storage(), x.stride(), x.element_size()
         own = list(axes)
-        whole = None if 0 in x.stride() else (x.shape, x.stride(), own)
-        entry = Entry(StorageWeakRef(storage), x.stride(), x.element_size(), own, offset, role, fixed, whole)
+        whole = None if 0 in strides else (x.shape, strides, own)
+        offset = int(x.storage_offset()) * width
+        entry = Entry(StorageWeakRef(storage), strides, width, own, offset, role, fixed, whole)
         self._entries[storage._cdata] = entry
         if len(self._entries) > self._next_sweep:
             self.sweep()
@@ -162,12 +162,11 @@ class Table:
         self._next_sweep = len(self._entries) + SWEEP
 
 
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
 def is_followed(x: object) -> bool:
     """Return whether a tensor can be followed: a plain, dense one."""
     return (
-        isinstance(x, Tensor)
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and x.layout is torch.strided
-        and not x.is_nested
-        and x.device.type != "meta"
+        isinstance(x, Tensor) and type(x) in _PLAIN and x.layout is torch.strided and not x.is_nested and not x.is_meta
     )
