@@ -267,7 +267,7 @@ class Ablation(_Acting):
             if not any(name in self.reached for name in names):
                 raise WatchError(
                     f"ablate: {pattern!r}: no attention call of it was observed inside the `with` block; nothing was "
-                    "changed"
+                    "changed. Attention that a module computes itself, as products and a softmax, cannot be reached"
                 )
 
     def means(self, name: str) -> bool:

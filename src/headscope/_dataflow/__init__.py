@@ -1,9 +1,19 @@
 """Attention that a module writes out, found by following the axes of its tensors from operation to operation."""
 
-from headscope._dataflow.attention import WrittenAttention
+from headscope._dataflow.attention import WrittenAttention, joined_heads
 from headscope._dataflow.axes import Axis, Piece, Source
 from headscope._dataflow.completion import same_tokens
 from headscope._dataflow.follow import Follower
 from headscope._dataflow.roles import Product, Tokens
 
-__all__ = ["Axis", "Follower", "Piece", "Product", "Source", "Tokens", "WrittenAttention", "same_tokens"]
+__all__ = [
+    "Axis",
+    "Follower",
+    "Piece",
+    "Product",
+    "Source",
+    "Tokens",
+    "WrittenAttention",
+    "joined_heads",
+    "same_tokens",
+]

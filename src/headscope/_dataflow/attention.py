@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headscope._dataflow.axes import Axis, Piece, size_of, sources
@@ -17,14 +18,17 @@ from headscope._dataflow.roles import Tokens
 class WrittenAttention:
     """One call of attention that was computed as product, softmax and product.
 
-    Shapes: scores [B, H, Q, K]; v [B, H, K, Dv]; out [B, H, Q, Dv].
+    Shapes: scores [B, H, Q, K]; q [B, H, Q, D]; k [B, H, K, D]; v [B, H, K, Dv]; out [B, H, Q, Dv].
 
     Attributes:
         scores: the input of the softmax: scaled, masked, with any bias; or else the logarithms of the weights.
-        v: the values; None if one product holds some of the heads only.
+        q, k: the factors of the first product in the scores; None: they are not known. Whether the scores are their
+            scaled product only their values show.
+        v: the values of the heads in the product; None: not known.
         sinks: [H], logits beside those of the keys, whose weights were cut off; None: none.
         out: the product with the values; None if dropout changed the weights before it.
         has_logits: whether ``scores`` are the input of the softmax.
+        from_exponentials: whether the weights are exponentials of scores that were divided by their sum.
         query_tokens, key_tokens: which tokens the queries and the keys are.
         scope: what encloses its operations from the scores on, the outermost first.
         needed_scope: what also encloses the operations that its axes are known from.
@@ -33,10 +37,13 @@ class WrittenAttention:
     """
 
     scores: Tensor
+    q: Tensor | None
+    k: Tensor | None
     v: Tensor | None
     sinks: Tensor | None
     out: Tensor | None
     has_logits: bool
+    from_exponentials: bool
     query_tokens: Tokens
     key_tokens: Tokens
     scope: tuple[Any, ...]
@@ -137,3 +144,10 @@ def arrange(
 def sizes(groups: Sequence[Sequence[Piece]]) -> list[int]:
     """Return the number of elements along each group."""
     return [size_of(tuple(group)) for group in groups]
+
+
+def joined_heads(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return tensors [B, h, …] of several heads as one; None if one is missing, or their sizes differ."""
+    tensors = [part for part in parts if part is not None]
+    same = len(tensors) == len(parts) and len({(part.shape[0], *part.shape[2:]) for part in tensors}) == 1
+    return torch.cat(tensors, 1) if same else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -68,6 +69,7 @@ class Extent(NamedTuple):
     piece: Piece
 
 
+_STRIDE = itemgetter(0)  # of an extent
 Layout = tuple[Extent, ...]
 """The pieces of a storage, the fastest first."""
 
@@ -117,21 +119,23 @@ def fresh_axis(size: int, kind: Kind, scope: tuple[Any, ...], outside: bool = Fa
     return () if size == 1 else (Piece(Source(kind, scope, outside), 1, size),)
 
 
-def layout_of(x: Tensor, axes: Sequence[Axis]) -> Layout:
-    """Return the layout of the storage of a tensor that has these axes."""
+def layout_of(strides: Sequence[int], width: int, axes: Sequence[Axis]) -> Layout:
+    """Return the layout of the storage of a tensor with these strides, width in bytes, and axes."""
     extents: list[Extent] = []
-    for axis, stride in zip(axes, x.stride(), strict=True):
-        step = stride * x.element_size()
+    for axis, stride in zip(axes, strides, strict=True):
+        step = stride * width
         if step == 0:
             continue
         for piece in reversed(axis):
             extents.append(Extent(step, piece))
             step *= piece.size
-    return tuple(sorted(extents, key=lambda extent: extent.stride))
+    if len(extents) > 1:
+        extents.sort(key=_STRIDE)
+    return tuple(extents)
 
 
-def resolve(x: Tensor, layout: Layout, offset: int, scope: tuple[Any, ...]) -> Place:
-    """Return the axes of a tensor in a storage of this layout. An axis that does not fit has a new source.
+def resolve(x: Tensor, layout: Layout, offset: int, scope: tuple[Any, ...]) -> tuple[Place, bool]:
+    """Return the axes of a tensor in a storage of this layout, and whether all fit. One that does not has a new source.
 
     Args:
         x: the tensor.
@@ -148,17 +152,19 @@ def resolve(x: Tensor, layout: Layout, offset: int, scope: tuple[Any, ...]) -> P
         starts[at], rest = divmod(rest, layout[at].stride)
     axes: list[Axis] = []
     covered: set[int] = set()
+    fits = True
     for size, stride in zip(x.shape, x.stride(), strict=True):
         axis = _axis(size, stride * width, layout, starts, covered)
+        fits = fits and axis is not None
         axes.append(fresh_axis(size, "joined", scope) if axis is None else axis)
     if len(covered) == len(layout):
-        return Place(axes, frozenset())
+        return Place(axes, frozenset()), fits
     fixed = [
         (extent.piece.source, extent.piece.start + extent.piece.step * starts[at])
         for at, extent in enumerate(layout)
         if at not in covered and extent.piece.source is not None
     ]
-    return Place(axes, frozenset(fixed))
+    return Place(axes, frozenset(fixed)), fits
 
 
 def _axis(size: int, stride: int, layout: Layout, starts: Sequence[int], covered: set[int]) -> Axis | None:

@@ -61,20 +61,25 @@ def complete(
     is_whole = p.numel() == logits.numel()
     if not is_whole and (softmax is None or not _is_part(role, p, roles)):
         return REFUSAL
-    shared = (roles.batch, roles.heads)
+    own_heads = [piece for axis in p_axes[:-2] for piece in axis if piece.source in sources(roles.heads)]
+    shared = (roles.batch, roles.heads if is_whole else own_heads)
     if not is_left:
         v, out = v.transpose(-2, -1), out.transpose(-2, -1)
-    values = _values(v, p_axes, shared, sizes(shared)) if is_whole else None
-    result = _output(out, p_axes, is_left, shared, roles.queries) if is_whole and not role.dropped else None
+    values = _values(v, p_axes, shared, sizes(shared))
+    result = None if role.dropped else _output(out, p_axes, is_left, shared, roles.queries)
     query_tokens, key_tokens = _tokens(product, rows_are_keys)
+    q, k = _factors(product, rows_are_keys, roles, logits.shape[-1])
     within = enclosing([product.scope, scope] if softmax is None else [product.scope, softmax.scope, scope])
     scopes = [*product.scopes, *(source.scope for source in sources(roles.heads) if source.scope)]
     return WrittenAttention(
         scores=logits,
+        q=q,
+        k=k,
         v=values,
         sinks=sinks,
         out=result,
         has_logits=has_logits,
+        from_exponentials=role.over is None,
         query_tokens=query_tokens,
         key_tokens=key_tokens,
         scope=within,
@@ -128,6 +133,29 @@ def _tokens(product: Product, rows_are_keys: bool) -> tuple[Tokens, Tokens]:
     if rows_are_keys:
         return product.column_tokens, product.row_tokens
     return product.row_tokens, product.column_tokens
+
+
+def _factors(product: Product, rows_are_keys: bool, roles: Roles, count: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return the factors of a product as queries [B, H, Q, D] and keys [B, H, K, D]; None if they do not fit.
+
+    Args:
+        product: that of the scores.
+        rows_are_keys: whether its rows are the keys.
+        roles: what the pieces of the scores are.
+        count: K.
+    """
+    factors = product.factors
+    if factors is None:
+        return None, None
+    sides = [(factors.left, product.rows), (factors.right, product.columns)]
+    (q, query_axis), (k, key_axis) = reversed(sides) if rows_are_keys else sides
+    width: Axis = (Piece(None, 1, q.shape[-1]),)
+    keys = roles.keys if set(roles.keys) == set(key_axis) else key_axis  # a sink is one key more
+    queries = arrange(q, [*factors.outer, query_axis, width], (roles.batch, roles.heads, roles.queries, width))
+    if size_of(keys) != count or queries is None:
+        return None, None
+    groups = (roles.batch, roles.heads, keys, width)
+    return queries, arrange(k, [*factors.outer, key_axis, width], groups, roles.outer)
 
 
 def same_tokens(queries: Tokens, keys: Tokens) -> bool:

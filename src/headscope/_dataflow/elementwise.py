@@ -8,37 +8,61 @@ from typing import Any
 
 from torch import Tensor
 
-from headscope._dataflow.axes import Axis, Place, fresh_axis, sources
+from headscope._dataflow.axes import Axis, Fixed, Place, fresh_axis, sources
 from headscope._dataflow.roles import NOISE, PARAMETER, HeadOutput, Lost, Role, Scores, Use, Weights
-from headscope._dataflow.table import Table
+from headscope._dataflow.table import Entry, Table
+
+_INERT: set[Role | None] = {None, PARAMETER}
+"""The roles of arguments that do not give their result one."""
 
 
-def combined_place(table: Table, out: Tensor, tensors: Sequence[Tensor], scope: tuple[Any, ...]) -> Place:
+def combined_place(
+    table: Table, out: Tensor, tensors: Sequence[Tensor], entries: Sequence[Entry | None], scope: tuple[Any, ...]
+) -> Place:
     """Return the axes of a result: each is that of the argument that says most of it.
 
     Arguments that are not repeated come first: a mask [B, T] says less of tokens than the tokens do. Of these,
     arguments on the way of an attention come first, then those that are followed, then parameters.
     """
-    ordered = sorted((x for x in tensors if x.ndim), key=lambda x: (x.numel() < out.numel(), _rank(table, x)))
-    known = [(x, table.place(x, scope)) for x in ordered]
+    if len(tensors) == 1 and entries[0] is not None and tensors[0].shape == out.shape:
+        return table.place_in(entries[0], tensors[0], scope)
+    size, shape = out.numel(), out.shape
+    ordered = sorted((tensors[at].numel() < size, _rank(entry), at) for at, entry in enumerate(entries))
+    known: list[tuple[Tensor, Place]] = []
+    fixed: Fixed = frozenset()
+    for _, rank, at in ordered:
+        x, entry = tensors[at], entries[at]
+        if not x.ndim:
+            continue
+        place = table.place(x, scope) if entry is None else table.place_in(entry, x, scope)
+        if place.fixed and (not known or rank != _OF_PARAMETER):
+            fixed |= place.fixed
+        known.append((x, place))
+    if known and known[0][0].shape == shape:
+        axes = known[0][1].axes
+        if all(n == 1 or sources(axis) for axis, n in zip(axes, shape, strict=True)):
+            return Place(axes, fixed)
+    return Place(_axes_of_all(known, out, scope), fixed)
+
+
+def _axes_of_all(known: Sequence[tuple[Tensor, Place]], out: Tensor, scope: tuple[Any, ...]) -> list[Axis]:
+    """Return the axes of a result, each that of the first argument that says something of it."""
     axes: list[Axis] = []
     for at in range(-out.ndim, 0):
         fitting = [place.axes[at] for x, place in known if x.ndim >= -at and x.shape[at] == out.shape[at]]
         best = next((axis for axis in fitting if sources(axis)), fitting[0] if fitting else None)
         axes.append(fresh_axis(out.shape[at], "feature" if at == -1 else "row", scope) if best is None else best)
-    fixed = known[0][1].fixed if known else frozenset()
-    for x, place in known[1:]:
-        if place.fixed and table.role(x) != PARAMETER:
-            fixed |= place.fixed
-    return Place(axes, fixed)
+    return axes
 
 
-def _rank(table: Table, x: Tensor) -> int:
-    entry = table.find(x)
+_OF_PARAMETER = 2
+
+
+def _rank(entry: Entry | None) -> int:
     if entry is None:
         return 3
     if entry.role == PARAMETER:
-        return 2
+        return _OF_PARAMETER
     return 1 if entry.role is None else 0
 
 
@@ -53,10 +77,11 @@ def combined_role(
         tensors, roles: its arguments.
         has_number: whether a number is an argument, too.
     """
-    if not out.is_floating_point() or not any(roles):
+    unequal = {*roles}
+    if unequal == {PARAMETER}:
+        return PARAMETER if out.is_floating_point() else None
+    if unequal <= _INERT or not out.is_floating_point():
         return None
-    if roles and all(role == PARAMETER for role in roles):
-        return PARAMETER
     if lost := next((role for role in roles if isinstance(role, Lost)), None):
         return lost
     by_size = sorted(zip(tensors, roles, strict=True), key=lambda each: each[0].numel() < out.numel())

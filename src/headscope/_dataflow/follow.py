@@ -18,6 +18,7 @@ from headscope._dataflow.completion import enclosing, matches_softmax
 from headscope._dataflow.elementwise import combined_place, combined_role
 from headscope._dataflow.joining import joined_product
 from headscope._dataflow.moves import joined_axes, moved_axes, note_part
+from headscope._dataflow.operands import Operation
 from headscope._dataflow.products import multiply
 from headscope._dataflow.roles import (
     NOISE,
@@ -31,7 +32,7 @@ from headscope._dataflow.roles import (
     Weights,
 )
 from headscope._dataflow.table import Table, is_followed
-from headscope._support.torch_operations import PRODUCTS, is_composite
+from headscope._support.torch_operations import PRODUCTS
 
 MOST_WAITING = 64  # softmaxes that wait for values, with their scores
 
@@ -77,13 +78,13 @@ class Follower(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused() or not isinstance(func, OpOverload):  # a higher-order operator attends as a whole
             return func(*args, **kwargs)
-        if is_composite(func):
+        operation = operands.describe(func)
+        if operation.is_composite:
             with self:
                 return func.decompose(*args, **kwargs)
-        if operands.is_view(func):
+        if operation.is_view:
             return self._view(func, args, kwargs)
-        name = operands.name_of(func)
-        writes = operands.is_in_place(func)
+        name, writes = operation.name, operation.writes
         before = [self.table.place(x, self.scope()) for x in args[:1]] if name == "copy" else []
         out = func(*args, **kwargs)
         first = out[0] if isinstance(out, (tuple, list)) and out else out
@@ -93,7 +94,7 @@ class Follower(TorchDispatchMode):
             if writes and first.numel() * first.element_size() != first.untyped_storage().nbytes():
                 self._note_partial(name, first, args, before)
             else:
-                self._note(name, func, first, args, kwargs)
+                self._note(operation, first, args, kwargs)
         return out
 
     @classmethod
@@ -141,7 +142,8 @@ class Follower(TorchDispatchMode):
                     if softmax.scores is not None and softmax.scores.untyped_storage()._cdata == address:
                         self._drop_scores(softmax)
 
-    def _note(self, name: str, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(self, operation: Operation, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = operation.name
         if name in PRODUCTS:
             self._note_product(name, out, args)
         elif name in ("_softmax", "_safe_softmax", "_log_softmax"):
@@ -158,28 +160,28 @@ class Follower(TorchDispatchMode):
             self._note_join(name, out, args)
         elif name in operands.MOVES:
             self._note_move(name, out, args)
-        elif operands.is_of_images(func) and out.ndim > 2:
+        elif operation.is_of_images and out.ndim > 2:
             axes = fresh_axes(out, self.scope(), (1,))
             if is_followed(args[0]) and args[0].ndim == out.ndim and self.table.find(args[0]) is not None:
                 axes[0] = self.table.axes(args[0], self.scope())[0]
             self.table.assign(out, axes, self._lost(args, kwargs))
-        elif operands.is_elementwise(func):
+        elif operation.is_elementwise:
             self._note_elementwise(name, out, args, kwargs)
-        elif operands.is_norm(func) and is_followed(args[0]) and args[0].shape == out.shape:
+        elif operation.is_norm and is_followed(args[0]) and args[0].shape == out.shape:
             self._note_norm(out, args)
         else:
-            self._note_other(func, out, args, kwargs)
+            self._note_other(operation, out, args, kwargs)
 
-    def _note_other(self, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_other(self, operation: Operation, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the result of an operation that is not followed."""
-        if operands.is_in_place(func):
+        if operation.writes:
             self.table.assign(out, self.table.axes(out, self.scope()), self._lost(args, kwargs))
             return
         tensors = operands.followed_tensors(args, kwargs)
         address = out.untyped_storage()._cdata
         if any(x.untyped_storage()._cdata == address for x in tensors):
             return  # a view, although its schema does not say so
-        if operands.is_factory(func):
+        if operation.is_factory:
             return
         if tensors and all(self.table.role(x) == PARAMETER for x in tensors):
             self.table.assign(out, fresh_axes(out, self.scope(), range(out.ndim)), PARAMETER)
@@ -340,7 +342,7 @@ class Follower(TorchDispatchMode):
         if not is_followed(source) or source.ndim > out.ndim:
             self.table.assign(out, fresh_axes(out, self.scope()), None)
             return
-        place = combined_place(self.table, out, [source], self.scope())
+        place = combined_place(self.table, out, [source], [self.table.find(source)], self.scope())
         self.table.assign(out, place.axes, self.table.role(source), place.fixed)
 
     def _note_move(self, name: str, out: Tensor, args: tuple[Any, ...]) -> None:
@@ -403,12 +405,13 @@ class Follower(TorchDispatchMode):
 
     def _note_elementwise(self, name: str, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = operands.followed_tensors(args, kwargs)
-        if not any(self.table.find(x) is not None for x in tensors):
+        entries = [self.table.find(x) for x in tensors]
+        roles = [None if entry is None else entry.role for entry in entries]
+        if not any(entries):
             return
-        roles = [self.table.role(x) for x in tensors]
         if NOISE in roles and name == "mul":
             roles = [self._before_dropout(x) for x in tensors]
         numbers = [x for x in args if isinstance(x, (int, float)) and not isinstance(x, bool)]
         role = combined_role(name, out, tensors, roles, bool(numbers))
-        place = combined_place(self.table, out, tensors, self.scope())
+        place = combined_place(self.table, out, tensors, entries, self.scope())
         self.table.assign(out, place.axes, role, place.fixed)

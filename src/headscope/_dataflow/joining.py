@@ -42,7 +42,7 @@ def joined_product(products: Sequence[Product]) -> Product:
     if all(each is first for each in products):
         return first
     rows, columns = ([getattr(each, name) for each in products] for name in ("row_tokens", "column_tokens"))
-    return replace(first, row_tokens=joined_tokens(rows), column_tokens=joined_tokens(columns))
+    return replace(first, row_tokens=joined_tokens(rows), column_tokens=joined_tokens(columns), factors=None)
 
 
 def kind_of_parts(parts: Sequence[Place]) -> Kind:

@@ -109,7 +109,8 @@ def note_part(entry: Entry, into: Tensor, before: Place, part: Place, scope: tup
         return
     entry.parts.append(part)
     entry.whole = None
-    entry.layout, entry.joined = _written_layout(entry.layout, into, before.axes, part.axes, scope)
+    entry.views.clear()
+    entry.known_layout, entry.joined = _written_layout(entry.layout, into, before.axes, part.axes, scope)
 
 
 def _written_layout(

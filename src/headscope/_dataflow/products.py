@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from headscope._dataflow.attention import WrittenAttention
+from headscope._dataflow.attention import WrittenAttention, joined_heads
 from headscope._dataflow.axes import Axis, Fixed, Piece, Place, Source, fresh_axis, overlap, size_of, sources
 from headscope._dataflow.completion import Refusal, complete
 from headscope._dataflow.joining import tokens_of
-from headscope._dataflow.roles import PARAMETER, Lost, Product, Role, Scores, Softmax, Weights
+from headscope._dataflow.roles import PARAMETER, Factors, Lost, Part, Product, Role, Scores, Softmax, Weights
 from headscope._dataflow.table import Table
 
 
@@ -59,12 +59,15 @@ def multiply(table: Table, left: Tensor, right: Tensor, out: Tensor, scope: tupl
         if isinstance(role, (Weights, Lost)) and isinstance(other, (Scores, Weights, Lost)):
             return Result(values, Lost(role.product))
     for role, p, v, is_left in ((left_role, left, right, True), (right_role, right, left, False)):
-        place = a if is_left else b
+        place, other = (a, b) if is_left else (b, a)
         if isinstance(role, Weights):
-            return _completed(role, p, Place([*outer, *place.axes[-2:]], place.fixed), v, out, is_left, scope, values)
+            own_outer = outer and [_merged(place.axes[0], other.axes[0])]  # the heads of the weights, not of the values
+            own = Place([*own_outer, *place.axes[-2:]], place.fixed)
+            return _completed(role, p, own, v, out, is_left, scope, values)
         if isinstance(role, Lost):
             return Result(values, refused=role.product if _may_attend(role.product, p, is_left) else None)
-    product = _product(table, a, b, not outer, scope)
+    factors = Factors(left.detach(), right.detach().mT, outer)
+    product = _product(table, a, b, factors, scope)
     fixed |= _contracted(a.axes[-1]) | _contracted(b.axes[-2])
     return Result(Place([*outer, product.rows, product.columns], fixed), Scores(product))
 
@@ -101,8 +104,9 @@ def _role_of_projection(role: Role | None, contracted: Axis) -> Role | None:
     return role if isinstance(role, (Scores, Lost)) else None
 
 
-def _product(table: Table, a: Place, b: Place, is_folded: bool, scope: tuple[Any, ...]) -> Product:
+def _product(table: Table, a: Place, b: Place, factors: Factors, scope: tuple[Any, ...]) -> Product:
     rows, columns = a.axes[-2], b.axes[-1]
+    is_folded = not factors.outer
     outer = [] if is_folded else [a.axes[0]]
     summed = [piece.source for axis in (a.axes[-1], b.axes[-2]) for piece in axis if piece.source is not None]
     outside = {source for source in summed if source.is_outside}
@@ -118,6 +122,7 @@ def _product(table: Table, a: Place, b: Place, is_folded: bool, scope: tuple[Any
         len(outside) if len(outside) == len(set(summed)) else 0,
         scope,
         tuple(source.scope for source in summed if source.scope),
+        factors,
     )
 
 
@@ -161,9 +166,14 @@ def _completed(
     if softmax is None or completion.is_whole:
         role.use.is_done = True
         return Result(result, None, completion, softmax, attends=True)
-    softmax.parts[int(p.storage_offset())] = p.numel()
-    size = sum(softmax.parts.values())
-    if size == completion.scores.numel():
+    softmax.parts[int(p.storage_offset())] = Part(p.numel(), completion.v, completion.out)
+    if sum(part.size for part in softmax.parts.values()) == completion.scores.numel():
         role.use.is_done = True
-        return Result(result, None, completion, softmax, attends=True)
+        parts = [softmax.parts[at] for at in sorted(softmax.parts)]  # the order of its heads
+        is_known = len(completion.heads) == 1
+        tensors = {
+            "v": joined_heads([part.v for part in parts]) if is_known else None,
+            "out": joined_heads([part.out for part in parts]) if is_known else None,
+        }
+        return Result(result, None, replace(completion, **tensors), softmax, attends=True)
     return Result(result, attends=True)

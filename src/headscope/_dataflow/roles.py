@@ -27,6 +27,20 @@ PARAMETER, NOISE = Constant.PARAMETER, Constant.NOISE
 
 
 @dataclass(frozen=True, eq=False)
+class Factors:
+    """The two tensors that a product multiplies: left, [N, R, D] or [R, D], and right, [N, C, D] or [C, D].
+
+    Attributes:
+        left, right: the tensors.
+        outer: the axis N of the product, in a list; empty: it has none.
+    """
+
+    left: Tensor
+    right: Tensor
+    outer: list[Axis]
+
+
+@dataclass(frozen=True, eq=False)
 class Product:
     """A product of two tensors that running code has computed: perhaps of queries and keys.
 
@@ -38,6 +52,7 @@ class Product:
         outside: from how many tensors from outside its factors come; 0: a projection was applied, or it is not known.
         scope: where it was computed.
         scopes: where the features come from that it sums over.
+        factors: its tensors; None: it stands for several products that were joined.
     """
 
     rows: Axis
@@ -49,6 +64,7 @@ class Product:
     outside: int
     scope: tuple[Any, ...]
     scopes: tuple[tuple[Any, ...], ...]
+    factors: Factors | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +72,20 @@ class Scores:
     """A product after elementwise operations; ``product``: the first of those that it sums."""
 
     product: Product
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Weights of some heads that were multiplied with values.
+
+    Attributes:
+        size: the number of weights.
+        v, out: the values, [B, h, K, Dv], and the product, [B, h, Q, Dv]; None: not known.
+    """
+
+    size: int
+    v: Tensor | None
+    out: Tensor | None
 
 
 @dataclass(eq=False)
@@ -69,7 +99,7 @@ class Softmax:
         axes, offset: the axes of its result, and the place of its first number in its storage.
         axis: the axis of the keys, from 0.
         scope: where it was computed.
-        parts: the places of those parts of its result that were multiplied with values, and their sizes.
+        parts: those parts of its result that were multiplied with values, by their places.
     """
 
     product: Product
@@ -80,7 +110,7 @@ class Softmax:
     offset: int
     axis: int
     scope: tuple[Any, ...]
-    parts: dict[int, int] = field(default_factory=dict[int, int])
+    parts: dict[int, Part] = field(default_factory=dict[int, Any])
 
 
 @dataclass(eq=False)

@@ -22,22 +22,36 @@ class Entry:
 
     Attributes:
         storage: a weak reference. While it is held, no other storage has the same address.
-        layout, offset: its axes, and the place of the first number in bytes.
+        strides, width, axes: those of the tensor that was assigned; the width in bytes.
+        offset: the place of its first number in bytes.
         role: what its numbers are; None: nothing that matters here.
         fixed: what was selected along axes that it does not have.
         whole: the shape and the strides of the tensor that was assigned, and its axes; None: the layout has changed.
+        known_layout: its pieces; None: they follow from the tensor that was assigned.
         parts: where the tensors come from that were written into parts of it.
         joined: the axes that run over these parts.
+        views: the places of views whose axes all fit the layout, by shape, strides, offset and width in bytes.
     """
 
     storage: StorageWeakRef
-    layout: Layout
+    strides: tuple[int, ...]
+    width: int
+    axes: list[Axis]
     offset: int
     role: Role | None = None
     fixed: Fixed = frozenset()
     whole: tuple[torch.Size, tuple[int, ...], list[Axis]] | None = None
+    known_layout: Layout | None = None
     parts: list[Place] = field(default_factory=list[Place])
     joined: list[Source] = field(default_factory=list[Source])
+    views: dict[tuple[torch.Size, tuple[int, ...], int, int], Place] = field(default_factory=dict[Any, Place])
+
+    @property
+    def layout(self) -> Layout:
+        """Its pieces, computed when a view is read."""
+        if self.known_layout is None:
+            self.known_layout = layout_of(self.strides, self.width, self.axes)
+        return self.known_layout
 
 
 class Table:
@@ -64,19 +78,30 @@ class Table:
     def place(self, x: Tensor, scope: tuple[Any, ...]) -> Place:
         """Return where a tensor's numbers come from; one that comes from outside gets new axes."""
         entry = self.find(x)
-        if entry is None:
-            if x.dtype in (torch.bfloat16, torch.float16) and self._note_cast(x):
-                return self.place(x, scope)
-            is_parameter = isinstance(x, torch.nn.Parameter)
-            axes = fresh_axes(x, scope, range(x.ndim) if is_parameter else (-1,), outside=True)
-            self.assign(x, axes, PARAMETER if is_parameter else None)
-            return Place(axes, frozenset())
-        whole = entry.whole
-        is_whole = whole is not None and x.shape == whole[0] and x.stride() == whole[1]
-        if whole is not None and is_whole and int(x.storage_offset()) * x.element_size() == entry.offset:
+        return self._outside(x, scope) if entry is None else self.place_in(entry, x, scope)
+
+    def _outside(self, x: Tensor, scope: tuple[Any, ...]) -> Place:
+        """Return where the numbers of a tensor come from that no followed operation has made."""
+        if x.dtype in (torch.bfloat16, torch.float16) and self._note_cast(x):
+            return self.place(x, scope)
+        is_parameter = isinstance(x, torch.nn.Parameter)
+        axes = fresh_axes(x, scope, range(x.ndim) if is_parameter else (-1,), outside=True)
+        self.assign(x, axes, PARAMETER if is_parameter else None)
+        return Place(axes, frozenset())
+
+    def place_in(self, entry: Entry, x: Tensor, scope: tuple[Any, ...]) -> Place:
+        """Return where the numbers of a tensor come from, whose storage has this entry."""
+        whole, shape, strides, offset = entry.whole, x.shape, x.stride(), int(x.storage_offset()) * x.element_size()
+        if whole is not None and offset == entry.offset and shape == whole[0] and strides == whole[1]:
             return Place(whole[2], entry.fixed)
-        place = resolve(x, entry.layout, entry.offset, scope)
-        return Place(place.axes, place.fixed | entry.fixed) if entry.fixed else place
+        view = shape, strides, offset, x.element_size()
+        place = entry.views.get(view)
+        if place is None:
+            place, fits = resolve(x, entry.layout, entry.offset, scope)
+            place = Place(place.axes, place.fixed | entry.fixed) if entry.fixed else place
+            if fits:
+                entry.views[view] = place
+        return place
 
     def axes(self, x: Tensor, scope: tuple[Any, ...]) -> list[Axis]:
         """Return the axes of a tensor; one that comes from outside gets new ones."""
@@ -84,11 +109,11 @@ class Table:
 
     def assign(self, x: Tensor, axes: Sequence[Axis], role: Role | None = None, fixed: Fixed = frozenset()) -> Entry:
         """Note the axes and the role of a tensor that an operation has made; return its entry."""
-        storage = x.untyped_storage()
-        offset = int(x.storage_offset()) * x.element_size()
+        storage, strides, width = x.untyped_storage(), x.stride(), x.element_size()
         own = list(axes)
-        whole = None if 0 in x.stride() else (x.shape, x.stride(), own)
-        entry = Entry(StorageWeakRef(storage), layout_of(x, own), offset, role, fixed, whole)
+        whole = None if 0 in strides else (x.shape, strides, own)
+        offset = int(x.storage_offset()) * width
+        entry = Entry(StorageWeakRef(storage), strides, width, own, offset, role, fixed, whole)
         self._entries[storage._cdata] = entry
         if len(self._entries) > self._next_sweep:
             self.sweep()
@@ -137,12 +162,11 @@ class Table:
         self._next_sweep = len(self._entries) + SWEEP
 
 
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
 def is_followed(x: object) -> bool:
     """Return whether a tensor can be followed: a plain, dense one."""
     return (
-        isinstance(x, Tensor)
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and x.layout is torch.strided
-        and not x.is_nested
-        and x.device.type != "meta"
+        isinstance(x, Tensor) and type(x) in _PLAIN and x.layout is torch.strided and not x.is_nested and not x.is_meta
     )

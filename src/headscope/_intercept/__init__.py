@@ -31,6 +31,7 @@ from headscope._intercept.module_names import (
 from headscope._intercept.origin import Part, head_span, layer_origin, origin_of, shared_part
 from headscope._intercept.other_layers import find_other_layers, find_unreached
 from headscope._intercept.patching import close_watch, open_watch
+from headscope._intercept.recovered import by_product
 from headscope._intercept.transformers import register_attention, transformers_refusal
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Unfollowed",
     "WatchError",
     "WatchWarning",
+    "by_product",
     "check_values",
     "close_watch",
     "describe_modules",

@@ -259,7 +259,7 @@ class _Thread(threading.local):
     Attributes:
         stack: the modules that run, the outermost first.
         follower: follows operations, while it is on; see ``written``.
-        written_masks: visible pairs -> their mask, by shape; see ``written``.
+        written_masks: by shape: visible pairs, their mask, and which keys are visible to some query; see ``written``.
         masks: see ``Frame.converted``.
     """
 
@@ -267,7 +267,7 @@ class _Thread(threading.local):
         self.stack: list[Frame] = []
         self.follower: Follower | None = None
         # with the tensor, because ids are reused, and with its fingerprint
-        self.written_masks: dict[torch.Size, tuple[Tensor, Mask]] = {}
+        self.written_masks: dict[torch.Size, tuple[Tensor, Mask, Tensor]] = {}
         self.masks: dict[Any, tuple[Tensor, Fingerprint, Mask | None, Tensor | None]] = {}
 
 

@@ -138,8 +138,11 @@ def _uncompiled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if frame is None or frame.quiet:
         return function(*args, **kwargs) if kwargs else function(*args)
     name = fused.operator_name(function, args, kwargs)
-    with nullcontext() if name is None else frame.quietly():
+    if name is None:
         out = function(*args, **kwargs) if kwargs else function(*args)
+    else:
+        with frame.quietly():
+            out = function(*args, **kwargs) if kwargs else function(*args)
     if function in softmax.UNTRACED_SOFTMAX:
         softmax.wait(frame.softmaxes, function, args, kwargs)
     elif frame.softmaxes and function in softmax.JOINED:

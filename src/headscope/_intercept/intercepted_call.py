@@ -94,6 +94,10 @@ class InterceptedCall:
         kind: "self", "cross", or None if the call does not determine it.
         tokens: ids of the keys.
         has_logits: whether the logits are those of the call, and not the logarithms of its weights.
+        from_exponentials: whether the weights are exponentials of logits that were divided by their sum, so that the
+            logits follow from q and k.
+        is_written: whether a module has written it out: then q and k are 0, and its scores are the bias.
+        factors: the queries and keys of such a call, [B, H, Q, D] and [B, H, K, D]; None: unknown.
     """
 
     q: Tensor
@@ -120,6 +124,16 @@ class InterceptedCall:
     again: Callable[[], tuple[Tensor, Tensor | None]] | None = None
     own: Callable[[], InterceptedCall] | None = None
     has_logits: bool = True
+    from_exponentials: bool = False
+    is_written: bool = False
+    factors: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def known_keys(self) -> Tensor | None:
+        """The keys; None: they are not known."""
+        if not self.is_written:
+            return self.k
+        return None if self.factors is None else self.factors[1]
 
 
 def measure(call: InterceptedCall, what: Observe) -> LayerStats:
@@ -133,7 +147,9 @@ def measure(call: InterceptedCall, what: Observe) -> LayerStats:
     if call.tokens is not None and call.kind != "cross":
         what = _with_tokens(what, call.tokens)
     cross = call.kind == "cross"
-    positions = Positions(kind="cross") if cross else Positions(call.q_pos, call.k_pos, "self", call.real)
+    positions = Positions(call.q_pos, call.k_pos, "self", call.real)
+    if cross:
+        positions = Positions(kind="cross", real=call.real if call.is_written else None)
     q, k, v, options = call.q, call.k, call.v, (call.scale, call.softcap, 0.0)
     stats = observe_call(q, k, v, call.mask, call.bias, call.sinks, *options, call.lse, what, positions)
     part = next(iter(stats.parts.values()))

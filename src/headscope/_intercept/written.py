@@ -6,6 +6,7 @@ which such an attention was found, so a model of fused attention pays nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._dataflow import Axis, Follower, Piece, Product, Source, Tokens, WrittenAttention, same_tokens
+from headscope._dataflow import (
+    Axis,
+    Follower,
+    Piece,
+    Product,
+    Source,
+    Tokens,
+    WrittenAttention,
+    joined_heads,
+    same_tokens,
+)
 from headscope._intercept import frames
 from headscope._intercept.frames import Frame
 from headscope._intercept.intercepted_call import InterceptedCall, Kind
@@ -230,21 +241,15 @@ def _has_room(around: Frame, pending: PendingAttention) -> bool:
 def _joined(attentions: list[WrittenAttention]) -> WrittenAttention:
     """Return one attention with the heads of all."""
     first = attentions[0]
-    v, out = (_concatenated(parts) for parts in ([each.v for each in attentions], [each.out for each in attentions]))
-    return replace(first, scores=torch.cat([each.scores for each in attentions], 1), v=v, out=out)
-
-
-def _concatenated(parts: list[Tensor | None]) -> Tensor | None:
-    """Return tensors [B, 1, …] of several heads as one; None if one is missing, or their sizes differ."""
-    tensors = [part for part in parts if part is not None]
-    same = len(tensors) == len(parts) and all(part.shape == tensors[0].shape for part in tensors)
-    return torch.cat(tensors, 1) if same else None
+    names = ("q", "k", "v", "out")
+    tensors = {name: joined_heads([getattr(each, name) for each in attentions]) for name in names}
+    return replace(first, scores=torch.cat([each.scores for each in attentions], 1), **tensors)
 
 
 def as_call(attention: WrittenAttention) -> InterceptedCall:
     """Return the call of an attention whose scores exist: with no queries and keys, and the scores as its bias."""
     scores = attention.scores.detach()
-    mask = _mask(scores)
+    mask, real = _mask(scores)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     batch, heads, queries, keys = scores.shape
     return InterceptedCall(
@@ -252,12 +257,16 @@ def as_call(attention: WrittenAttention) -> InterceptedCall:
         k=scores.new_zeros(batch, heads, keys, 1),
         v=None if attention.v is None else attention.v.detach().to(scores.dtype),
         mask=mask,
+        real=real,
         bias=scores,
         scale=1.0,
         sinks=None if attention.sinks is None else attention.sinks.to(scores.dtype),
         kind=_kind(attention),
         out=attention.out,
         has_logits=attention.has_logits,
+        from_exponentials=attention.from_exponentials,
+        is_written=True,
+        factors=None if attention.q is None or attention.k is None else (attention.q, attention.k),
     )
 
 
@@ -269,15 +278,19 @@ def _kind(attention: WrittenAttention) -> Kind | None:
     return "cross" if queries and {each[0] for each in queries} == {each[0] for each in keys} else None
 
 
-def _mask(scores: Tensor) -> Mask | None:
-    """Return the mask that scores show: what is at or below -1e9, or below half of the dtype's least number."""
+def _mask(scores: Tensor) -> tuple[Mask | None, Tensor]:
+    """Return the mask that scores show, and which keys are visible to some query, boolean [B or 1, K].
+
+    Masked is what is at or below -1e9, or below half of the dtype's least number.
+    """
     limit = max(ROUNDING * HIDDEN, torch.finfo(scores.dtype).min / 2)
-    if 0 in scores.shape or float(scores.amin()) > limit:
-        return None
-    visible = scores > limit
-    if torch.equal(visible, visible[:, :1].expand_as(visible)):
-        visible = visible[:, :1]
+    least = math.inf if 0 in scores.shape else float(scores.amin())
+    if least > limit:
+        return None, torch.ones(1, scores.shape[-1], dtype=torch.bool, device=scores.device)
+    visible = scores.amax(1, keepdim=True) > limit  # to some head; two reductions are faster than comparing all
+    if math.isnan(least) or not torch.equal(visible, scores.amin(1, keepdim=True) > limit):
+        visible = scores > limit
     known = frames.thread.written_masks.get(visible.shape)  # most layers have the mask of the one before
     if known is None or not torch.equal(known[0], visible):
-        known = frames.thread.written_masks[visible.shape] = (visible, to_rule(visible))
-    return known[1]
+        known = frames.thread.written_masks[visible.shape] = (visible, to_rule(visible), visible.any(2).any(1))
+    return known[1:]

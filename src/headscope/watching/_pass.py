@@ -16,6 +16,7 @@ from headscope._intercept import (
     Layout,
     Unfollowed,
     WatchError,
+    by_product,
     kind_of_call,
     layer_origin,
     placed,
@@ -137,10 +138,13 @@ class Pass:
                 call = placed(call, watch.options.positions)
             elif call.kind != kind:
                 call = replace(call, kind=kind)
+            if call.is_written and (watch.options.what.keep_qk or call.from_exponentials):
+                call = by_product(call) or call
             part = watch.verifier.measure(layer, call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {error}") from error
-        widths = call.q.shape[-1], 0 if call.v is None else call.v.shape[-1]
+        q = call.q if call.factors is None else call.factors[0]
+        widths = q.shape[-1], 0 if call.v is None else call.v.shape[-1]
         origin = partial(layer_origin, watch.modules, name, call.q.shape[-3], widths)
         order = (watch.places[name], number)
 

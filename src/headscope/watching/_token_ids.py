@@ -76,7 +76,8 @@ class Streams:
         """Return all ids up to this step; None if those of earlier steps are unknown."""
         total, new = _total(call), ids.shape[-1]
         first = max(0, total - call.k.shape[-2])
-        marks = marks_of(call.k, ids)
+        known_keys = call.known_keys
+        marks = None if known_keys is None else marks_of(known_keys, ids)
         layer = id(frames[0].module), frames[0].calls
         cache = reference_to(find_cache(frames))
         if total == new:
