@@ -935,7 +935,7 @@ def test_an_example_input_gives_the_only_length_there_is() -> None:
                 raise ValueError("expected 11 tokens")
             return super().forward(x)
 
-    with pytest.raises(CheckError, match=r"module: every call fails, the first was \(x\) with x \[2, 7, 24\].*11 tok"):
+    with pytest.raises(CheckError, match=r"Fixed: fails with x \[2, 7, 24\]: test_check.py, line \d+: raise .*11 tok"):
         check(Fixed(24, 3))
     assert check(Fixed(24, 3), inputs=torch.zeros(1, 11, 24)).names == ()
 

@@ -55,8 +55,8 @@ class Conventions:
         """
         args, kwargs = parse_arguments(self.arguments or "")
         return {
-            "path": str(path.resolve()), "name": name or self.name, "or_only_class": name is None, "args": args, "kwargs": kwargs,
-            "arguments": self.arguments, "call": self.call, "options": self.options,
+            "path": str(path.resolve()), "name": name or self.name, "or_only_class": name is None,
+            "args": args, "kwargs": kwargs, "arguments": self.arguments, "call": self.call, "options": self.options,
             "timeout": self.timeout or timeout,
         }  # fmt: skip
 

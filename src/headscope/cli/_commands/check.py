@@ -76,8 +76,8 @@ def check(targets: Sequence[str], model: str | None, config: str | None, jobs: i
 
     With --model, the folder is read offline; only .safetensors are read, and no code of its repository is run.
 
-    The exit code is 0 if no file fails, also if one is incomplete; 1 if one fails, or could not be checked among several; 2 after a mistake in
-    the options, or if a single file could not be checked.
+    The exit code is 0 if no file fails, also if one is incomplete; 1 if one fails, or could not be checked among
+    several; 2 after a mistake in the options, or if a single file could not be checked.
     """
     from headscope.cli._check.targets import is_one_file, list_submissions
 
