@@ -224,7 +224,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         (["makes.py:sometimes"], "--embed-dim: missing"),
         (
             ["undivided.py:Attention", "--args", "512, 7"],
-            "Attention: fails with x [2, 7, 512]: undivided.py, line 8: q = self.q(x).view(*x.shape[:2], self.heads, -1) rai",
+            "Attention: fails with x [2, 7, 512]: undivided.py, line 8: q = self.q(x).view(*x.shape[:2], self.h",
         ),
     ],
 )
