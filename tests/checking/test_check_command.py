@@ -172,7 +172,10 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         (["homework.py", "--call", "module("], "--call: got module(, expected an expression of module, x and mask"),
         (["homework.py", "--class", "a b"], "--class: got a b, expected the name of a class, function or module"),
         (["homework.py:Attention"], """'width'; pass the arguments that build it, for example --args "512, 8\""""),
-        (["exits.py:A"], "A: cannot be built without arguments: SystemExit: 0"),
+        (
+            ["exits.py:A"],
+            "A: cannot be built without arguments: exits.py, line 3: def __init__(self): sys.exit(0) raises Sys",
+        ),
         (["nothing.py:A"], "nothing.py: no such file, expected a Python file"),
         ([f"{'a' * 300}:A"], f"{'a' * 300}: no such file"),
         (["\0:A"], "no such file, expected a Python file"),
@@ -214,14 +217,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["exits.py:attend", "--embed-dim", "4"], "tried first (x) with x [2, 7, 4]: SystemExit: 0; give"),
+        (["exits.py:attend", "--embed-dim", "4"], "line 4: def attend(x): sys.exit(0) raises SystemExit: 0; give"),
         (["small.py:attend"], "--embed-dim: missing; it cannot be derived without weights"),
         (["small.py:attend", "--args", ""], "attend: cannot be built with --args '': TypeError"),
-        (["makes.py:fails"], "fails: cannot be built without arguments: RuntimeError: no"),
+        (["makes.py:fails"], 'line 6: def fails(): raise RuntimeError("no") raises RuntimeError: no'),
         (["makes.py:sometimes"], "--embed-dim: missing"),
         (
             ["undivided.py:Attention", "--args", "512, 7"],
-            "7168; check the sizes that it was built with, or give --call, or use headscope.check with inputs=",
+            "Attention: fails with x [2, 7, 512]: undivided.py, line 8: q = self.q(x).view(*x.shape[:2], self.h",
         ),
     ],
 )

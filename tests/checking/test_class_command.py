@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -305,8 +306,8 @@ def test_a_mistake_in_the_targets_is_one_line(
 
 
 def make_result(label: str, *findings: tuple[str, str], fails: bool = False, **not_tested: str) -> Result:
-    parts = [{"name": name, "severity": severity} for name, severity in findings]
-    return Result(label, {"findings": parts, "fails": fails, "not_tested": not_tested, "omitted": []})
+    parts = [{"name": name, "severity": severity, "text": f"{name}  {severity}"} for name, severity in findings]
+    return Result(label, {"findings": parts, "fails": fails, "not_tested": not_tested, "omitted": [], "missing": []})
 
 
 RESULTS = ClassResults.of(
@@ -354,3 +355,106 @@ def test_results_as_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert lines[6].split() == ["softmax-twice", "wrong", "1", "anna/hw.py"]
     assert lines[8:] == ["2 files: 1 failed, 1 not checked"]
     assert "[1/2] anna/hw.py: wrong: softmax-twice\n" in err
+
+
+# ---------------------------------------------------------------- what a teacher and a student met
+
+MHA = """
+import math
+from torch import nn
+class MHA(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        assert dim % heads == 0
+        self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+    def forward(self, x, MASK=None):
+        B, T, E = x.shape
+        q, k, v = (y.view(B, T, self.heads, -1).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        s = q @ k.mT / math.sqrt(WIDTH)
+        s = s if MASK is None else s.masked_fill(MASK == 0, -math.inf)
+        o = s.softmax(-1) @ v
+        o = o.transpose(1, 2).MERGE(B, T, E)
+        return self.out(o)
+"""
+STATED = 'class = "MultiHeadAttention"\nargs = "35, 5"\nmask-means = "keep"\n'
+
+
+def write_mha(path: Path, mask: str = "mask", width: str = "E // self.heads", merge: str = "reshape") -> None:
+    path.write_text(MHA.replace("MASK", mask).replace("WIDTH", width).replace("MERGE", merge))
+
+
+def judge(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
+    return {each["file"]: each for each in json.loads(run_check(str(folder), "--json", *options).stdout)["files"]}
+
+
+def test_the_only_class_of_a_file_replaces_a_class_that_it_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "check.toml").write_text(STATED)
+    write_mha(tmp_path / "one.py")
+    write_mha(tmp_path / "two.py")
+    (tmp_path / "two.py").write_text((tmp_path / "two.py").read_text() + "class Other(MHA): pass\n")
+    files = judge(tmp_path)
+    assert files["one.py"]["outcome"] == "passed"
+    assert files["one.py"]["findings"]["subject"] == "MHA"
+    assert files["one.py"]["note"] == "class MHA, because it has no MultiHeadAttention"
+    assert files["two.py"]["error"] == "has no MultiHeadAttention, expected one of MHA, Other"
+    run = run_check(str(tmp_path))
+    assert "passed       nan-on-empty-row\n" in re.sub(r" +\n", "\n", run.stdout)
+    assert "class MHA, because it has no MultiHeadAttention" in run.stdout
+    run = run_check(f"{tmp_path / 'one.py'}:MultiHeadAttention")
+    assert (run.returncode, "has no MultiHeadAttention, expected one of MHA" in run.stderr) == (2, True)
+
+
+def test_a_stated_meaning_of_masks_requires_a_mask(tmp_path: Path) -> None:
+    write_mha(tmp_path / "dora.py", mask="m")
+    stated = ("--args", "35, 5", "--mask-means", "keep")
+    result = judge(tmp_path, *stated)["dora.py"]
+    assert (result["outcome"], result["missing_tests"]) == ("incomplete", ["masks", "fully masked rows"])
+    assert "\nmasks: forward() has no argument with mask or pad in its name" in result["text"]
+    assert judge(tmp_path, *stated[:2])["dora.py"]["outcome"] == "passed"
+
+    run = run_check(str(tmp_path / "dora.py"), *stated)
+    assert run.returncode == 0
+    assert " ".join(run.stdout.split()).startswith(
+        "MHA: nothing found; masks were not tested, although mask_means (--mask-means) is specified understood"
+    )
+    write_mha(tmp_path / "dora.py")
+    assert "masks were not tested" not in run_check(str(tmp_path / "dora.py"), *stated).stdout
+
+
+def test_an_error_of_the_code_names_its_line(tmp_path: Path) -> None:
+    write_mha(tmp_path / "hana.py", merge="view")
+    error = judge(tmp_path, "--args", "35, 5")["hana.py"]["error"]
+    line = "MHA: fails with x [2, 7, 35]: hana.py, line 15: o = o.transpose(1, 2).view(B, T, E) raises RuntimeError: "
+    assert error.startswith(line)
+    assert error.endswith("Use .reshape(...) instead")
+    run = run_check(str(tmp_path), "--args", "35, 5")
+    assert "[1/1] hana.py: not checked\n" in run.stderr
+    error = judge(tmp_path, "--args", "35, 6")["hana.py"]["error"]
+    built = "MHA: cannot be built with --args '35, 6': hana.py, line 7: assert dim % heads == 0 raises AssertionError"
+    assert error == built
+    error = judge(tmp_path, "--args", "35")["hana.py"]["error"]
+    assert error.startswith("MHA: cannot be built with --args '35': TypeError: ")
+
+
+def test_a_refused_finding_fails_and_its_severity_remains(tmp_path: Path) -> None:
+    write_mha(tmp_path / "emil.py", width="E")
+    stated = ("--args", "35, 5", "--mask-means", "keep")
+    assert judge(tmp_path, *stated)["emil.py"]["outcome"] == "passed"
+    (tmp_path / "check.toml").write_text('refuse = ["scale-sqrt-embed-dim"]')
+    result = judge(tmp_path, *stated)["emil.py"]
+    assert result["outcome"] == "failed"
+    fails = {each["name"]: (each["severity"], each["fails"]) for each in result["findings"]["findings"]}
+    assert fails == {"nan-on-empty-row": ("fragile", False), "scale-sqrt-embed-dim": ("unusual", True)}
+    run = run_check(str(tmp_path / "emil.py"), *stated, "--refuse", "scale-sqrt-embed-dim")
+    assert run.returncode == 1
+    assert "· scale-sqrt-embed-dim  unusual, refused\n" in run.stdout
+    run = run_check(str(tmp_path), "--refuse", "scale-sqrt")
+    assert (run.returncode, "--refuse: got scale-sqrt, expected the name" in run.stderr) == (2, True)
+
+
+def test_the_text_of_a_result_is_what_its_author_needs() -> None:
+    first, second, third, broken, _ = (result.to_dict()["text"] for result in RESULTS.results)
+    assert first == "failed\n\nscale-missing  wrong\n\nfp16-overflow  fragile"
+    assert "1 check skipped until softmax-twice is fixed" in second
+    assert third.endswith("not tested: masks, softmax\nmasks: no argument\nsoftmax: (x)")
+    assert broken == "not checked: import failed"

@@ -187,3 +187,40 @@ def test_lazy_layers_get_their_shapes_from_a_call() -> None:
     module.v = nn.LazyLinear(23)
     with pytest.raises(CheckError, match=r"lazy weights could not be initialised; tried first \(x\) with x \[2, 7, 11"):
         check(module, embed_dim=11)
+
+
+def test_refused_findings_count_whatever_their_severity() -> None:
+    module = Filled(fill(-1e9))
+    findings = check(module, mask_means="keep", refuse="fp16-overflow")
+    assert findings
+    assert findings["fp16-overflow"].severity == "fragile"
+    assert "! fp16-overflow  fragile, refused\n" in str(findings)
+    assert "fragile, refused</span>" in findings._repr_html_()
+    (data,) = findings.to_dict()["findings"]
+    assert data["fails"]
+    lines = [line.strip() for line in data["text"].split("\n")]
+    assert lines[:2] == ["! fp16-overflow  fragile, refused", findings["fp16-overflow"].seen]
+    assert not check(module, mask_means="keep", refuse=["scale-missing"])
+    with pytest.raises(ValueError, match="refuse: got fp16, expected the name of a finding"):
+        check(module, refuse="fp16")
+
+
+def test_a_causal_class_may_leave_the_mask_to_its_caller() -> None:
+    module = Filled(fill(torch.finfo(torch.float64).min))
+    findings = check(module, causal=True)
+    assert findings.names == ("looks-into-the-future",)
+    assert findings["looks-into-the-future"].severity == "wrong"
+    seen = findings["looks-into-the-future"].seen
+    assert seen.endswith("mask= works: leave out causal=True (--causal) if the caller passes the causal mask")
+    ignoring = Filled(lambda s, mask: s.softmax(-1))
+    assert "leave out" not in check(ignoring, causal=True)["looks-into-the-future"].seen
+
+
+def test_swapped_number_and_width_of_heads() -> None:
+    swapped = check(nn.MultiheadAttention(35, 7), heads=5)["heads-not-split"]
+    assert swapped.seen == ("7 heads of width 5, expected 5 heads of width 7: number and width of heads are swapped")
+    assert swapped.code.endswith("# H = 5 heads of width D = 7")
+    other = check(nn.MultiheadAttention(33, 11), heads=2)["heads-not-split"]
+    assert (other.seen, other.code[-7:]) == ("11 heads of width 3, expected 2", "# H = 2")
+    single = check(nn.MultiheadAttention(35, 1), heads=5)["heads-not-split"]
+    assert single.fix == CATALOGUE["heads-not-split"].fix

@@ -71,6 +71,7 @@ class Case:
         understood: how the subject was called and what it computes, in words.
         size: the size of the input with which weights are neither even nor one-hot.
         added: the number that was added to each weight after the softmax.
+        unmasked: whether every query attends to every key without a mask.
         causal: whether no query attends to a later key; None if that is not known.
         allowed: the visible pairs without a mask, [1, Q, K], if the module is causal or was intended to be.
         masks: the mask arguments that work.
@@ -87,6 +88,7 @@ class Case:
     other: Run | None = None
     slope: Slope | None = None
     added: float = 0.0
+    unmasked: bool = False
     causal: bool | None = None
     allowed: Tensor | None = None
     masks: list[WorkingMask] = field(default_factory=list[WorkingMask])
@@ -96,6 +98,11 @@ class Case:
     ) -> None:
         """Record an observation; the first of a name counts."""
         self.observations.setdefault(name, Observation(severity or CATALOGUE[name].severity, evidence, remedy))
+
+    def amend(self, name: str, text: str) -> None:
+        """Replace the evidence of an observation; ``{}`` in the text stands for the earlier evidence."""
+        earlier = self.observations[name]
+        self.observations[name] = replace(earlier, evidence=text.format(earlier.evidence))
 
     def skip(self, test: str, reason: str, cause: str = "") -> None:
         """Record a test that could not be run; ``cause`` is the finding that prevented it, or ""."""

@@ -56,7 +56,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "heads-not-split": CatalogueEntry(
         "wrong",
-        "Each head attends in a pattern of its own; a single head of the full width has only one.",
+        "Each head attends in a pattern of its own: the number of heads is the number of patterns.",
         "Split queries, keys and values into heads before the product.",
         "q = q.view(B, T, H, D).transpose(1, 2)  # [B, H, T, D]",
     ),

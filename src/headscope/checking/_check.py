@@ -57,6 +57,7 @@ def check(
     strict: bool = False,
     ignore: str | Iterable[str] = (),
     only: str | Iterable[str] | None = None,
+    refuse: str | Iterable[str] = (),
 ) -> Findings:
     """Find mistakes in an attention module or function, by what it computes for self-attention of [B, T, E].
 
@@ -84,13 +85,14 @@ def check(
         strict: whether a fragile finding counts as well: the result is then true where anything is wrong or fragile.
         ignore: names of findings that are not reported, nor is what follows from them.
         only: names of the findings to report; by default, all.
+        refuse: names of findings that count whatever their severity.
 
     Returns:
         The findings, causes first, and the tests that could not be run with their reasons.
 
     Raises:
         TypeError: ``module`` is not callable.
-        ValueError: ``ignore`` or ``only`` has a name that no finding has.
+        ValueError: ``ignore``, ``only`` or ``refuse`` has a name that no finding has.
         CheckError: no call pattern works.
 
     Examples:
@@ -99,7 +101,7 @@ def check(
         >>> print(check(torch.nn.MultiheadAttention(24, 3), heads=4)["heads-not-split"].seen)
         3 heads of width 8, expected 4
     """
-    choice = Choice.of(ignore, only)
+    choice = Choice.of(ignore, only, refuse)
     options = Options(heads, causal, batch_first, mask_means, scale, length, decode, reproducible)
     with (
         torch.random.fork_rng(devices=[]),
@@ -117,7 +119,8 @@ def check(
     findings = choice.apply(every, lambda names: _sort_findings(case, names))
     omitted = tuple(f.name for f in every if f not in findings)
     rest = _list_not_tested(case, every)
-    return Findings(str(name), findings, tuple(case.understood), rest, strict, omitted)
+    refused, missing = tuple(sorted(choice.refuse)), _list_missing(case, rest)
+    return Findings(str(name), findings, tuple(case.understood), rest, strict, omitted, refused, missing)
 
 
 def _use_cpu() -> AbstractContextManager[object]:
@@ -217,6 +220,14 @@ def _sort_findings(case: Case, names: Container[str]) -> tuple[Finding, ...]:
         condition = entry.condition if observation.severity == "fragile" else ""
         findings.append(Finding(name, observation.severity, observation.evidence, entry.why, fix, code, condition))
     return tuple(findings)
+
+
+def _list_missing(case: Case, reasons: dict[str, str]) -> tuple[str, ...]:
+    """Return the tests of masks that did not run although ``mask_means`` requires a mask, except those that wait."""
+    if case.options.mask_means is None or case.masks:
+        return ()
+    tests = {"masks", "fully masked rows", *(f"{name}=" for name in case.subject.mask_names)}
+    return tuple(test for test, why in reasons.items() if test in tests and why == case.not_tested[test])
 
 
 def _list_not_tested(case: Case, findings: tuple[Finding, ...]) -> dict[str, str]:

@@ -12,19 +12,23 @@ from headscope.checking._findings import Finding
 
 @dataclass(frozen=True)
 class Choice:
-    """The findings to report.
+    """The findings to report, and those that count whatever their severity.
 
     Attributes:
         ignore: names that are removed after consequences were dropped: what follows from them stays away, too.
         only: the names of which alone are reported, also where they follow from another finding; None = all.
+        refuse: names of findings that count.
     """
 
     ignore: frozenset[str]
     only: frozenset[str] | None
+    refuse: frozenset[str]
 
     @classmethod
-    def of(cls, ignore: str | Iterable[str], only: str | Iterable[str] | None) -> Choice:
-        """Return the choice of two arguments of ``check``.
+    def of(
+        cls, ignore: str | Iterable[str], only: str | Iterable[str] | None, refuse: str | Iterable[str] = ()
+    ) -> Choice:
+        """Return the choice of three arguments of ``check``.
 
         Raises:
             ValueError: a name is unknown, or ``only`` is empty.
@@ -32,7 +36,7 @@ class Choice:
         chosen = None if only is None else check_names("only", only)
         if chosen is not None and not chosen:
             raise ValueError("only: got no name, expected the name of at least one finding, or None for all")
-        return cls(check_names("ignore", ignore), chosen)
+        return cls(check_names("ignore", ignore), chosen, check_names("refuse", refuse))
 
     def apply(
         self, every: tuple[Finding, ...], explain: Callable[[frozenset[str]], tuple[Finding, ...]]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headscope._support.user_line import describe_error as describe_error
+
 CODE_ERRORS = (Exception, SystemExit)
 """Errors that unknown code may raise and that are reported; KeyboardInterrupt is not caught."""
 
@@ -21,14 +23,8 @@ class CheckError(ValueError):
         ...     check(lambda x: 3, embed_dim=8)
         ... except CheckError as error:
         ...     print(str(error).partition(";")[0])
-        module: no way to call it was found
+        <lambda>: no way to call it was found
     """
-
-
-def describe_error(error: BaseException) -> str:
-    """Return an error in one line."""
-    message = " ".join(str(error).split())[:160]
-    return type(error).__name__ + (f": {message}" if message else "")
 
 
 def convert_dtype(target: Any, dtype: torch.dtype) -> Any:

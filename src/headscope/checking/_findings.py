@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 from headscope.checking._catalogue import Severity
-from headscope.checking._render import FindingsTable, render_html
+from headscope.checking._render import FindingsTable, render_html, render_text
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ SEVERITIES: tuple[Severity, ...] = ("wrong", "fragile", "unusual", "slow")
 class Findings:
     """The result of a check, causes before their consequences; true in a boolean context where a finding counts.
 
-    A wrong finding counts; a fragile one only with ``check(strict=True)``.
+    A wrong finding counts; a fragile one only with ``check(strict=True)``; any other one only if it is refused.
 
     Attributes:
         subject: the name of the checked module or function.
@@ -60,6 +60,8 @@ class Findings:
         not_tested: test that could not be run -> reason; the reason ends with the finding it follows from, if any.
         strict: whether fragile findings count.
         omitted: the names of findings that ``check(ignore=...)`` or ``check(only=...)`` removed.
+        refused: the names of findings that count whatever their severity, by ``check(refuse=...)``.
+        missing: the tests of masks that did not run, although ``check(mask_means=...)`` requires a mask.
 
     Examples:
         >>> from headscope import check
@@ -74,6 +76,8 @@ class Findings:
     not_tested: dict[str, str]
     strict: bool = False
     omitted: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.found)
@@ -93,8 +97,11 @@ class Findings:
         raise KeyError(f"name: got {name!r}, expected one of: {', '.join(self.names) or '(no findings)'}")
 
     def __bool__(self) -> bool:
+        return any(map(self._counts, self))
+
+    def _counts(self, finding: Finding) -> bool:
         counting = ("wrong", "fragile") if self.strict else ("wrong",)
-        return any(finding.severity in counting for finding in self)
+        return finding.severity in counting or finding.name in self.refused
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -103,10 +110,11 @@ class Findings:
 
     @property
     def summary(self) -> str:
-        """The number of findings of each severity, in one line."""
+        """The number of findings of each severity, in one line, and whether masks were not tested but required."""
         counts = [(sum(f.severity == kind for f in self), kind) for kind in SEVERITIES]
         text = ", ".join(f"{count} {kind}" for count, kind in counts if count)
-        return f"{self.subject}: {text or 'nothing found'}"
+        untested = "; masks were not tested, although mask_means (--mask-means) is specified" if self.missing else ""
+        return f"{self.subject}: {text or 'nothing found'}{untested}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the findings as plain lists, numbers and strings."""
@@ -115,8 +123,13 @@ class Findings:
         rest = {
             "understood": list(self.understood), "not_tested": dict(self.not_tested),
             "fails": bool(self), "strict": self.strict, "omitted": list(self.omitted),
+            "refused": list(self.refused), "missing": list(self.missing),
         }  # fmt: skip
-        return {**head, "findings": [asdict(finding) for finding in self], **rest}
+        findings = [
+            {**asdict(each), "fails": self._counts(each), "text": render_text(each, refused=each.name in self.refused)}
+            for each in self
+        ]
+        return {**head, "findings": findings, **rest}
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return ``to_dict`` as JSON."""

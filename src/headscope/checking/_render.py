@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from html import escape
 from typing import Protocol
 
@@ -59,6 +59,8 @@ class RenderedFindings(Protocol):
     def not_tested(self) -> dict[str, str]: ...
     @property
     def omitted(self) -> Iterable[str]: ...
+    @property
+    def refused(self) -> Container[str]: ...
 
 
 class FindingsTable:
@@ -71,7 +73,7 @@ class FindingsTable:
         yield Text(self.findings.summary, style="bold")
         for finding in self.findings:
             yield Text("")
-            yield from _print_finding(finding)
+            yield from _print_finding(finding, refused=finding.name in self.findings.refused)
         for title, lines in _list_remarks(self.findings):
             yield Text("")
             yield Text(title, style="dim")
@@ -79,9 +81,19 @@ class FindingsTable:
                 yield Padding(Text(line, style="dim"), (0, 0, 0, 2))
 
 
-def _print_finding(finding: RenderedFinding) -> RenderResult:
+def render_text(finding: RenderedFinding, *, refused: bool) -> str:
+    """Return a finding as the terminal shows it, without wrapping."""
+    title = f"{MARKS[finding.severity][0]} {finding.name}  {_name_severity(finding, refused=refused)}"
+    return "\n".join([title, *(f"  {text}" for text in _describe(finding)), f"    {finding.code}"])
+
+
+def _name_severity(finding: RenderedFinding, *, refused: bool) -> str:
+    return f"{finding.severity}, refused" if refused else finding.severity
+
+
+def _print_finding(finding: RenderedFinding, *, refused: bool) -> RenderResult:
     mark, style = MARKS[finding.severity]
-    yield Text.assemble((f"{mark} {finding.name}", style), f"  {finding.severity}")
+    yield Text.assemble((f"{mark} {finding.name}", style), f"  {_name_severity(finding, refused=refused)}")
     for text in _describe(finding):
         yield Padding(Text(text), (0, 0, 0, 2))
     yield Padding(Text(finding.code, style="bold"), (0, 0, 0, 4))
@@ -123,9 +135,9 @@ def render_html(findings: RenderedFindings) -> str:
     """Render findings as an HTML fragment; every text is escaped and no resource is loaded."""
     parts = [f'<div class="headscope-check"><style>{STYLE}</style><p><b>{escape(findings.summary)}</b></p>']
     for finding in findings:
-        hue = HUES[finding.severity]
+        hue, severity = HUES[finding.severity], _name_severity(finding, refused=finding.name in findings.refused)
         parts.append(
-            f'<h4 style="color: {hue}">{escape(finding.name)} <span class="faint">{finding.severity}</span></h4>'
+            f'<h4 style="color: {hue}">{escape(finding.name)} <span class="faint">{severity}</span></h4>'
             + "".join(f"<p>{escape(text)}</p>" for text in _describe(finding))
             + f"<pre>{escape(finding.code)}</pre>"
         )

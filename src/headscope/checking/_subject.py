@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from headscope._provenance import Provenance, ProvenanceMode
+from headscope._support.user_line import describe_failure, find_user_line
 from headscope.checking._call_patterns import (
     CallPattern,
     ConstantMask,
@@ -178,8 +179,7 @@ def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, input
     caches = cache_names(target), cache_flags(target)
     batch = 2 if inputs is None else max(2, inputs.shape[0])
     copied = _copy_to_cpu(_initialise_lazy_weights(target, call, embed_dim, inputs))
-    failures: list[tuple[list[int], str]] = []
-    errors: set[str] = set()
+    failures: list[_Failure] = []
     widths = _possible_widths(copied, embed_dim, inputs)
     for dtype in (torch.float64, torch.float32):
         copied = convert_dtype(copied, dtype)
@@ -191,22 +191,53 @@ def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, input
                 if _all_hidden(pattern, subject.run(subject.input(0), target=trial)):
                     raise CheckError("output: the same at all positions, or not finite")
             except CODE_ERRORS as error:  # whatever it raises, this pattern does not fit
-                attempt = f"{pattern.text} with x [{batch}, {length}, {width}]: {describe_error(error)}"
-                failures.append((_call_depth(error), attempt))
-                errors.add(re.sub(r"\d+", "0", describe_error(error)))
+                shape = f"[{batch}, {length}, {width}]"
+                failures.append(_Failure(_call_depth(error), width, pattern.text, shape, error))
             else:
                 return subject
-    if len(errors) == len(widths) == 1 and embed_dim is None and inputs is None:  # another width would not help
-        raise CheckError(
-            f"module: every call fails, the first was {failures[0][1]}; check the sizes that it was built with, or "
-            "give inputs= or call=lambda module, x, mask: ..."
-        )
-    (_, first), (_, furthest) = failures[0], max(failures, key=lambda each: each[0])  # of ties, the first
-    attempts = first if first == furthest else f"{first}; the attempt that got furthest was {furthest}"
-    raise CheckError(
-        f"module: no way to call it was found; tried first {attempts}; give embed_dim=, inputs=, or "
-        "call=lambda module, x, mask: ..."
-    )
+    name = getattr(target, "__name__", None) or type(target).__name__
+    derived = embed_dim is None and inputs is None
+    raise CheckError(f"{name}: {_describe_failures(failures, widths, derived=derived, called=call is not None)}")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A call that failed, and how far it got, as ``_call_depth`` measures it."""
+
+    depth: list[int]
+    width: int
+    pattern: str
+    shape: str
+    error: BaseException
+
+    @property
+    def kind(self) -> str:
+        """The error without its numbers, which depend on the length of the input."""
+        return re.sub(r"\d+", "0", describe_error(self.error))
+
+    def __str__(self) -> str:
+        return f"{self.pattern} with x {self.shape}: {describe_failure(self.error)}"
+
+
+def _describe_failures(failures: list[_Failure], widths: list[int], *, derived: bool, called: bool) -> str:
+    """Describe why no call succeeded, with a remedy if another call may succeed.
+
+    Args:
+        failures: the failures, in the order of the attempts.
+        widths: the widths of the input that were tried.
+        derived: whether the caller specified neither the width nor an input.
+        called: whether the caller specified how to call the target.
+    """
+    first, furthest = failures[0], max(failures, key=lambda each: each.depth)  # of ties, the first
+    at_first_width = {each.kind for each in failures if each.width == first.width}
+    if len(at_first_width) == 1 and derived and not called and first is furthest and find_user_line(first.error):
+        return f"fails with x {first.shape}: {describe_failure(first.error)}"  # whatever the call
+    if len({each.kind for each in failures}) == len(widths) == 1 and derived:  # another width would not help
+        remedy = "check the sizes that it was built with, or give inputs= or call=lambda module, x, mask: ..."
+        return f"every call fails, the first was {first}; {remedy}"
+    attempts = str(first) if str(first) == str(furthest) else f"{first}; the attempt that got furthest was {furthest}"
+    remedy = "give embed_dim=, inputs=, or call=lambda module, x, mask: ..."
+    return f"no way to call it was found; tried first {attempts}; {remedy}"
 
 
 def _list_calls(

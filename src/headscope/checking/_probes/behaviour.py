@@ -20,6 +20,7 @@ MASK_FINDINGS = {
 """Findings that already explain why a query attends to the wrong keys."""
 
 
+SPLIT = "q = q.view(B, T, H, D).transpose(1, 2)"
 ROUNDING = torch.finfo(torch.float32).eps  # parts of the largest output: float32 does not resolve less
 SMALLEST = 1e-9  # parts of the largest output: float64 resolves this
 
@@ -128,10 +129,26 @@ def probe_structure(case: Case) -> None:
     split = f"{heads.count} {'head' if heads.count == 1 else 'heads'} of width {heads.width}"
     case.understood.append(split)
     if expected is not None and heads.count != expected:
-        case.report("heads-not-split", f"{split}, expected {expected}")
+        _report_number_of_heads(case, split, expected)
     ids = run.record.out_ids
     if ids is not None and heads.count > 1 and run.record.holds_heads(ids):
         case.report("no-output-projection", "the output is the heads' outputs side by side")
+
+
+def _report_number_of_heads(case: Case, split: str, expected: int) -> None:
+    """Report another number of heads than expected; the remedy of the catalogue is that of a single head."""
+    heads = case.heads
+    assert heads is not None
+    count, width = heads.count, heads.width
+    if width == expected:
+        evidence = f"{split}, expected {expected} heads of width {count}: number and width of heads are swapped"
+        fix = "Split the width into number and width of heads, in this order."
+        case.report("heads-not-split", evidence, remedy=(fix, f"{SPLIT}  # H = {expected} heads of width D = {count}"))
+    elif count > 1:
+        fix = "Split the width into the intended number of heads."
+        case.report("heads-not-split", f"{split}, expected {expected}", remedy=(fix, f"{SPLIT}  # H = {expected}"))
+    else:
+        case.report("heads-not-split", f"{split}, expected {expected}")
 
 
 def probe_dependence(case: Case) -> None:

@@ -105,7 +105,7 @@ def _judge_causal_pattern(case: Case, visible: Tensor, tri: Tensor) -> None:
 def _judge_other_pattern(case: Case, visible: Tensor, tri: Tensor) -> None:
     size = len(tri)
     if bool(visible[..., 1:, :].all()):
-        case.causal = False
+        case.causal, case.unmasked = False, True
         case.understood.append("not causal: every query attends to every key")
         if case.options.causal:
             case.report("looks-into-the-future", "query 0 attends to key 1, and every query to every key")

@@ -94,11 +94,17 @@ def probe_mask_arguments(case: Case) -> None:
     if cause := case.first_of(NO_SOFTMAX):
         case.skip("masks", NO_SOFTMAX_REASON, cause)
         return
-    if cause := case.first_of(MASK_FINDINGS | {"softmax-over-queries"}):
+    cause = case.first_of(MASK_FINDINGS | {"softmax-over-queries"})
+    unmasked = cause == "looks-into-the-future" and case.unmasked
+    if cause and not unmasked:
         case.skip("masks", "the built-in mask hides the wrong keys", cause)
         return
     for name in subject.mask_names:
         _probe_argument(case, name)
+    mistaken = case.first_of({"mask-inverted", "mask-after-softmax"})
+    if unmasked and not mistaken and (working := [mask.argument for mask in case.masks if mask.kind != "keys"]):
+        remedy = f"{working[0]}= works: leave out causal=True (--causal) if the caller passes the causal mask"
+        case.amend("looks-into-the-future", f"without a mask, {{}}; {remedy}")
 
 
 def _probe_argument(case: Case, name: str) -> None:

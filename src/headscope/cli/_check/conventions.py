@@ -55,8 +55,8 @@ class Conventions:
         """
         args, kwargs = parse_arguments(self.arguments or "")
         return {
-            "path": str(path.resolve()), "name": name or self.name, "args": args, "kwargs": kwargs,
-            "arguments": self.arguments, "call": self.call, "options": self.options,
+            "path": str(path.resolve()), "name": name or self.name, "or_only_class": name is None,
+            "args": args, "kwargs": kwargs, "arguments": self.arguments, "call": self.call, "options": self.options,
             "timeout": self.timeout or timeout,
         }  # fmt: skip
 
@@ -204,6 +204,7 @@ KEYS: dict[str, Callable[[str, object], Any]] = {
     "class": _check_name, "args": _check_arguments, "call": _check_call, "pattern": _check_pattern,
     "embed-dim": _check_size, "heads": _check_size, "causal": _check_flag, "batch-first": _check_flag,
     "mask-means": _check_meaning, "scale": _check_scale, "length": _check_size, "reproducible": _check_flag,
-    "strict": _check_flag, "ignore": _check_names, "only": _check_names, "timeout": _check_size,
+    "strict": _check_flag, "ignore": _check_names, "only": _check_names, "refuse": _check_names,
+    "timeout": _check_size,
 }  # fmt: skip
 """Key of the file -> what checks its value; the options have the same names."""

@@ -46,9 +46,4 @@ def _describe(result: Result) -> list[str]:
     """Return the lines of a submission: its findings, and what follows from them or was not tested."""
     if result.findings is None:
         return [result.error]
-    lines = [", ".join(result.list_names())] if result.list_names() else []
-    for name, count in result.count_skipped().items():
-        lines.append(f"{count} check{'s' if count > 1 else ''} skipped until {name} is fixed")
-    if result.missing:
-        lines.append(f"not tested: {', '.join(result.missing)}")
-    return lines
+    return [*([", ".join(result.list_names())] if result.list_names() else []), *result.list_remarks()]

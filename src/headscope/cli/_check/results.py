@@ -6,7 +6,7 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headscope._support.text import visible
@@ -25,13 +25,15 @@ class Result:
         label: the file.
         findings: as ``Findings.to_dict`` returns them; None if it could not be checked.
         error: why it could not be checked; "" if it could.
-        missing: the tests that did not run, although they ran for another submission.
+        missing: the tests that did not run, although they ran for another submission or the conventions require them.
+        note: a remark on what was checked; "" if there is none.
     """
 
     label: str
     findings: dict[str, Any] | None
     error: str = ""
     missing: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def outcome(self) -> str:
@@ -46,9 +48,9 @@ class Result:
         return [visible(each["name"]) for each in every if not severities or each["severity"] in severities]
 
     def describe(self) -> str:
-        """Return the result in one line, without the outcome, which depends on the other submissions."""
+        """Return the result in one line, without the outcome, which depends on the other submissions, or the error."""
         if self.findings is None:
-            return f"not checked: {self.error}"
+            return "not checked"
         by_severity = ((kind, self.list_names(kind)) for kind in SEVERITIES)
         return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in by_severity if names) or "nothing found"
 
@@ -72,8 +74,26 @@ class Result:
         """Return the result as plain lists, numbers and strings."""
         return {
             "file": self.label, "outcome": self.outcome, "error": self.error,
-            "missing_tests": list(self.missing), "findings": self.findings,
+            "note": self.note, "missing_tests": list(self.missing), "findings": self.findings, "text": self.to_text(),
         }  # fmt: skip
+
+    def list_remarks(self) -> list[str]:
+        """Return what was checked instead, how many tests wait for each finding, and which tests did not run."""
+        remarks = [self.note] if self.note else []
+        for name, count in self.count_skipped().items():
+            remarks.append(f"{count} check{'s' if count > 1 else ''} skipped until {name} is fixed")
+        if self.missing:
+            remarks.append(f"not tested: {', '.join(self.missing)}")
+        return remarks
+
+    def to_text(self) -> str:
+        """Return the result for the author of the submission: outcome, findings and remarks with their reasons."""
+        if self.findings is None:
+            return f"{self.outcome}: {self.error}"
+        findings = [visible(line) for each in self.findings["findings"] for line in ("", *each["text"].split("\n"))]
+        reasons: dict[str, str] = self.findings["not_tested"]
+        why = [f"{test}: {visible(reason)}" for test, reason in reasons.items() if visible(test) in self.missing]
+        return "\n".join([self.outcome, *findings, "", *self.list_remarks(), *why]).strip()
 
 
 @dataclass(frozen=True)
@@ -93,15 +113,16 @@ class ClassResults:
 
     @classmethod
     def of(cls, results: Sequence[Result]) -> ClassResults:
-        """Return the results, each with the tests that ran for another submission only."""
+        """Return the results, each with the tests that ran for another submission only, or that it requires."""
         untested = [result.list_untested() for result in results]
         checked = [tests for tests, result in zip(untested, results, strict=True) if result.findings is not None]
         everywhere = set[str].intersection(*checked) if checked else set[str]()
 
         def complete(result: Result, tests: set[str]) -> Result:
             order: list[str] = [] if result.findings is None else list(result.findings["not_tested"])
-            missing = tuple(visible(test) for test in order if test in tests - everywhere)
-            return Result(result.label, result.findings, result.error, missing)
+            required: list[str] = [] if result.findings is None else result.findings["missing"]
+            missing = tuple(visible(test) for test in order if test in (tests - everywhere).union(required))
+            return replace(result, missing=missing)
 
         return cls(tuple(complete(result, tests) for result, tests in zip(results, untested, strict=True)))
 

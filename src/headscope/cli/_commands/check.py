@@ -46,6 +46,7 @@ SECONDS_OF_ONE, SECONDS_OF_EACH = 60, 30  # the default time limit of a single f
 @click.option("--strict", is_flag=True, default=None, help="A fragile finding fails as well, not only a wrong one.")
 @click.option("--ignore", multiple=True, metavar="NAME", help="A finding that is not reported. Repeatable.")
 @click.option("--only", multiple=True, metavar="NAME", help="Report this finding and no other. Repeatable.")
+@click.option("--refuse", multiple=True, metavar="NAME", help="A finding that fails as well. Repeatable.")
 @click.option("--config", metavar="FILE", help="These options as TOML.  [default: check.toml in the folder]")
 @click.option("--pattern", metavar="GLOB", help="Names of the files in a folder.  [default: *.py]")
 @click.option("--jobs", type=SIZE, help="Files at a time.  [default: one for each core]")
@@ -63,8 +64,8 @@ def check(targets: Sequence[str], model: str | None, config: str | None, jobs: i
     A finding is
       wrong    the module computes something else           fails
       fragile  right here, breaks under a stated condition  fails with --strict
-      unusual  it may be intended                           never fails
-      slow     right, but costs time or memory              never fails
+      unusual  it may be intended                           fails with --refuse NAME
+      slow     right, but costs time or memory              fails with --refuse NAME
 
     NAME is a class or function that builds a module (with --args, if it needs arguments), a module, or a function that
     attends (with --embed-dim). A file with one module class needs no NAME. For a folder, or several files, each file
@@ -75,8 +76,8 @@ def check(targets: Sequence[str], model: str | None, config: str | None, jobs: i
 
     With --model, the folder is read offline; only .safetensors are read, and no code of its repository is run.
 
-    The exit code is 0 if no file fails; 1 if one fails, or could not be checked among several; 2 after a mistake in
-    the options, or if a single file could not be checked.
+    The exit code is 0 if no file fails, also if one is incomplete; 1 if one fails, or could not be checked among
+    several; 2 after a mistake in the options, or if a single file could not be checked.
     """
     from headscope.cli._check.targets import is_one_file, list_submissions
 
@@ -115,6 +116,8 @@ def _check_one(submission: Submission, *, as_json: bool) -> int:
     if "mistake" in answer:
         raise Mistake(name_remedies(str(answer["mistake"])))
     findings = answer["findings"]
+    if "note" in answer:
+        say(f"headscope check: {one_line(str(answer['note']))}")
     if as_json:
         print_json(findings)
     else:
@@ -135,7 +138,9 @@ def _check_class(submissions: Sequence[Submission], jobs: int | None) -> ClassRe
     for index, answer in run_requests(requests, jobs):
         label, file = submissions[index].label, visible(submissions[index].path.name)
         error = one_line(name_remedies(str(answer.get("mistake", "")))).removeprefix(f"{file}: ")
-        results[index] = Result(label, answer.get("findings"), error)
+        results[index] = Result(
+            label, answer.get("findings"), error, note=one_line(str(answer.get("note", ""))).removeprefix(f"{file}: ")
+        )
         say(f"[{len(results)}/{count}] {label}: {results[index].describe()}")
     return ClassResults.of([results[index] for index in range(count)])
 
@@ -144,8 +149,10 @@ def _parse_findings(answer: dict[str, Any]) -> Findings:
     """Return the findings of an answer, with control characters escaped."""
     from headscope.checking import Finding, Findings
 
-    texts: list[dict[str, Any]] = [{key: visible(value) for key, value in each.items()} for each in answer["findings"]]
+    keys = ("name", "severity", "seen", "why", "fix", "code", "condition")
+    texts: list[dict[str, Any]] = [{key: visible(each[key]) for key in keys} for each in answer["findings"]]
     parts = tuple(Finding(**each) for each in texts)
     rest = {visible(what): visible(why) for what, why in answer["not_tested"].items()}
-    understood, omitted = (tuple(map(visible, answer[key])) for key in ("understood", "omitted"))
-    return Findings(visible(answer["subject"]), parts, understood, rest, answer["strict"], omitted)
+    lists = ("understood", "omitted", "refused", "missing")
+    understood, omitted, refused, missing = (tuple(map(visible, answer[key])) for key in lists)
+    return Findings(visible(answer["subject"]), parts, understood, rest, answer["strict"], omitted, refused, missing)

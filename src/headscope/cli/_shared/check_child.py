@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
+from headscope._support.user_line import describe_failure, find_user_line
+
 
 class MistakeError(Exception):
     """What the user can correct."""
@@ -42,14 +44,18 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
     """Run the code of a request, and return its "findings" or its "trace", or the "mistake" that prevented it.
 
     Args:
-        request: "path"; "name", or None for the only module class; "args", "kwargs" and "arguments", the same as a
-            text or None; "call", an expression, or None; and "options", the arguments of ``check``, or "trace", the
-            sizes of the input.
+        request: "path"; "name", or None for the only module class; "or_only_class", whether the only module class
+            replaces a name that the file does not have, which adds a "note" to the answer; "args", "kwargs" and
+            "arguments", the same as a text or None; "call", an expression, or None; and "options", the arguments of
+            ``check``, or "trace", the sizes of the input.
     """
     try:
-        return {"trace": _trace(request)} if "trace" in request else {"findings": _check(request)}
+        if "trace" in request:
+            return {"trace": _trace(request)}
+        findings = _check(request)
     except MistakeError as error:
         return {"mistake": str(error)}
+    return {"findings": findings, **({"note": request["note"]} if "note" in request else {})}
 
 
 def silence_input() -> None:
@@ -82,7 +88,7 @@ def block_network() -> None:
 
 def _check(request: dict[str, Any]) -> dict[str, Any]:
     """Return the findings as ``to_dict`` has them."""
-    subject = _load(Path(request["path"]), request["name"])
+    subject = _load(request)
     import torch
 
     from headscope.checking import check
@@ -115,7 +121,7 @@ def _to_call(expression: str | None) -> dict[str, Any]:
 
 def _trace(request: dict[str, Any]) -> dict[str, Any]:
     """Return the trace as ``to_dict`` has it."""
-    subject = _load(Path(request["path"]), request["name"])
+    subject = _load(request)
     import torch
 
     from headscope.cli._shared.traces import trace_subject
@@ -138,11 +144,11 @@ def _build(factory: Any, request: dict[str, Any]) -> Any:
         return factory(*request["args"], **request["kwargs"])
     except (Exception, SystemExit) as error:
         if request["arguments"] is None:
-            problem = f"cannot be built without arguments: {_line(error)}"
-            if isinstance(error, TypeError):
+            problem = f"cannot be built without arguments: {describe_failure(error)}"
+            if isinstance(error, TypeError) and not find_user_line(error):
                 problem += '; pass the arguments that build it, for example --args "512, 8"'
         else:
-            problem = f"cannot be built with --args {request['arguments']!r}: {_line(error)}"
+            problem = f"cannot be built with --args {request['arguments']!r}: {describe_failure(error)}"
         raise MistakeError(f"{request['name'] or factory.__name__}: {problem}") from error
 
 
@@ -173,8 +179,30 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _load(path: Path, name: str | None) -> Any:
-    """Run a file and return the object of that name, or its only module class."""
+def _load(request: dict[str, Any]) -> Any:
+    """Run a file and return the object of that name, or its only module class; a "note" tells if that replaces it."""
+    path, name = Path(request["path"]), request["name"]
+    module = _import_file(path)
+    if name is None:
+        return _find_only_class(path, module)
+    subject = getattr(module, name, None)
+    if subject is not None:
+        return subject
+    classes = _list_classes(module)
+    if request.get("or_only_class") and len(classes) == 1:
+        request["name"] = classes[0].__name__
+        request["note"] = f"{path.name}: class {classes[0].__name__}, because it has no {name}"
+        return classes[0]
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    raise MistakeError(
+        f"{path.name}: has no {name}, expected one of {', '.join(own)}"
+        if own
+        else f"{path.name}: defines no class or function, expected {name}"
+    )
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Run a file and return it as a module."""
     sys.path.insert(0, str(path.parent))  # for imports of other files in its folder
     # a file may have the name of a module that is imported already, such as types.py
     imported = path.stem if sys.modules.get(path.stem) is None else f"checked_{path.stem}"
@@ -194,26 +222,22 @@ def _load(path: Path, name: str | None) -> Any:
         raise MistakeError(f"{path.name}: import failed: {_line(error)}; {remedy}") from error
     except Exception as error:
         raise MistakeError(f"{path.name}: import failed: {_line(error)}") from error
-    if name is None:
-        return _find_only_class(path, module)
-    subject = getattr(module, name, None)
-    if subject is None:
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        raise MistakeError(
-            f"{path.name}: has no {name}, expected one of {', '.join(own)}"
-            if own
-            else f"{path.name}: defines no class or function, expected {name}"
-        )
-    return subject
+    return module
 
 
-def _find_only_class(path: Path, module: ModuleType) -> type:
-    """Return the only module class that a file defines."""
+def _list_classes(module: ModuleType) -> list[type]:
+    """Return the module classes that a file defines, one for each name."""
     from torch import nn
 
     defined = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
     classes = [value for value in defined if isinstance(value, type) and issubclass(value, nn.Module)]
-    names = list(dict.fromkeys(value.__name__ for value in classes))
+    return [each for n, each in enumerate(classes) if each.__name__ not in {one.__name__ for one in classes[:n]}]
+
+
+def _find_only_class(path: Path, module: ModuleType) -> type:
+    """Return the only module class that a file defines."""
+    classes = _list_classes(module)
+    names = [each.__name__ for each in classes]
     if len(names) == 1:
         return classes[0]
     how = f"{path.name}:NAME or --class NAME"
