@@ -46,6 +46,7 @@ MODEL_CATALOGUE: dict[str, CatalogueEntry] = {
         "Tokens that the mask hides still change real tokens, so a text depends on what it is padded with.",
         "Apply the mask in every layer, before the softmax; in convolutions and state layers, set masked inputs to 0.",
         "x = x * attention_mask[:, :, None]  # before a convolution or a scan",
+        "the padding is not pad_token_id, or numbers other than 0",
     ),
     "padded-batch-of-one-differs": CatalogueEntry(
         "wrong",

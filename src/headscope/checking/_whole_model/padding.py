@@ -74,7 +74,8 @@ def list_padded(case: ModelCase) -> list[PaddedText]:
         short = cut(case.entry, group, 0, length - count)
         border = count if case.aligned and rows else _count_rows(case, short)
         rows = rows and border == count
-        texts += [PaddedText(group, short, vary(case.entry, 1), count, left, rows, border) for left in (True, False)]
+        sides = (False,) if group.mask in case.lengths else (True, False)
+        texts += [PaddedText(group, short, vary(case.entry, 1), count, left, rows, border) for left in sides]
     return texts
 
 
@@ -134,8 +135,11 @@ def _ask_side(case: ModelCase, text: PaddedText, question: str) -> None:
     one, other = (case.subject.run(text.batch(fill)) for fill in (first, second))
     leak = case.gap(text.real(one), text.real(other))
     if leak > case.subject.tolerance:
-        if text.border or not _reads_edge(case, text, (first, second), one):
-            _report_leak(case, text, first, one, leak)
+        if text.left and _reads_length(case, text, first, one):
+            case.lengths.add(text.group.mask)
+            case.not_tested[question] = f"of {text.group.mask}, only the sum has an effect, as a length: pad on the right"
+        elif text.border or not _reads_edge(case, text, (first, second), one):
+            _report_leak(case, text, first, one, leak, whole)
         elif case.differ(text.real(whole), case.subject.run(text.short)):
             place, other = ("first", "right") if text.left else ("last", "left")
             case.not_tested[question] = (
@@ -169,15 +173,22 @@ def _report_nan(case: ModelCase, text: PaddedText, whole: Tensor, padding: float
     return True
 
 
-def _report_leak(case: ModelCase, text: PaddedText, fill: float, one: Tensor, leak: float) -> None:
-    """Report padding whose contents change real tokens: the mask has no effect, or not everywhere."""
+def _report_leak(case: ModelCase, text: PaddedText, fill: float, one: Tensor, leak: float, usual: Tensor) -> None:
+    """Report padding whose contents change real tokens: the mask has no effect, or not everywhere.
+
+    It is fragile if the usual padding, such as zeros, gives the output of the text alone.
+    """
     unmasked = _run_unmasked(case, text, fill)
     off = case.measured(leak)
     if case.gap(text.real(one), text.real(unmasked)) <= min(case.subject.tolerance, (case.subject.noise * leak) ** 0.5):
         evidence = f"{text.side}: other tokens under the mask move real tokens {off}; a mask that hides nothing gives "
         case.report("mask-ignored", f"{evidence}the same output")
         return
-    case.report("padding-leaks", f"{text.side}: other tokens under the mask move real tokens {off}")
+    evidence, severity = f"{text.side}: other tokens under the mask move real tokens {off}", None
+    if not case.differ(text.real(usual), text.reference(case.subject.run(text.short))):
+        evidence += "; with the usual padding, the output is that of the text alone"
+        severity = "fragile"
+    case.report("padding-leaks", evidence, severity)
 
 
 def _run_unmasked(case: ModelCase, text: PaddedText, fill: float) -> Tensor:
@@ -185,6 +196,13 @@ def _run_unmasked(case: ModelCase, text: PaddedText, fill: float) -> Tensor:
     batch = text.batch(fill)
     real = torch.ones_like(batch.values[text.group.mask]).bool()
     return case.subject.run(batch.with_values(**{text.group.mask: text.group.build(real)}))
+
+
+def _reads_length(case: ModelCase, text: PaddedText, fill: float, one: Tensor) -> bool:
+    """Return whether a mask has an effect, and the same one if it hides as many tokens on the other side."""
+    batch = text.batch(fill)
+    flipped = case.subject.run(batch.with_values(**{text.group.mask: batch.values[text.group.mask].flip(1)}))
+    return not case.differ(one, flipped) and case.differ(one, _run_unmasked(case, text, fill))
 
 
 def _reads_edge(case: ModelCase, text: PaddedText, fills: tuple[float, float], one: Tensor) -> bool:
