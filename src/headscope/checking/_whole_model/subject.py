@@ -214,7 +214,7 @@ def prepare_model(
     remedy = "check inputs, or give call=lambda model, **inputs: ..."
     if "decoder_input_ids" in argument_names(model) and not any(name.startswith("decoder") for name in inputs.values):
         remedy = "pass decoder_input_ids or labels in inputs"
-    elif _prepare_own(model, whole, call) is not None:
+    elif _accepts(model, whole, call) and not _accepts(model, inputs, call):
         remedy = f"the call with {whole.describe()} does not: the first axis of each tensor must be the batch"
     raise CheckError(f"model: the call with {inputs.describe()} fails {words}; {remedy}")
 
@@ -229,6 +229,17 @@ def _prepare_own(model: nn.Module, inputs: ModelInputs, call: Callable[..., Any]
             subject.run(inputs)
             return subject
     return None
+
+
+def _accepts(model: nn.Module, inputs: ModelInputs, call: Callable[..., Any] | None) -> bool:
+    """Return whether a call succeeds, whatever it returns."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    subject = ModelSubject(copy_model(model, None), dtype, call)
+    avoid_kernels(subject.model)
+    with suppress(*CODE_ERRORS):
+        subject.call_with(inputs)
+        return True
+    return False
 
 
 def _is_same_function(out: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
