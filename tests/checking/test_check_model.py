@@ -294,7 +294,9 @@ def test_what_breaks_under_a_condition_is_fragile_and_states_it() -> None:
     assert not findings
     packed = check_model(llama(Convolved), {**TEXT, "attention_mask": torch.zeros(2, 1, 13, 13)})
     assert (packed["documents-mixed"].severity, packed["documents-mixed"].condition) == ("wrong", "")
-    assert any(line.startswith("inputs holds a mask attention_mask over pairs") for line in packed.understood)
+    assert any(
+        line.startswith("inputs holds a mask over pairs of tokens, attention_mask;") for line in packed.understood
+    )
     for name, entry in MODEL_CATALOGUE.items():
         assert entry.condition or entry.severity != "fragile", name
         assert not entry.condition.endswith("."), name

@@ -97,7 +97,9 @@ def test_every_finding_is_proven_by_calls_of_the_model(kind: str, family: str) -
 ])  # fmt: skip
 def test_a_sound_model_has_no_proof(kind: str, family: str, name: str) -> None:
     inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-    assert not prove(name, build_model(kind, family), {**inputs, **({"decoder_input_ids": IDS} if kind == "seq2seq" else {})})
+    assert not prove(
+        name, build_model(kind, family), {**inputs, **({"decoder_input_ids": IDS} if kind == "seq2seq" else {})}
+    )
 
 
 @pytest.mark.long

@@ -60,8 +60,9 @@ class Returns(nn.Module):
         y = self.linear(x)
         loss = y.mean()
         forms: dict[str, Any] = {
-            "tensor": y, "tuple": (loss, y), "list": [None, y], "dict": {"loss": loss, "scores": y}, "nested": ({"a": (y,)},),
-            "dataclass": Result(loss, y), "namedtuple": Named(loss, y), "nothing": None, "integers": y.argmax(-1),
+            "tensor": y, "tuple": (loss, y), "list": [None, y], "dict": {"loss": loss, "scores": y},
+            "nested": ({"a": (y,)},), "dataclass": Result(loss, y), "namedtuple": Named(loss, y), "nothing": None,
+            "integers": y.argmax(-1),
             "loss": loss, "other batch": y[:, :3].repeat(3, 1, 1),
         }  # fmt: skip
         return forms[self.form]
@@ -72,7 +73,9 @@ def test_a_forward_that_takes_a_dict() -> None:
     findings = check_model(ReadsDict(), batch, call=lambda model, **inputs: model(inputs))
     assert findings.names == ()
     for inputs in ({"batch": batch}, (batch,)):
-        with pytest.raises(ValueError, match=r"batch is a dict: pass it as inputs, with call=lambda model, \*\*inputs: m"):
+        with pytest.raises(
+            ValueError, match=r"batch is a dict: pass it as inputs, with call=lambda model, \*\*inputs: m"
+        ):
             check_model(ReadsDict(), inputs)
     with pytest.raises(CheckError, match=r"unexpected keyword argument 'ids'; check inputs, or give call=lambda model"):
         check_model(ReadsDict(), batch)
@@ -144,7 +147,10 @@ def test_labels_give_the_tokens_of_the_decoder() -> None:
 
 def test_labels_of_a_text_or_an_image_change_nothing() -> None:
     model = llama()
-    assert check_model(model, {**TEXT, "labels": IDS, "return_dict": False}).understood == check_model(model, TEXT).understood
+    assert (
+        check_model(model, {**TEXT, "labels": IDS, "return_dict": False}).understood
+        == check_model(model, TEXT).understood
+    )
     config = transformers.ViTConfig(
         hidden_size=22, num_hidden_layers=1, num_attention_heads=2, intermediate_size=19, image_size=12, patch_size=4
     )
@@ -156,7 +162,9 @@ def test_labels_of_a_text_or_an_image_change_nothing() -> None:
     assert findings.understood[0] == "called as model(pixel_values [1, 3, 12, 12]), in float64"
 
 
-@pytest.mark.parametrize(("name", "side"), [("BertForSequenceClassification", "left"), ("BertForQuestionAnswering", "")])
+@pytest.mark.parametrize(
+    ("name", "side"), [("BertForSequenceClassification", "left"), ("BertForQuestionAnswering", "")]
+)
 def test_a_classifier_that_reads_the_first_token_has_no_leak(name: str, side: str) -> None:
     torch.manual_seed(0)
     model = getattr(transformers, name)(transformers.BertConfig(**PLAIN))

@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ def read_in_parts(model: Any, inputs: Inputs, borders: list[int]) -> float:
     cache = "cache_params" if "cache_params" in names else "past_key_values"
     whole, ids, state = output(model, entry), entry[main], None
     parts: list[Tensor] = []
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in pairwise(borders):
         more = {} if state is None else {cache: state}
         with torch.no_grad():
             result = model(**{**entry, main: ids[:, start:stop]}, use_cache=True, **more)

@@ -139,7 +139,7 @@ def _describe_call(case: ModelCase) -> None:
     case.understood.append(f"called as model{case.entry.describe()}, in {words}")
     if case.entry.packed:
         case.understood.append(
-            f"inputs holds a mask {case.entry.packed} over pairs of tokens; each question passes a mask of its own instead"
+            f"inputs holds a mask over pairs of tokens, {case.entry.packed}; each question passes a mask of its own"
         )
     case.understood.append(
         f"outputs up to {subject.size:.3g}; one rounding of each weight moves them by {subject.noise:.1g}; a "

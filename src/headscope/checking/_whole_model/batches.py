@@ -23,7 +23,9 @@ def ask_batches(case: ModelCase) -> None:
             case.not_tested[QUESTION] = f"a batch of three: {describe_error(error)}"
             return
         if out.shape[0] != 3:  # such as a model that joins the patches of all images to one row
-            case.not_tested[QUESTION] = f"a batch of three has an output {list(out.shape)}: its first axis is not the batch"
+            case.not_tested[QUESTION] = (
+                f"a batch of three has an output {list(out.shape)}: its first axis is not the batch"
+            )
             return
         off = case.gap(case.out, out[place : place + 1])
         if off > case.subject.tolerance:

@@ -34,6 +34,7 @@ MODEL_CATALOGUE: dict[str, CatalogueEntry] = {
         "A query that is masked from every key gives NaN; NaN times weight 0 is NaN, so the next layer spreads it.",
         "Give a row without visible keys a finite output: fill with the lowest number of the dtype, or set it to 0.",
         "scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)",
+        "a later layer reads the rows of padding, or the model is trained with them",
     ),
     "mask-ignored": CatalogueEntry(
         "wrong",

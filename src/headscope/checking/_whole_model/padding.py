@@ -137,7 +137,9 @@ def _ask_side(case: ModelCase, text: PaddedText, question: str) -> None:
     if leak > case.subject.tolerance:
         if text.left and _reads_length(case, text, first, one):
             case.lengths.add(text.group.mask)
-            case.not_tested[question] = f"of {text.group.mask}, only the sum has an effect, as a length: pad on the right"
+            case.not_tested[question] = (
+                f"of {text.group.mask}, only the sum has an effect, as a length: pad on the right"
+            )
         elif text.border or not _reads_edge(case, text, (first, second), one):
             _report_leak(case, text, first, one, leak, whole)
         elif case.differ(text.real(whole), case.subject.run(text.short)):
@@ -169,7 +171,8 @@ def _report_nan(case: ModelCase, text: PaddedText, whole: Tensor, padding: float
     count = f"{int(rows.sum())} of {rows.numel()} rows of the output are"
     where = "rows of real tokens are among them" if real else "they are rows of padding"
     module = f"; the first module with such an output is {record.name}" if record.name else ""
-    case.report("nan-from-padding", f"{text.side}, {text.count} tokens: {count} NaN or infinite; {where}{module}")
+    evidence = f"{text.side}, {text.count} tokens: {count} NaN or infinite; {where}{module}"
+    case.report("nan-from-padding", evidence, "wrong" if real else "fragile")
     return True
 
 

@@ -163,9 +163,8 @@ def main_output(result: Any, inputs: ModelInputs) -> Tensor:
     else:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in list_tensors(result))
         words = type(result).__name__ + (f" with {shapes}" if shapes else "")
-    raise CheckError(
-        f"model: the output has no tensor of real numbers with the batch of {inputs.batch} as its first axis, got {words}"
-    )
+    missing = f"tensor of real numbers with the batch of {inputs.batch} as its first axis"
+    raise CheckError(f"model: the output has no {missing}, got {words}")
 
 
 def is_aligned(out: Tensor, inputs: ModelInputs) -> bool:
