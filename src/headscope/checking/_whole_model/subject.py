@@ -33,7 +33,7 @@ def copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        if any(map(nn.parameter.is_lazy, module._parameters.values())):  # pyright: ignore[reportPrivateUsage]
+        if any(map(nn.parameter.is_lazy, module.parameters(recurse=False))):
             raise CheckError("model: its parameters are lazy and have no values; call the model once first")
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_meta:
