@@ -257,6 +257,21 @@ def test_an_output_whose_first_axis_is_not_the_batch_is_not_compared() -> None:
     assert findings.not_tested["batch size and place"] == reason
 
 
+def test_an_output_of_all_pairs_of_entries_is_not_compared() -> None:
+    class Similarities(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x).mean(1)
+            return y @ y.mT
+
+    findings = check_model(Similarities(), X)
+    assert findings.names == ()
+    assert findings.not_tested["batch size and place"] == "the output of one entry is [1, 1], of three [3, 3]"
+
+
 def test_a_mask_of_which_only_the_sum_counts_is_padded_on_the_right() -> None:
     class Lengths(nn.Module):
         def __init__(self) -> None:
