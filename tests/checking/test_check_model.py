@@ -195,7 +195,7 @@ def test_half_precision_that_overflows_is_reported_with_its_module() -> None:
 
     findings = check_model(Wide(), numbers(2, 5, WIDTH))
     assert findings.names == ("fp16-overflow",)
-    assert findings["fp16-overflow"].severity == "unusual"
+    assert findings["fp16-overflow"].severity == "fragile"
     assert findings["fp16-overflow"].seen.endswith("the first module with such an output is up")
     assert check_model(Wide().half(), numbers(2, 5, WIDTH).half())["fp16-overflow"].severity == "wrong"
 
@@ -267,17 +267,39 @@ def test_weights_that_something_reads_are_no_finding() -> None:
     assert check_model(Reads("nothing"), x).names == ("weights-discarded",)
 
 
-def test_documents_of_layers_with_a_state_mix() -> None:
-    class Convolved(transformers.LlamaForCausalLM):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            result = super().forward(*args, **kwargs)
-            logits: Any = result.logits
-            result.logits = logits + logits.roll(1, 1) * (torch.arange(logits.shape[1]) > 0)[:, None]
-            return result
+class Convolved(transformers.LlamaForCausalLM):
+    """Adds the output of the token before, past every mask."""
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        logits: Any = result.logits
+        result.logits = logits + logits.roll(1, 1) * (torch.arange(logits.shape[1]) > 0)[:, None]
+        return result
+
+
+def test_documents_of_layers_with_a_state_mix() -> None:
     findings = check_model(llama(Convolved), TEXT)
     assert "documents-mixed" in findings.names
     assert "has an effect, but not in every layer" in findings["documents-mixed"].seen
+
+
+def test_what_breaks_under_a_condition_is_fragile_and_states_it() -> None:
+    """Packed documents and a dtype are conditions, unless the inputs hold such a mask or the model has that dtype."""
+    findings = check_model(*build_faulty("automodel"))
+    finding = findings["mask-4d-ignored"]
+    assert (finding.severity, finding.condition.split(",")[0]) == (
+        "fragile",
+        "several documents are packed into one row",
+    )
+    assert not findings
+    packed = check_model(llama(Convolved), {**TEXT, "attention_mask": torch.zeros(2, 1, 13, 13)})
+    assert (packed["documents-mixed"].severity, packed["documents-mixed"].condition) == ("wrong", "")
+    assert any(
+        line.startswith("inputs holds a mask over pairs of tokens, attention_mask;") for line in packed.understood
+    )
+    for name, entry in MODEL_CATALOGUE.items():
+        assert entry.condition or entry.severity != "fragile", name
+        assert not entry.condition.endswith("."), name
 
 
 # ---------------------------------------------------------------- rounding
@@ -447,5 +469,5 @@ def test_the_page_lists_every_finding_of_a_model() -> None:
 def test_findings_are_written_as_those_of_check() -> None:
     findings = check_model(*build_faulty("automodel"))
     assert json.loads(findings.to_json())["findings"][0]["name"] == "mask-4d-ignored"
-    assert str(findings).splitlines()[0] == "TextModel: 1 wrong"
+    assert str(findings).splitlines()[0] == "TextModel: 1 fragile"
     assert isinstance(build_faulty("automodel")[0], TextModel)

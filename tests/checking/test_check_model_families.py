@@ -10,6 +10,7 @@ import torch
 
 from headscope import Findings, check_model
 from support.model_families import IDS, KINDS, build_model
+from support.proofs import prove
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -68,6 +69,37 @@ def check_family(kind: str, family: str) -> Findings:
 def test_a_few_families_have_the_findings_that_are_listed(kind: str, family: str) -> None:
     findings = check_family(kind, family)
     assert findings.names == FINDINGS[kind].get(family, ()), str(findings)
+
+
+def prove_all(kind: str, family: str) -> None:
+    inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    decoder = {"decoder_input_ids": IDS} if kind == "seq2seq" else {}
+    for name in FINDINGS[kind][family]:
+        assert prove(name, build_model(kind, family), {**inputs, **decoder}), name
+
+
+@pytest.mark.parametrize(("kind", "family"), [("causal", "mamba"), ("causal", "jamba"), ("masked", "fnet")])
+def test_a_few_findings_are_proven_by_calls_of_the_model(kind: str, family: str) -> None:
+    prove_all(kind, family)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "family"), [(kind, family) for kind, names in FINDINGS.items() for family in names])
+def test_every_finding_is_proven_by_calls_of_the_model(kind: str, family: str) -> None:
+    prove_all(kind, family)
+
+
+@pytest.mark.parametrize(("kind", "family", "name"), [
+    ("causal", "llama", "padding-leaks"), ("causal", "llama", "mask-ignored"), ("causal", "llama", "documents-mixed"),
+    ("causal", "llama", "decoding-differs"), ("causal", "llama", "chunked-prefill-differs"),
+    ("causal", "llama", "implementations-differ"), ("causal", "llama", "padding-changes-output"),
+    ("masked", "bert", "padding-leaks"), ("masked", "bert", "mask-ignored"), ("seq2seq", "t5", "fp16-overflow"),
+])  # fmt: skip
+def test_a_sound_model_has_no_proof(kind: str, family: str, name: str) -> None:
+    inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    assert not prove(
+        name, build_model(kind, family), {**inputs, **({"decoder_input_ids": IDS} if kind == "seq2seq" else {})}
+    )
 
 
 @pytest.mark.long

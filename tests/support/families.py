@@ -61,8 +61,8 @@ def list_names() -> list[str]:
     return sorted(MODEL_MAPPING_NAMES)
 
 
-def build(name: str) -> Family:
-    """Return a family that runs.
+def build(name: str, most: int = MOST_PARAMETERS) -> Family:
+    """Return a family that runs, with so many parameters at most.
 
     Raises:
         UnbuiltError: no attempt ran; the message is that of the last.
@@ -70,7 +70,7 @@ def build(name: str) -> Family:
     reasons: list[str] = []
     for make_config in _list_configs(name):
         try:
-            model = _instantiate(make_config())
+            model = _instantiate(make_config(), most)
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {str(error).strip()}")
             continue
@@ -139,12 +139,12 @@ def _assign(config: Any, name: str, value: Any) -> None:
         vars(config)[name] = value
 
 
-def _instantiate(config: Any) -> nn.Module:
+def _instantiate(config: Any, most: int) -> nn.Module:
     from transformers import AutoModel
 
     with torch.device("meta"):
         size = sum(x.numel() for x in AutoModel.from_config(config).parameters())
-    if size > MOST_PARAMETERS:
+    if size > most:
         raise UnbuiltError(f"{size:,} parameters")
     torch.manual_seed(0)
     return AutoModel.from_config(config, dtype=torch.float32).eval()

@@ -13,7 +13,7 @@ from torch import nn
 
 from headscope._support.arguments import check_type
 from headscope.checking._copies import CODE_ERRORS, describe_error
-from headscope.checking._findings import Finding, Findings
+from headscope.checking._findings import SEVERITIES, Finding, Findings
 from headscope.checking._whole_model.batches import ask_batches
 from headscope.checking._whole_model.behaviour import ask_causal, ask_finite, ask_random
 from headscope.checking._whole_model.caching import ask_cache
@@ -22,7 +22,7 @@ from headscope.checking._whole_model.catalogue import EXPLAINS, MODEL_CATALOGUE
 from headscope.checking._whole_model.cost import ask_discarded_weights, ask_half_precision, ask_memory
 from headscope.checking._whole_model.documents import ask_documents
 from headscope.checking._whole_model.implementations import ask_flex, ask_implementations
-from headscope.checking._whole_model.inputs import read_inputs, without_padding
+from headscope.checking._whole_model.inputs import read_inputs, unwrap, without_padding
 from headscope.checking._whole_model.padding import ask_padding
 from headscope.checking._whole_model.subject import prepare_model
 
@@ -80,8 +80,8 @@ def check_model(
 
     Raises:
         TypeError: ``model`` is not a module, or ``inputs`` is of another type.
-        ValueError: ``inputs`` has no tensor with a batch axis.
-        CheckError: the model cannot be copied, or the call fails.
+        ValueError: ``inputs`` has no tensor with a batch axis, or no real token.
+        CheckError: the model cannot be copied, has no values, or the call fails.
 
     Examples:
         >>> import torch
@@ -106,8 +106,10 @@ def check_model(
         torch.autocast("cpu", enabled=False),
         _use_cpu(),
     ):
-        entry = without_padding(read_inputs(model, inputs))
-        subject, own = prepare_model(model, entry, call)
+        model = unwrap(model)
+        whole = read_inputs(model, inputs)
+        entry = without_padding(whole)
+        subject, own = prepare_model(model, entry, call, whole)
         case = ModelCase(model, subject, own, entry, options, subject.measure_noise(entry))
         _describe_call(case)
         for question in QUESTIONS:
@@ -135,6 +137,10 @@ def _describe_call(case: ModelCase) -> None:
     subject = case.subject
     words = str(subject.dtype).removeprefix("torch.")
     case.understood.append(f"called as model{case.entry.describe()}, in {words}")
+    if case.entry.packed:
+        case.understood.append(
+            f"inputs holds a mask over pairs of tokens, {case.entry.packed}; each question passes a mask of its own"
+        )
     case.understood.append(
         f"outputs up to {subject.size:.3g}; one rounding of each weight moves them by {subject.noise:.1g}; a "
         f"difference above {subject.tolerance:.1g} counts"
@@ -153,10 +159,12 @@ def _ask(case: ModelCase, question: Callable[[ModelCase], None]) -> None:
 def _sort_findings(case: ModelCase) -> tuple[Finding, ...]:
     """Return the findings that do not follow from another one, the most severe first."""
     explained = {other for name in case.observations for other in EXPLAINS.get(name, ())}
-    rank = {"wrong": 0, "fragile": 1, "unusual": 2, "slow": 3}
     names = [name for name in case.observations if name not in explained]
     findings: list[Finding] = []
-    for name in sorted(names, key=lambda name: rank[case.observations[name].severity]):
+    for name in sorted(names, key=lambda name: SEVERITIES.index(case.observations[name].severity)):
         observation, entry = case.observations[name], MODEL_CATALOGUE[name]
-        findings.append(Finding(name, observation.severity, observation.evidence, entry.why, entry.fix, entry.code))
+        condition = entry.condition if observation.severity == "fragile" else ""
+        findings.append(
+            Finding(name, observation.severity, observation.evidence, entry.why, entry.fix, entry.code, condition)
+        )
     return tuple(findings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ def list_tensors(result: Any) -> list[Tensor]:
     """Return the floating-point tensors of a result, in order."""
     if isinstance(result, Tensor):
         return [result] if result.is_floating_point() else []
+    if is_dataclass(result):
+        result = {each.name: getattr(result, each.name) for each in fields(result)}
     if isinstance(result, dict):
         result = list(result.values())
     if isinstance(result, (tuple, list)):

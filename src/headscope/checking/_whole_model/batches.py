@@ -18,11 +18,19 @@ def ask_batches(case: ModelCase) -> None:
     for place in range(3):
         batch = join([*others[:place], case.entry, *others[place:]])
         try:
-            out = case.subject.run(batch)[place : place + 1]
+            out = case.subject.run(batch)
         except CODE_ERRORS as error:
             case.not_tested[QUESTION] = f"a batch of three: {describe_error(error)}"
             return
-        off = case.gap(case.out, out)
+        if out.shape[0] != 3:  # such as a model that joins the patches of all images to one row
+            case.not_tested[QUESTION] = (
+                f"a batch of three has an output {list(out.shape)}: its first axis is not the batch"
+            )
+            return
+        if out.shape[1:] != case.out.shape[1:]:  # such as similarities of each image with each text
+            case.not_tested[QUESTION] = f"the output of one entry is {list(case.out.shape)}, of three {list(out.shape)}"
+            return
+        off = case.gap(case.out, out[place : place + 1])
         if off > case.subject.tolerance:
             evidence = f"entry {place} of a batch of three differs from the same entry alone {case.measured(off)}"
             case.report("batch-changes-output", evidence)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from headscope.checking._case import Observation
 from headscope.checking._catalogue import Severity
+from headscope.checking._findings import SEVERITIES
 from headscope.checking._whole_model.catalogue import MODEL_CATALOGUE
 from headscope.checking._whole_model.inputs import ModelInputs
 from headscope.checking._whole_model.subject import ModelSubject, is_aligned
@@ -36,6 +37,7 @@ class ModelCase:
         out: the output for ``entry``.
         causal: whether no output depends on a later token; None if that is not known.
         unusable: why outputs cannot be compared; "" = they can.
+        lengths: the masks of which only the sum counts; what they cover is padded on the right.
         observations: by the name of the finding.
         understood: how the model was called and what it computes, in words.
         not_tested: question that could not be asked -> reason.
@@ -49,13 +51,17 @@ class ModelCase:
     out: Tensor
     causal: bool | None = None
     unusable: str = ""
+    lengths: set[str] = field(default_factory=set[str])
     observations: dict[str, Observation] = field(default_factory=dict[str, Observation])
     understood: list[str] = field(default_factory=list[str])
     not_tested: dict[str, str] = field(default_factory=dict[str, str])
 
     def report(self, name: str, evidence: str, severity: Severity | None = None) -> None:
-        """Record an observation; the first of a name counts."""
-        self.observations.setdefault(name, Observation(severity or MODEL_CATALOGUE[name].severity, evidence))
+        """Record an observation; of a name, the first of the most severe counts."""
+        severity = severity or MODEL_CATALOGUE[name].severity
+        earlier = self.observations.get(name)
+        if earlier is None or SEVERITIES.index(severity) < SEVERITIES.index(earlier.severity):
+            self.observations[name] = Observation(severity, evidence)
 
     @property
     def aligned(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from headscope.checking._catalogue import CATALOGUE, CatalogueEntry
 
+PACKED = "several documents are packed into one row, and a mask [B, 1, T, T] separates them"
+
 MODEL_CATALOGUE: dict[str, CatalogueEntry] = {
     # ------------------------------------------------------------ numbers and state
     "not-finite": CATALOGUE["not-finite"],
@@ -32,6 +34,7 @@ MODEL_CATALOGUE: dict[str, CatalogueEntry] = {
         "A query that is masked from every key gives NaN; NaN times weight 0 is NaN, so the next layer spreads it.",
         "Give a row without visible keys a finite output: fill with the lowest number of the dtype, or set it to 0.",
         "scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)",
+        "a later layer reads the rows of padding, or the model is trained with them",
     ),
     "mask-ignored": CatalogueEntry(
         "wrong",
@@ -44,6 +47,7 @@ MODEL_CATALOGUE: dict[str, CatalogueEntry] = {
         "Tokens that the mask hides still change real tokens, so a text depends on what it is padded with.",
         "Apply the mask in every layer, before the softmax; in convolutions and state layers, set masked inputs to 0.",
         "x = x * attention_mask[:, :, None]  # before a convolution or a scan",
+        "the padding is not pad_token_id, or numbers other than 0",
     ),
     "padded-batch-of-one-differs": CatalogueEntry(
         "wrong",
@@ -64,16 +68,18 @@ MODEL_CATALOGUE: dict[str, CatalogueEntry] = {
         "position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)",
     ),
     "mask-4d-ignored": CatalogueEntry(
-        "wrong",
+        "fragile",
         "A mask [B, 1, Q, K] is accepted and lost: packed documents read their neighbours, without an error.",
         "Hand a mask of four axes on as it is, and set is_causal only where there is no mask.",
         "is_causal = attention_mask is None",
+        PACKED,
     ),
     "documents-mixed": CatalogueEntry(
-        "unusual",
+        "fragile",
         "Right for one document in a row. Documents that are packed into one row read each other, without an error.",
         "Separate documents in every layer; convolutions and state layers need the boundaries, too.",
         "mask = document[:, None, :, None] == document[:, None, None, :]  # [B, 1, Q, K]",
+        PACKED,
     ),
     # ------------------------------------------------------------ batches and caches
     "fails-on-batch-of-one": CATALOGUE["fails-on-batch-of-one"],
@@ -105,16 +111,18 @@ MODEL_CATALOGUE: dict[str, CatalogueEntry] = {
         'model.set_attn_implementation("eager")',
     ),
     "fp16-overflow": CatalogueEntry(
-        "unusual",
+        "fragile",
         "float16 ends at 65,504; the same weights work in bfloat16 and float32.",
         "Run it in bfloat16, or keep the layer that overflows in float32.",
         "model.to(torch.bfloat16)",
+        "the model runs in float16",
     ),
     "bf16-overflow": CatalogueEntry(
-        "unusual",
+        "fragile",
         "bfloat16 has the range of float32, so this is not the size of a number: a fill or a division loses it.",
         "Fill masked scores with the lowest number of their own dtype, and divide by numbers that do not round to 0.",
         "scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)",
+        "the model runs in bfloat16",
     ),
     # ------------------------------------------------------------ cost
     "weights-discarded": CATALOGUE["weights-discarded"],

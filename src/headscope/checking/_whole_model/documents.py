@@ -73,7 +73,7 @@ def ask_documents(case: ModelCase) -> None:
     elif name in ("alone", "refused"):
         case.not_tested[QUESTION] = text
     else:
-        case.report(name, text)
+        case.report(name, text, "wrong" if entry.packed else None)
     if positions:
         _note_positions(case, plain, border, positions)
 
@@ -97,6 +97,11 @@ def _judge(case: ModelCase, packed: Packed) -> tuple[str, str]:
         if not case.differ(out, joint):
             return "mask-4d-ignored", f"a mask [B, 1, T, T] that separates two documents changes nothing: {moved}"
         start = "a mask [B, 1, T, T] that separates two documents has an effect, but not in every layer"
+        if case.differ(joint, case.subject.run(case.entry, **packed.positions)):
+            start = (
+                "a mask [B, 1, T, T] is accepted and does not separate two documents, and one that hides nothing gives "
+                "another output than a mask [B, T] of ones"
+            )
         return "documents-mixed", f"{start}: {moved}"
     again = {name: value[:, border:] for name, value in packed.positions.items()}
     alone = case.subject.run(cut(case.entry, packed.group, border, plain.length), **again)

@@ -14,7 +14,7 @@ SEQUENCES = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_
 """Arguments of transformers along which the output runs, the first that is present."""
 PAIRS = {"attention_mask": ("input_ids", "inputs_embeds"), "decoder_attention_mask": ("decoder_input_ids",)}
 """Masks of transformers and the sequences whose tokens they hide."""
-DROPPED = frozenset({"labels", "use_cache", "position_ids", "decoder_position_ids", "cache_position"})
+DROPPED = frozenset({"labels", "use_cache", "return_dict", "position_ids", "decoder_position_ids", "cache_position"})
 """Arguments of transformers that the questions set themselves, or that change nothing but the loss."""
 
 
@@ -48,12 +48,15 @@ class ModelInputs:
         positional: the names of the positional arguments, in order.
         main: the name of the sequence along which the output runs, or the first tensor.
         groups: the masks over tokens.
+        packed: the name of a mask over pairs of tokens that the caller passed, and that the questions replace; "" =
+            there was none.
     """
 
     values: Mapping[str, Any]
     positional: tuple[str, ...]
     main: str
     groups: tuple[MaskGroup, ...]
+    packed: str = ""
 
     @property
     def length(self) -> int:
@@ -110,8 +113,8 @@ def read_inputs(model: nn.Module, inputs: Any) -> ModelInputs:
     else:
         raise TypeError(f"inputs: got {type(inputs).__name__}, expected a dict of arguments, a tensor or a tuple")
     if is_transformers(model):
-        values = {name: value for name, value in values.items() if name not in DROPPED}
         values = {**_decoder_ids(model, values, names), **values}
+        values = {name: value for name, value in values.items() if name not in DROPPED}
     values = {
         name: value.detach().cpu() if isinstance(value, Tensor) else value
         for name, value in values.items()
@@ -120,9 +123,29 @@ def read_inputs(model: nn.Module, inputs: Any) -> ModelInputs:
     tensors = [name for name, value in values.items() if isinstance(value, Tensor) and value.ndim > 1]
     tensors = [name for name in tensors if "mask" not in name] or tensors
     if not tensors:
-        raise ValueError("inputs: got no tensor with a batch axis, expected one such as input_ids [B, T]")
+        raise ValueError(_describe_missing(values))
     main = next((name for name in SEQUENCES if name in tensors), tensors[0])
-    return ModelInputs(values, positional, main, _list_groups(model, values, names))
+    if 0 in values[main].shape:
+        raise ValueError(f"inputs: {main} {list(values[main].shape)} is empty, expected at least one entry and token")
+    groups = _list_groups(model, values, names)
+    packed = (group.mask for group in groups if getattr(values.get(group.mask), "ndim", 2) > 2)
+    return ModelInputs(values, positional, main, groups, next(packed, ""))
+
+
+def _describe_missing(values: Mapping[str, Any]) -> str:
+    """Return the error of inputs without a tensor of a batch, with the remedy for what they hold."""
+    problem = "inputs: got no tensor with a batch axis, expected one such as input_ids [B, T]"
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            return (
+                f"{problem}; {name} is a {type(value).__name__}: pass it as inputs, with call=lambda model, **inputs: "
+                "model(inputs)"
+            )
+        if isinstance(value, Tensor):
+            return f"{problem}; {name} has shape {list(value.shape)}: add the batch as its first axis"
+        if hasattr(value, "__array__") or isinstance(value, list):
+            return f"{problem}; {name} is a {type(value).__name__}: pass torch.as_tensor({name})"
+    return problem
 
 
 def argument_names(model: nn.Module) -> tuple[str, ...]:
@@ -145,12 +168,21 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def _decoder_ids(model: Any, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the tokens of the decoder, where it would read those of the encoder, shifted, with their padding."""
+    """Return the tokens of the decoder, where the model would make them from labels, or from those of the encoder.
+
+    The model would shift them, with the padding among them.
+    """
     paired = getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in names
-    ids = values.get("input_ids")
-    if not paired or not isinstance(ids, Tensor) or any(name.startswith("decoder_input") for name in values):
+    if not paired or any(name.startswith("decoder_input") for name in values):
         return {}
-    return {"decoder_input_ids": ids.clone()}
+    ids = values.get("input_ids")
+    labels = values.get("labels")
+    if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point():
+        start = getattr(model.config, "decoder_start_token_id", None)
+        start = start if isinstance(start, int) else 0
+        tokens = labels.masked_fill(labels < 0, start)  # -100 is the label of padding
+        return {"decoder_input_ids": torch.cat([torch.full_like(tokens[:, :1], start), tokens[:, :-1]], 1)}
+    return {"decoder_input_ids": ids.clone()} if isinstance(ids, Tensor) else {}
 
 
 def _list_groups(model: nn.Module, values: Mapping[str, Any], names: Sequence[str]) -> tuple[MaskGroup, ...]:
@@ -192,6 +224,17 @@ def _companions(values: Mapping[str, Any], tokens: Sequence[str]) -> tuple[str, 
     )
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside a wrapper that computes the same: of torch.compile, or of data parallelism."""
+    wrappers = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+    while type(model).__name__ in wrappers and type(model).__module__.startswith("torch."):
+        inner = getattr(model, wrappers[type(model).__name__])
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model
+
+
 def real_tokens(inputs: ModelInputs, group: MaskGroup) -> Tensor:
     """Return which tokens are real, boolean [B, M]."""
     mask = inputs.values.get(group.mask)
@@ -208,6 +251,9 @@ def without_padding(inputs: ModelInputs) -> ModelInputs:
     if inputs.groups:
         main = next((group for group in inputs.groups if inputs.main in group.tokens), inputs.groups[0])
         row = int(real[main.mask].sum(-1).argmax())
+        for group in inputs.groups:
+            if not bool(real[group.mask][row].any()):
+                raise ValueError(f"inputs: {group.mask} hides every token of entry {row}, expected at least one token")
     entry = inputs.entry(row)
     for group in inputs.groups:
         chosen = real[group.mask][row]

@@ -26,7 +26,9 @@ class PaddedText:
         longer: another text as long as the padded one.
         count: the number of tokens of padding.
         left: whether they are on the left.
-        rows: whether the output has rows of this sequence.
+        rows: whether the output has one row for each token of this sequence.
+        border: the rows of the output at the padded side that padding can move: those of padding, and one that reads
+            both; 0 = the output has no rows of this sequence.
     """
 
     group: MaskGroup
@@ -35,6 +37,7 @@ class PaddedText:
     count: int
     left: bool
     rows: bool
+    border: int
 
     @property
     def side(self) -> str:
@@ -51,9 +54,14 @@ class PaddedText:
 
     def real(self, out: Tensor) -> Tensor:
         """Return the rows of real tokens of the first entry."""
-        if not self.rows:
+        if not self.border:
             return out[:1]
-        return out[:1, self.count :] if self.left else out[:1, : out.shape[1] - self.count]
+        return out[:1, self.border :] if self.left else out[:1, : out.shape[1] - self.border]
+
+    def reference(self, out: Tensor) -> Tensor:
+        """Return the same rows, of the output for the text alone."""
+        extra = 0 if self.rows or not self.border else 1
+        return out[:, extra:] if self.left else out[:, : out.shape[1] - extra]
 
 
 def list_padded(case: ModelCase) -> list[PaddedText]:
@@ -61,11 +69,30 @@ def list_padded(case: ModelCase) -> list[PaddedText]:
     texts: list[PaddedText] = []
     for group in case.entry.groups:
         length = case.entry.values[group.tokens[0]].shape[1]
-        count = min(3, length // 3)
+        rows = case.out.ndim > 1 and case.out.shape[1] == length and case.entry.main in group.tokens
+        count = min(3, length // 3) if rows else length // 3  # rows of the output can stand for several tokens
         short = cut(case.entry, group, 0, length - count)
-        rows = case.aligned and case.entry.main in group.tokens
-        texts += [PaddedText(group, short, vary(case.entry, 1), count, left, rows) for left in (True, False)]
+        border = count if case.aligned and rows else _count_rows(case, short)
+        rows = rows and border == count
+        sides = (False,) if group.mask in case.lengths else (True, False)
+        texts += [PaddedText(group, short, vary(case.entry, 1), count, left, rows, border) for left in sides]
     return texts
+
+
+def _count_rows(case: ModelCase, short: ModelInputs) -> int:
+    """Return how many rows at one end of an output can depend on padding; 0 = it has no rows of this sequence.
+
+    An output such as that of an encoder of audio has fewer rows than the sequence, and a row at the border reads both.
+    """
+    if case.out.ndim < 2:
+        return 0
+    try:
+        fewer = case.subject.run(short)
+    except CODE_ERRORS:  # the sequence has one length
+        return 0
+    more = case.out.shape[1] - fewer.shape[1] if fewer.ndim == case.out.ndim else 0
+    one_each = case.out.shape[1] == case.entry.length and fewer.shape[1] == short.length
+    return more if one_each else more + 1 if 0 < more < case.out.shape[1] - 1 else 0
 
 
 def pick_fills(case: ModelCase, group: MaskGroup) -> tuple[float, float, float]:
@@ -108,7 +135,21 @@ def _ask_side(case: ModelCase, text: PaddedText, question: str) -> None:
     one, other = (case.subject.run(text.batch(fill)) for fill in (first, second))
     leak = case.gap(text.real(one), text.real(other))
     if leak > case.subject.tolerance:
-        _report_leak(case, text, first, one, leak)
+        if text.left and _reads_length(case, text, first, one):
+            case.lengths.add(text.group.mask)
+            case.not_tested[question] = (
+                f"of {text.group.mask}, only the sum has an effect, as a length: pad on the right"
+            )
+        elif text.border or not _reads_edge(case, text, (first, second), one):
+            _report_leak(case, text, first, one, leak, whole)
+        elif case.differ(text.real(whole), case.subject.run(text.short)):
+            place, other = ("first", "right") if text.left else ("last", "left")
+            case.not_tested[question] = (
+                f"of the padding, only the {place} token moves the output, which is read from the {place} token: pad "
+                f"on the {other}"
+            )
+        else:
+            case.understood.append(f"{text.side}: equal to the text alone, if padded with {padding}")
         return
     if case.differ(one[1:], other[1:]):
         off = case.measured(case.gap(one[1:], other[1:]))
@@ -130,21 +171,57 @@ def _report_nan(case: ModelCase, text: PaddedText, whole: Tensor, padding: float
     count = f"{int(rows.sum())} of {rows.numel()} rows of the output are"
     where = "rows of real tokens are among them" if real else "they are rows of padding"
     module = f"; the first module with such an output is {record.name}" if record.name else ""
-    case.report("nan-from-padding", f"{text.side}, {text.count} tokens: {count} NaN or infinite; {where}{module}")
+    evidence = f"{text.side}, {text.count} tokens: {count} NaN or infinite; {where}{module}"
+    case.report("nan-from-padding", evidence, "wrong" if real else "fragile")
     return True
 
 
-def _report_leak(case: ModelCase, text: PaddedText, fill: float, one: Tensor, leak: float) -> None:
-    """Report padding whose contents change real tokens: the mask has no effect, or not everywhere."""
-    batch = text.batch(fill)
-    mask = batch.values[text.group.mask]
-    unmasked = case.subject.run(batch.with_values(**{text.group.mask: text.group.build(torch.ones_like(mask).bool())}))
+def _report_leak(case: ModelCase, text: PaddedText, fill: float, one: Tensor, leak: float, usual: Tensor) -> None:
+    """Report padding whose contents change real tokens: the mask has no effect, or not everywhere.
+
+    It is fragile if the usual padding, such as zeros, gives the output of the text alone.
+    """
+    unmasked = _run_unmasked(case, text, fill)
     off = case.measured(leak)
-    if not case.differ(text.real(one), text.real(unmasked)):
+    if case.gap(text.real(one), text.real(unmasked)) <= min(case.subject.tolerance, (case.subject.noise * leak) ** 0.5):
         evidence = f"{text.side}: other tokens under the mask move real tokens {off}; a mask that hides nothing gives "
         case.report("mask-ignored", f"{evidence}the same output")
         return
-    case.report("padding-leaks", f"{text.side}: other tokens under the mask move real tokens {off}")
+    evidence, severity = f"{text.side}: other tokens under the mask move real tokens {off}", None
+    if not case.differ(text.real(usual), text.reference(case.subject.run(text.short))):
+        evidence += "; with the usual padding, the output is that of the text alone"
+        severity = "fragile"
+    case.report("padding-leaks", evidence, severity)
+
+
+def _run_unmasked(case: ModelCase, text: PaddedText, fill: float) -> Tensor:
+    """Return the output for padding that the mask does not hide."""
+    batch = text.batch(fill)
+    real = torch.ones_like(batch.values[text.group.mask]).bool()
+    return case.subject.run(batch.with_values(**{text.group.mask: text.group.build(real)}))
+
+
+def _reads_length(case: ModelCase, text: PaddedText, fill: float, one: Tensor) -> bool:
+    """Return whether a mask has an effect, and the same one if it hides as many tokens on the other side."""
+    batch = text.batch(fill)
+    flipped = case.subject.run(batch.with_values(**{text.group.mask: batch.values[text.group.mask].flip(1)}))
+    return not case.differ(one, flipped) and case.differ(one, _run_unmasked(case, text, fill))
+
+
+def _reads_edge(case: ModelCase, text: PaddedText, fills: tuple[float, float], one: Tensor) -> bool:
+    """Return whether, of the padding, only the token at the edge moves an output without rows, such as of a pooler.
+
+    With one token of padding, this is assumed. A mask without effect counts as one that does not hide anything.
+    """
+    if not case.differ(text.real(_run_unmasked(case, text, fills[0])), text.real(one)):
+        return False
+    first, second = text.batch(fills[0]), text.batch(fills[1])
+    mixed: dict[str, Any] = {}
+    for name in text.group.tokens:
+        mixed[name] = second.values[name].clone()
+        edge = 0 if text.left else mixed[name].shape[1] - 1
+        mixed[name][:, edge] = first.values[name][:, edge]
+    return not case.differ(text.real(case.subject.run(first.with_values(**mixed))), text.real(one))
 
 
 def _report_batch_of_one(case: ModelCase, text: PaddedText, fills: tuple[float, float]) -> bool:
@@ -172,7 +249,7 @@ def _ask_positions(case: ModelCase, text: PaddedText, padding: float, question: 
     for positions in ({}, count_positions(case, text, alone)):
         if positions is None:
             continue
-        reference = case.subject.run(text.short, **_for_short(positions, text))
+        reference = text.reference(case.subject.run(text.short, **_for_short(positions, text)))
         whole = case.subject.run(join([alone, text.longer]), **_for_two(positions, text))
         single = case.subject.run(alone, **positions)
         gaps = [case.gap(text.real(out), reference) for out in (whole, single)]

@@ -33,9 +33,13 @@ def copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
+        if any(map(nn.parameter.is_lazy, module.parameters(recurse=False))):
+            raise CheckError("model: its parameters are lazy and have no values; call the model once first")
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_meta:
-                raise CheckError("model: its parameters are on the meta device and have no values")
+                raise CheckError(
+                    "model: its parameters are on the meta device and have no values; load or initialise them first"
+                )
             if id(tensor) not in memo:
                 memo[id(tensor)] = _convert(tensor, dtype)
         for value in vars(module).values():  # torch does not copy stored results that have a graph
@@ -153,7 +157,14 @@ def main_output(result: Any, inputs: ModelInputs) -> Tensor:
     for tensor in list_tensors(dict(result) if hasattr(result, "keys") else result):
         if tensor.ndim > 0 and tensor.shape[0] == inputs.batch:
             return tensor
-    raise CheckError("model: the output has no tensor of real numbers with the batch as its first axis")
+    if isinstance(result, Tensor):
+        kind = "" if result.is_floating_point() else f" of {str(result.dtype).removeprefix('torch.')}"
+        words = f"a tensor {list(result.shape)}{kind}"
+    else:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in list_tensors(result))
+        words = type(result).__name__ + (f" with {shapes}" if shapes else "")
+    missing = f"tensor of real numbers with the batch of {inputs.batch} as its first axis"
+    raise CheckError(f"model: the output has no {missing}, got {words}")
 
 
 def is_aligned(out: Tensor, inputs: ModelInputs) -> bool:
@@ -162,12 +173,18 @@ def is_aligned(out: Tensor, inputs: ModelInputs) -> bool:
 
 
 def prepare_model(
-    model: nn.Module, inputs: ModelInputs, call: Callable[..., Any] | None
+    model: nn.Module, inputs: ModelInputs, call: Callable[..., Any] | None, whole: ModelInputs
 ) -> tuple[ModelSubject, ModelSubject | None]:
     """Copy the model in the first dtype in which it runs and computes the same function, and in its own dtype.
 
     Code that depends on the dtype may compute something else in float64, such as NaN. The output in the model's own
     dtype decides.
+
+    Args:
+        model: the model of the caller.
+        inputs: one entry.
+        call: the caller's function that calls it, or None.
+        whole: all entries, as the caller passed them.
 
     Returns:
         the copy for most questions, and that in its own dtype; None if that does not run on the CPU.
@@ -177,7 +194,7 @@ def prepare_model(
     """
     own = _prepare_own(model, inputs, call)
     expected = None if own is None else own.run(inputs)
-    reasons: list[str] = []
+    reasons: dict[str, str] = {}  # each once, with the first dtype
     fallback: ModelSubject | None = None
     for dtype, lifts in WAYS:
         subject = ModelSubject(copy_model(model, dtype), dtype, call, lifts)
@@ -185,17 +202,20 @@ def prepare_model(
         try:
             out = subject.run(inputs)
         except CODE_ERRORS as error:  # whatever it raises, this dtype does not fit
-            reasons.append(f"in {str(dtype).removeprefix('torch.')}: {describe_error(error)}")
+            reasons.setdefault(describe_error(error), str(dtype).removeprefix("torch."))
             continue
         if own is None or expected is None or _is_same_function(out, expected, own.dtype):
             return subject, own
         fallback = fallback or subject
     if fallback is not None:
         return fallback, own
-    raise CheckError(
-        f"model: the call with {inputs.describe()} fails {'; '.join(dict.fromkeys(reasons))}; check inputs, or give "
-        "call=lambda model, **inputs: ..."
-    )
+    words = "; ".join(f"in {dtype}: {reason}" for reason, dtype in reasons.items())
+    remedy = "check inputs, or give call=lambda model, **inputs: ..."
+    if "decoder_input_ids" in argument_names(model) and not any(name.startswith("decoder") for name in inputs.values):
+        remedy = "pass decoder_input_ids or labels in inputs"
+    elif _accepts(model, whole, call) and not _accepts(model, inputs, call):
+        remedy = f"the call with {whole.describe()} does not: the first axis of each tensor must be the batch"
+    raise CheckError(f"model: the call with {inputs.describe()} fails {words}; {remedy}")
 
 
 def _prepare_own(model: nn.Module, inputs: ModelInputs, call: Callable[..., Any] | None) -> ModelSubject | None:
@@ -208,6 +228,17 @@ def _prepare_own(model: nn.Module, inputs: ModelInputs, call: Callable[..., Any]
             subject.run(inputs)
             return subject
     return None
+
+
+def _accepts(model: nn.Module, inputs: ModelInputs, call: Callable[..., Any] | None) -> bool:
+    """Return whether a call succeeds, whatever it returns."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    subject = ModelSubject(copy_model(model, None), dtype, call)
+    avoid_kernels(subject.model)
+    with suppress(*CODE_ERRORS):
+        subject.call_with(inputs)
+        return True
+    return False
 
 
 def _is_same_function(out: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
