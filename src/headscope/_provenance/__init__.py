@@ -2,13 +2,14 @@
 
 from headscope._provenance.definition import attend_by_definition
 from headscope._provenance.mode import ProvenanceMode
-from headscope._provenance.record import HEADS, INPUT, MIXED, NONE, Mixing, Operands, Provenance
+from headscope._provenance.record import HEADS, INPUT, MIXED, NONE, SUMMED, Mixing, Operands, Provenance
 
 __all__ = [
     "HEADS",
     "INPUT",
     "MIXED",
     "NONE",
+    "SUMMED",
     "Mixing",
     "Operands",
     "Provenance",

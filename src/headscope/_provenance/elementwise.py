@@ -11,23 +11,31 @@ from torch import Tensor
 from headscope._provenance.arguments import broadcasts, list_tensors, replace_tensors, scale_of
 from headscope._provenance.identities import Identities
 from headscope._provenance.record import SCORES, Mixing
+from headscope._provenance.shadows import MOST_IDS
 
 
 def follow_elementwise(
     identities: Identities, name: str, out: Tensor, args: tuple[Any, ...], sources: list[Tensor]
 ) -> None:
-    """Assign the ids of numbers made of those at the same place: of several, the one that was projected last."""
+    """Assign the ids of numbers made of those at the same place: of several, the one that was projected last.
+
+    A number that is spread over an axis, such as a row's logsumexp, does not replace the numbers it is spread over.
+    Where scaled and unscaled projections are added, as in LoRA, the sum counts as unscaled.
+    """
     ids = factors = None
+    rank = torch.zeros(())
     for x in sources:
         shadow = identities.shadows.find(x)
         if shadow is None or not broadcasts(x, out):
             continue
         one, scale = (part.expand(out.shape) for part in shadow)
+        order = torch.where(one > 0, one + MOST_IDS * (x.numel() == out.numel()), 0)
         if ids is None or factors is None:
-            ids, factors = one, scale
+            ids, factors, rank = one, scale, order
         else:
-            factors = torch.where(one > ids, scale, factors)
-            ids = torch.maximum(ids, one)
+            summed = (one > 0) & (ids > 0) & (name in ("add", "sub")) & ((scale == 1) | (factors == 1))
+            factors = torch.where(summed, 1.0, torch.where(order > rank, scale, factors))
+            ids, rank = torch.where(order > rank, one, ids), torch.maximum(rank, order)
     if ids is None or factors is None:
         return
     if name == "_safe_softmax":  # torch's attention runs without a fused kernel here, because there is none
@@ -100,7 +108,8 @@ def follow_in_place(identities: Identities, name: str, out: Tensor, args: tuple[
     elif name not in ("masked_fill_", "fill_", "index_put_"):
         for x in others:
             if broadcasts(x, out):
-                shadow.ids.copy_(torch.maximum(shadow.ids, shadows.component(x, 0).expand(out.shape)))
+                new, spread = shadows.component(x, 0).expand(out.shape), x.numel() < out.numel()
+                shadow.ids.copy_(torch.where((shadow.ids > 0) & spread, shadow.ids, torch.maximum(shadow.ids, new)))
 
 
 def _record_scale(identities: Identities, ids: Tensor, by: float) -> None:

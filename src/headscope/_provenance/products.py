@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headscope._provenance.identities import Identities, Origin
-from headscope._provenance.record import HEADS, LINEAR, MIXED, SCORES, Mixing, Operands, Projection
+from headscope._provenance.record import HEADS, LINEAR, MIXED, NONE, SCORES, SUMMED, Mixing, Operands, Projection
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ def _record_projection(
     if record.holds_scores(ids):
         return
     token = common_value(record.token[ids], -1)[..., None]  # [N, rows, 1]
+    one_feature = (common_value(record.feature[ids], -1) >= 0)[..., None]
+    token = torch.where((token == MIXED) & one_feature, SUMMED, token)
     features = identities.number_columns(weights)  # [N, features]
     identities.assign_new(out, Origin(LINEAR, token, features[:, None]))
     factor = 1.0 if factors is None else float(factors.mean())
@@ -104,5 +106,12 @@ def _record_mixing(identities: Identities, out: Tensor, p: Tensor, p_ids: Tensor
     token = common_value(record.token[p_ids], -1)
     if bool((token == MIXED).any()):  # the second operand of the scores was the queries'
         token = common_value(record.other_token[p_ids], -1)
-    feature = common_value(record.feature[v_ids], 1)
+    feature = _common_feature(record.feature[v_ids], v_ids > 0)
     identities.assign_new(out, Origin(HEADS, token[..., None], feature[:, None]))
+
+
+def _common_feature(feature: Tensor, known: Tensor) -> Tensor:
+    """Return the feature of each column of values [N, K, Dv]; rows of padding, of which nothing is known, have none."""
+    low = torch.where(known, feature, torch.iinfo(feature.dtype).max).amin(1)
+    high = torch.where(known, feature, NONE).amax(1)
+    return torch.where(low >= high, high, MIXED)

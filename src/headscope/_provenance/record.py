@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 NONE, MIXED = -1, -2  # in place of a token or a feature: there is none; there are several
+SUMMED = -3  # in place of a token: one feature of several tokens, summed with weights, as in Linformer
 INPUT, LINEAR, SCORES, HEADS = 1, 2, 3, 4  # kinds of numbers
 
 
@@ -117,6 +118,12 @@ class Provenance:
     heads_summed: bool = False
     tokens_summed: bool = False
     out_ids: Tensor | None = None
+
+    @property
+    def shows_attention(self) -> bool:
+        """Whether any product of different tokens was observed: of queries and keys, with values, or a sum."""
+        pairs = (self.kind == SCORES) & (self.token != self.other_token)
+        return bool(pairs.any()) or bool(self.mixings or self.fused_calls or self.tokens_summed)
 
     def holds_scores(self, ids: Tensor) -> bool:
         """Whether the latest of these numbers is a score: a product of two projections."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headscope._provenance import INPUT, MIXED, NONE, Mixing, Provenance
+from headscope._provenance import INPUT, MIXED, NONE, SUMMED, Mixing, Provenance
 
 OUT_OF_PLACE = ("heads-split-wrong", "batches-mixed", "values-misplaced")
 """Faults after which the heads cannot be identified."""
@@ -39,6 +39,7 @@ class Heads:
         unattributed: weight of keys that do not belong to a token, [B, H, Q].
         width: D.
         queries, keys, values: the first feature of each head's operands; one number for one row of some weights.
+        together: how many of them each product with values has, where each has as many of its own; else all.
     """
 
     p: Tensor
@@ -49,6 +50,7 @@ class Heads:
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     values: tuple[int, ...]
+    together: int
 
     @property
     def count(self) -> int:
@@ -92,12 +94,14 @@ class _Rows:
 def arrange_heads(record: Provenance, batch: int, length: int) -> Arrangement:
     """Identify the heads of a forward pass over [batch, length] tokens and the faults of their layout."""
     if not record.mixings:
-        reason = "tokens are summed before queries are scored against keys, as in linear attention"
+        reason = "tokens are summed, and no product of queries and keys was observed before"
         missing = "no product of attention weights with values was observed"
         return Arrangement(None, [], reason if record.tokens_summed else missing)
     rows = [part for part in (_rows_of(record, mixing) for mixing in record.mixings) if len(part.query_token)]
     if not rows:
         return Arrangement(None, [], "no query is computed from a token")
+    if any(bool((x == SUMMED).any()) for part in rows for x in (part.query_token, part.key_token, part.value_token)):
+        return Arrangement(None, [], "queries, keys or values are sums over tokens, as in Linformer")
     faults = _find_misplaced(rows, length) or _find_layout_faults(record, rows)
     if all(fault.merge for fault in faults):
         faults += _find_merge_faults(record)
@@ -268,12 +272,16 @@ def _find_layout_faults(record: Provenance, rows: list[_Rows]) -> list[Fault]:
 
 def _find_interleaved(record: Provenance) -> list[Fault]:
     """Return the fault of a head whose values, queries or keys are equally spaced rows of a projection, if any."""
-    operands = {"values": record.mixings[0].values[0, 0]}
+    operands = {"values": [mixing.values for mixing in record.mixings]}
     if record.operands:
-        operands |= {"queries": record.operands[0].left[0, 0], "keys": record.operands[0].right[0, :, 0]}
-    for name, ids in operands.items():
-        steps = record.feature[ids].diff()
-        if len(steps) and int(steps.amin()) == int(steps.amax()) > 1:
+        operands["queries"] = [each.left for each in record.operands]
+        operands["keys"] = [each.right.transpose(1, 2) for each in record.operands]
+    for name, all_ids in operands.items():
+        steps = record.feature[all_ids[0][0, 0]].diff()
+        if not len(steps) or not int(steps.amin()) == int(steps.amax()) > 1:
+            continue
+        offsets = torch.cat([record.feature[ids].flatten() % steps[0] for ids in all_ids])
+        if bool((offsets != offsets[0]).any()):  # no head has what is in between where numbers are complex
             evidence = f"a head takes its {name} from the projection in steps of {int(steps[0])}"
             return [Fault("heads-interleaved", f"{evidence}, expected steps of 1")]
     return []
@@ -329,4 +337,7 @@ def _collect_heads(rows: list[_Rows], batch: int, length: int, record: Provenanc
     if not bool((filled == 1).all()):
         return None
     firsts = (tuple(key[n] for key in order) for n in range(3))
-    return Heads(p, raw, factor, unattributed, record.operands[0].width, *firsts)
+    products = {frozenset(keys) for keys in keyed}
+    sizes = {len(each) for each in products}
+    size = min(sizes) if len(sizes) == 1 and sum(map(len, products)) == len(order) else len(order)
+    return Heads(p, raw, factor, unattributed, record.operands[0].width, *firsts, together=size)

@@ -168,3 +168,30 @@ def judge_row_factors(heads: Heads, moved: Heads | None) -> Verdict:
         return Verdict("scale-not-uniform", f"{own}, which does not change with another key")
     evidence = f"a query's factor of q·k changes by up to {float(change.max()):.0%} when token 0 changes"
     return Verdict("logits-changed", f"{evidence}, although its q·k do not: it depends on the other logits of the row")
+
+
+# ---------------------------------------------------------------- a maximum of the wrong axis
+
+
+def judge_subtracted_maximum(heads: Heads) -> Verdict:
+    """Return "logits-changed" where each key's largest logit is subtracted, instead of each query's; else "none".
+
+    What is subtracted from all logits of a query cancels in the softmax; what is subtracted from those of a key does
+    not. Keys that are masked for some queries are not judged.
+    """
+    if not bool(visible_pairs(heads.p).all()):
+        return Verdict("none")
+
+    def centred(x: Tensor, *axes: int) -> Tensor:
+        for axis in axes:
+            x = x - x.mean(axis, keepdim=True)
+        return x
+
+    log, raw = log_weights(heads.p), heads.raw
+    both, own = centred(log, -1, -2), centred(raw, -1, -2)
+    slope = (both * own).sum((0, 2, 3), keepdim=True) / own.square().sum((0, 2, 3), keepdim=True).clamp_min(1e-300)
+    logits = slope * raw
+    off = (centred(log, -1) - centred(logits - logits.amax(-2, keepdim=True), -1)).abs().amax()
+    if float(off) > 1e-5 * float(log.abs().max()) or not bool((slope != 0).all()):
+        return Verdict("none")
+    return Verdict("logits-changed", "the largest logit of each key is subtracted, not that of each query")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headscope.checking._catalogue import Severity
 from headscope.checking._head_layout import Heads
 
 HIDDEN = 1e-20  # a weight below this part of its row's largest counts as masked
@@ -22,11 +23,13 @@ class Verdict:
         outcome: "hidden" where the mask works; "none" where it has no effect; or the name of a finding.
         evidence: the numbers and positions that show it.
         after_softmax: the evidence that the mask was applied after the softmax; "" if it was not.
+        severity: that of the finding; None = as in the catalogue.
     """
 
     outcome: str
     evidence: str = ""
     after_softmax: str = ""
+    severity: Severity | None = None
 
 
 def visible_pairs(p: Tensor) -> Tensor:
@@ -72,6 +75,9 @@ def explain_sums(heads: Heads, tolerance: float) -> Verdict | None:
     evidence = f"the weights of a query sum to {low:.4g}" + (f" … {high:.4g}" if high - low > tolerance else "")
     finite = p[torch.isfinite(p)]
     if float(finite.min()) < -tolerance * float(finite.abs().max()):  # no softmax gives these
+        if low > tolerance and high - low < tolerance * 10 and not are_ones(p.exp().sum(-1)[rows]):
+            same = f"{evidence}, the same for all queries; the lowest is {float(finite.min()):.4g}"
+            return Verdict("no-softmax", f"{same}: as the difference of two softmaxes", severity="unusual")
         log = ", and their exp sums to 1: they are logarithms" if are_ones(p.exp().sum(-1)[rows]) else ""
         return Verdict("no-softmax", f"{evidence}{log}; the lowest is {float(finite.min()):.4g}")
     if are_ones(p.sum(-2)):

@@ -127,11 +127,17 @@ def probe_structure(case: Case) -> None:
         return
     expected, heads = case.options.heads, run.heads
     split = f"{heads.count} {'head' if heads.count == 1 else 'heads'} of width {heads.width}"
+    record = run.record
+    in_steps = any(record.holds_heads(each.left) or record.holds_heads(each.right) for each in record.operands)
+    several = heads.together < heads.count and (heads.together > 1 or in_steps)  # else a loop over the heads
+    if several:
+        split += f", {heads.together} in each of {heads.count // heads.together} attentions"
     case.understood.append(split)
-    if expected is not None and heads.count != expected:
+    if expected is not None and expected != heads.count and not (several and expected == heads.together):
         _report_number_of_heads(case, split, expected)
-    ids = run.record.out_ids
-    if ids is not None and heads.count > 1 and run.record.holds_heads(ids):
+    ids = record.out_ids
+    width = record.mixings[-1].values.shape[-1]
+    if ids is not None and heads.count > 1 and record.holds_heads(ids) and ids.shape[-1] > width:
         case.report("no-output-projection", "the output is the heads' outputs side by side")
 
 
@@ -179,6 +185,10 @@ def probe_dependence(case: Case) -> None:
     if (case.causal or case.options.causal) and bool(future.any()) and not explained:
         i, j = future.nonzero()[0].tolist()
         case.report("looks-into-the-future", f"changing position {j} changes the output at position {i}")
+    record = None if case.base is None else case.base.record
+    if not known and not bool((past | future).any()) and record is not None and not record.shows_attention:
+        case.understood.append("no attention was observed: no output depends on another position")
+        return
     if not known and not bool(future.any()):
         case.causal = True
         case.understood.append("causal: no output depends on a later position")
@@ -193,7 +203,9 @@ def probe_dependence(case: Case) -> None:
 def _test_equivariance(case: Case, plain: Tensor) -> None:
     order = torch.arange(case.subject.length).flip(0)
     turned = case.subject.run(case.x[:, order])
-    if bool(differ(plain[:, order], turned, case.subject.tolerance).any()):
+    if not bool(differ(plain, turned, case.subject.tolerance).any()):
+        case.understood.append("the output does not depend on the order of the tokens")
+    elif bool(differ(plain[:, order], turned, case.subject.tolerance).any()):
         off = float((plain[:, order] - turned).abs().max())
         case.report(
             "not-permutation-equivariant", f"with the tokens in reverse order, outputs differ by up to {off:.3g}"

@@ -115,7 +115,8 @@ def _judge_other_pattern(case: Case, visible: Tensor, tri: Tensor) -> None:
         case.report("cannot-see-itself", "query 1 attends to key 0 and not to key 1")
     elif bool((visible == tri.T).all()):
         pattern = "each query attends to its own and later keys, and to none before, as with triu instead of tril"
-        case.report("looks-into-the-future", f"built-in mask: {pattern}")
+        severity = None if case.options.causal else "unusual"  # from right to left is right for such a model
+        case.report("looks-into-the-future", f"built-in mask: {pattern}", severity)
     elif bool((visible[..., :-1, :] == tri.T.triu(1)[:-1]).all()):
         case.report("mask-inverted", "built-in mask: each query attends only to later keys")
     else:

@@ -14,7 +14,13 @@ from headscope.checking._case import Case
 from headscope.checking._copies import CODE_ERRORS
 from headscope.checking._head_layout import Heads
 from headscope.checking._local_slopes import fit_local_slopes, judge_local_slopes
-from headscope.checking._logit_map import fit_row_factors, have_uniform_factors, judge_logit_map, judge_row_factors
+from headscope.checking._logit_map import (
+    fit_row_factors,
+    have_uniform_factors,
+    judge_logit_map,
+    judge_row_factors,
+    judge_subtracted_maximum,
+)
 from headscope.checking._weights import Slope, Verdict
 
 NO_SOFTMAX = {
@@ -24,6 +30,13 @@ NO_SOFTMAX = {
 }  # with these, a mask does not decide which keys are masked
 
 NO_SOFTMAX_REASON = "the weights are not from one softmax over the keys"
+
+
+WRONG_MAXIMUM = (
+    "Subtract the maximum over the last axis, the keys; torch.softmax does.",
+    "e = (scores - scores.amax(dim=-1, keepdim=True)).exp()",
+)
+"""The remedy of ``logits-changed`` where a maximum over the queries is subtracted."""
 
 
 EXPLAINS_SUMS = {
@@ -58,7 +71,7 @@ def probe_softmax_and_scale(case: Case) -> None:
         case.report(verdict.outcome, verdict.evidence)
         fitted = weights.fit_slope(case.without_added(heads), case.without_added(other), None)
     if verdict is not None and verdict.outcome in {"softmax-over-queries", *NO_SOFTMAX}:
-        case.report(verdict.outcome, verdict.evidence)
+        case.report(verdict.outcome, verdict.evidence, verdict.severity)
         case.skip("scale", NO_SOFTMAX_REASON, verdict.outcome)
         return
     if isinstance(fitted, str) and verdict is not None:  # the change of the weights hides the logits
@@ -79,6 +92,11 @@ def probe_softmax_and_scale(case: Case) -> None:
 def _judge_other_logits(case: Case, heads: Heads, reason: str) -> None:
     """Judge logits that are not a linear function of q·k."""
     if reason != weights.NOT_LINEAR:
+        case.not_tested["scale"] = reason
+        return
+    maximum = judge_subtracted_maximum(heads)
+    if maximum.outcome != "none":
+        case.report(maximum.outcome, maximum.evidence, remedy=WRONG_MAXIMUM)
         case.not_tested["scale"] = reason
         return
     rows = fit_row_factors(heads, torch.ones((), dtype=torch.bool))
