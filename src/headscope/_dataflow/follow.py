@@ -158,6 +158,8 @@ class Follower(TorchDispatchMode):
             self._note_join(name, out, args)
         elif name in operands.MOVES:
             self._note_move(name, out, args)
+        elif name in operands.FILLS and self._can_fill(args, kwargs):
+            self._note_fill(out, args[0])
         elif operands.is_of_images(func) and out.ndim > 2:
             axes = fresh_axes(out, self.scope(), (1,))
             if is_followed(args[0]) and args[0].ndim == out.ndim and self.table.find(args[0]) is not None:
@@ -169,6 +171,18 @@ class Follower(TorchDispatchMode):
             self._note_norm(out, args)
         else:
             self._note_other(func, out, args, kwargs)
+
+    def _can_fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether numbers are written into scores or weights that are neither."""
+        own, others = self.table.role(args[0]), operands.followed_tensors(args[1:], kwargs)
+        return isinstance(own, (Scores, Weights)) and not any(
+            isinstance(self.table.role(x), (Scores, Weights, Lost)) for x in others
+        )
+
+    def _note_fill(self, out: Tensor, x: Tensor) -> None:
+        """Note scores or weights of which some were replaced, such as those of masked keys."""
+        role, place = self.table.role(x), self.table.place(x, self.scope())
+        self.table.assign(out, place.axes, role.altered() if isinstance(role, Weights) else role, place.fixed)
 
     def _note_other(self, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the result of an operation that is not followed."""
