@@ -95,3 +95,111 @@ def test_scores_that_are_replaced_at_an_index_are_recorded(hide: Callable[[Tenso
     assert seen.about.kinds == {"Masked": "self"}
     torch.testing.assert_close(seen["entropy"].mean[0], row_means(torch.special.entr(weights).sum(-1)))
     torch.testing.assert_close(seen["max_weight"].mean[0], row_means(weights.amax(-1)))
+
+
+class Extra(Base):
+    """Two learned keys and values, or one that is zero, behind those of the tokens."""
+
+    def __init__(self, extra: str) -> None:
+        super().__init__()
+        self.extra = extra
+        self.more = nn.Parameter(torch.randn(2, 1, HEADS, 2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        if self.extra == "zero":
+            k, v = (nn.functional.pad(each, (0, 0, 0, 1)) for each in (k, v))
+        else:
+            more = self.more.expand(2, len(x), -1, -1, -1)
+            k, v = (torch.cat([each, own], -2) for each, own in zip((k, v), more, strict=True))
+        return self.attend(q @ k.mT / WIDTH**0.5, v)
+
+
+@pytest.mark.parametrize("extra", ["learned", "zero"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_keys_behind_the_tokens_have_no_position(extra: str, passes: int) -> None:
+    model, x = Extra(extra), inputs()
+    with watch(model) as seen:
+        for _ in range(passes):
+            model(x)
+    weights = truth_of(model, x)
+    tokens = x.shape[1]
+    apart = (torch.arange(tokens)[:, None] - torch.arange(tokens)).abs().double()
+    own, previous = (torch.diagonal(weights, at, -2, -1) for at in (0, -1))
+    assert seen.about.kinds == {"Extra": "self"}
+    torch.testing.assert_close(seen["self"].mean[0], row_means(own))
+    torch.testing.assert_close(seen["previous"].mean[0], row_means(previous))
+    torch.testing.assert_close(seen["distance"].mean[0], row_means((weights[..., :tokens] * apart).sum(-1)))
+    torch.testing.assert_close(seen["max_weight"].mean[0], row_means(weights.amax(-1)))
+
+
+def flipped_queries(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.flip(2), k, v
+
+
+def flipped_tokens(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = torch.stack((q, k, v)).flip(3)
+    return q, k, v
+
+
+def rolled_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q, k.roll(2, 2), v.roll(2, 2)
+
+
+def sorted_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    index = k.norm(dim=-1).argsort(-1)[..., None].expand_as(k)
+    return q, k.gather(2, index), v.gather(2, index)
+
+
+def shuffled_tokens(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    index = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(1))
+    return q[:, :, index], k[:, :, index], v[:, :, index]
+
+
+def selected_tokens(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    index = torch.tensor([0, 2, 3, 5, 6, 9, 10])
+    q, k, v = (each.index_select(2, index) for each in (q, k, v))
+    return q, k, v
+
+
+def rolled_tokens(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = torch.stack((q, k, v)).roll(-3, 3)
+    return q, k, v
+
+
+def there_and_back(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    index = torch.randperm(k.shape[2], generator=torch.Generator().manual_seed(1))
+    return q.flip(2).flip(2), k[:, :, index][:, :, index.argsort()], v
+
+
+def flipped_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = torch.stack((q, k, v)).flip(1)
+    return q, k, v
+
+
+@pytest.mark.parametrize(
+    ("move", "kind"),
+    [
+        (flipped_queries, "cross"), (flipped_tokens, "cross"), (rolled_keys, "cross"), (sorted_keys, "cross"),
+        (shuffled_tokens, "cross"), (selected_tokens, "self"), (rolled_tokens, "self"), (there_and_back, "self"),
+        (flipped_batch, "self"),
+    ],
+)  # fmt: skip
+def test_tokens_out_of_order_have_no_positions(
+    move: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], kind: str
+) -> None:
+    class Moved(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = move(*self.heads(x))
+            return self.attend(q @ k.mT / WIDTH**0.5, v)
+
+    model, x = Moved(), inputs()
+    with watch(model) as seen:
+        model(x)
+    weights = truth_of(model, x)
+    assert seen.about.kinds == {"Moved": kind}
+    assert ("previous" in seen.names) == (kind == "self")
+    torch.testing.assert_close(seen["entropy"].mean[0], row_means(torch.special.entr(weights).sum(-1)))
+    with watch(model, kinds={"Moved": "self"}) as seen:
+        model(x)
+    torch.testing.assert_close(seen["self"].mean[0], row_means(torch.diagonal(weights, dim1=-2, dim2=-1)))

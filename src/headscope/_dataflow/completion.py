@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headscope._dataflow.attention import Roles, WrittenAttention, arrange, assign_roles, sizes
 from headscope._dataflow.axes import Axis, Piece, is_of_tokens, size_of, sources
+from headscope._dataflow.order import are_in_order, count_beside
 from headscope._dataflow.roles import Product, Tokens, Weights
 
 
@@ -81,6 +82,8 @@ def complete(
         needed_scope=enclosing([within, *scopes]),
         heads=roles.heads,
         is_whole=is_whole,
+        is_in_order=are_in_order(roles.queries, roles.keys, query_tokens == key_tokens),
+        beside=count_beside(key_tokens) if query_tokens != key_tokens else 0,
     )
 
 
@@ -136,7 +139,13 @@ def same_tokens(queries: Tokens, keys: Tokens) -> bool:
         return bool(queries)
     newest: Tokens = frozenset()
     for each in keys:
-        last = each.source.last if isinstance(each, Piece) and each.source is not None else ()
+        last: Axis = ()
+        if (
+            isinstance(each, Piece)
+            and each.source is not None
+            and each.start + each.step * each.size >= each.source.end
+        ):
+            last = each.source.last
         newest = newest.union(last or [each])
     if newest == queries:
         return True

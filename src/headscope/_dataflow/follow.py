@@ -363,7 +363,7 @@ class Follower(TorchDispatchMode):
             return
         role, place = self.table.role(x), self.table.place(x, self.scope())
         follows = isinstance(role, (Scores, Weights))
-        axes = moved_axes(name, x, place.axes, out, self.scope(), ordered=follows)
+        axes = moved_axes(name, args, place.axes, out, self.scope(), ordered=follows)
         if axes is None or (name == "index" and sum(each is not None for each in args[1]) != 1):
             axes = fresh_axes(out, self.scope())
             self.table.assign(out, axes, self._lost(args[:1], {}))
@@ -388,7 +388,8 @@ class Follower(TorchDispatchMode):
         complete = len(known) == len(parts)
         role = self._joined_role(name, roles, at - out.ndim)
         same = isinstance(self.table.role(known[best]), Scores)
-        axes = joined_axes(name, places, places[best], at, out, scope, all_known=complete, same=same)
+        after = sum(x.shape[at] for x in parts[1 + max(n for n, x in enumerate(parts) if x is known[-1]) :])
+        axes = joined_axes(name, places, places[best], at, out, scope, all_known=complete, same=same, after=after)
         fixed = frozenset[Any].intersection(*(place.fixed for place in places))
         self.table.assign(out, axes, role, fixed)
 
