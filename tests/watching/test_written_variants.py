@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope import watch
+from headscope.watching import WatchError, WatchWarning
 
 HEADS, WIDTH = 3, 7
 
@@ -203,3 +204,30 @@ def test_tokens_out_of_order_have_no_positions(
     with watch(model, kinds={"Moved": "self"}) as seen:
         model(x)
     torch.testing.assert_close(seen["self"].mean[0], row_means(torch.diagonal(weights, dim1=-2, dim2=-1)))
+
+
+class Complex(Base):
+    """Real weights of complex queries and keys, and complex values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = x.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+        q, k, v = (torch.complex(each, values) for each in self.heads(x))
+        self.weights = ((q @ k.conj().mT).real / WIDTH**0.5).softmax(-1)
+        return self.out((self.weights.to(v.dtype) @ v).real.transpose(1, 2).flatten(2))
+
+
+class Plain(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.attend(q @ k.mT / WIDTH**0.5, v)
+
+
+def test_complex_values_are_refused_by_name() -> None:
+    model, x = nn.Sequential(Plain(), Complex()), inputs()
+    plain = model(x)
+    with pytest.warns(WatchWarning, match=r"1 \(Complex\)"), watch(model) as seen:
+        out = model(x)
+    assert torch.equal(plain, out)
+    assert seen.layers == ("0",)
+    with pytest.raises(WatchError, match="cannot follow how Complex attends"), watch(alone := Complex()):
+        alone(x)

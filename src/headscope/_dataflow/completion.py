@@ -43,7 +43,7 @@ def complete(
     queries = product.columns if rows_are_keys else product.rows
     if p.ndim == 3 and not product.is_folded and _shares(p_axes[0], queries):
         return None  # values that depend on the query
-    if (keys and not is_of_tokens(keys)) or product.is_other:
+    if (keys and not is_of_tokens(keys)) or product.is_other or v.is_complex():
         return REFUSAL
     roles = assign_roles(axes, key_axis, queries, product.is_folded, product.outside)
     if roles is None:

@@ -233,7 +233,8 @@ class Watch:
                 "watch: the model's forward() was not called inside the `with` block. Compiled modules, copies of "
                 "the model, and recomputation by activation checkpointing are not observed."
             )
-        raise WatchError(nothing_observed(recording.about.model, self.modules, recording.about.other_layers))
+        refused = sorted(self._refused & self.chosen, key=self.places.__getitem__)
+        raise WatchError(nothing_observed(recording.about.model, self.modules, recording.about.other_layers, refused))
 
     # ------------------------------------------------------------ interface for the modules' calls
 
