@@ -231,3 +231,22 @@ def test_complex_values_are_refused_by_name() -> None:
     assert seen.layers == ("0",)
     with pytest.raises(WatchError, match="cannot follow how Complex attends"), watch(alone := Complex()):
         alone(x)
+
+
+def attend_in_script(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.matmul((torch.matmul(q, k.transpose(-2, -1)) / 2.5).softmax(-1), v)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_function_is_recorded_without_a_warning() -> None:
+    script = torch.jit.script(attend_in_script)
+
+    class Scripted(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(script(*self.heads(x)).transpose(1, 2).flatten(2))
+
+    model, x = Scripted(), inputs()
+    with torch.no_grad(), watch(model) as seen:
+        for _ in range(3):
+            model(x)
+    assert seen["entropy"].count.tolist() == [[66] * HEADS]

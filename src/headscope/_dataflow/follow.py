@@ -69,6 +69,8 @@ class Follower(TorchDispatchMode):
         self._joined = joined
         self._waiting: list[Softmax] = []
         self._count = 0
+        self.is_running = False  # an operation, whose result has not been noted yet
+        self.later: Callable[[], None] | None = None  # what is done when it has been
         self.completions = 0  # products of weights with values, those of weights that were reported before included
 
     def __torch_dispatch__(
@@ -85,7 +87,11 @@ class Follower(TorchDispatchMode):
         name = operands.name_of(func)
         writes = operands.is_in_place(func)
         before = [self.table.place(x, self.scope()) for x in args[:1]] if name == "copy" else []
-        out = func(*args, **kwargs)
+        self.is_running = True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self.is_running = False
         first = out[0] if isinstance(out, (tuple, list)) and out else out
         if writes:
             self._note_overwritten([first, *args[:1]])
@@ -94,6 +100,9 @@ class Follower(TorchDispatchMode):
                 self._note_partial(name, first, args, before)
             else:
                 self._note(name, func, first, args, kwargs)
+        later, self.later = self.later, None
+        if later is not None:
+            later()
         return out
 
     @classmethod
