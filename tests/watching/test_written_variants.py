@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -250,3 +252,58 @@ def test_a_scripted_function_is_recorded_without_a_warning() -> None:
         for _ in range(3):
             model(x)
     assert seen["entropy"].count.tolist() == [[66] * HEADS]
+
+
+class Sometimes(Plain):
+    """Attends in some of its calls only."""
+
+    def __init__(self, attending: set[int]) -> None:
+        super().__init__()
+        self.attending, self.calls = attending, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) if self.calls in self.attending else self.out(self.v(x))
+
+
+@pytest.mark.parametrize(
+    ("attending", "recorded", "warning"),
+    [
+        ({1, 2, 3}, 3, None),
+        ({2, 3}, 1, "1 .Sometimes. may have attended in forward pass 2, where it was not followed"),
+        ({3}, 0, "1 .Sometimes. may have attended in forward pass 3, where it was not followed"),
+        ({1, 3}, 2, "1 .Sometimes. may have attended in forward pass 2 in a way that was not recognised"),
+    ],
+)
+def test_passes_that_may_be_missing_are_named(attending: set[int], recorded: int, warning: str | None) -> None:
+    model, x = nn.Sequential(Plain(), Sometimes(attending)), inputs()
+    with warnings.catch_warnings(record=True, action="always") as caught, watch(model) as seen:
+        for _ in range(3):
+            model(x)
+    assert len(caught) == (warning is not None)
+    assert all(re.search(str(warning), str(each.message)) for each in caught)
+    counts = {layer: seen[layer, 0, "entropy"].count for layer in seen.layers}
+    assert counts == {"0": 66} | ({"1": 22 * recorded} if recorded else {})
+
+
+@pytest.mark.parametrize("lengths", [(1,), (5, 1), (1, 5)])
+def test_one_key_and_a_sink(lengths: tuple[int, ...]) -> None:
+    class Sink(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sink = nn.Parameter(torch.randn(HEADS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.heads(x)
+            scores = q @ k.mT / WIDTH**0.5
+            sink = self.sink.view(1, HEADS, 1, 1).expand(*scores.shape[:3], 1)
+            self.weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+            return self.out((self.weights @ v).transpose(1, 2).flatten(2))
+
+    model = Sink()
+    with watch(model) as seen:
+        for length in lengths:
+            model(inputs(length))
+    mass = torch.cat([truth_of(model, inputs(length)).sum(-1) for length in lengths], -1)
+    assert seen["mass"].count.tolist() == [[2 * sum(lengths)] * HEADS]
+    torch.testing.assert_close(seen["mass"].mean[0], row_means(mass))

@@ -90,6 +90,9 @@ def complete(
 def _rows_are_keys(role: Weights, keys: Axis, contracted: Axis) -> bool | None:
     """Return whether the keys are the rows of the product; None if a product does not sum over the keys of weights."""
     own, product = frozenset(sources(keys)), role.product
+    if not contracted and size_of(keys) == 2 and own == role.over and not (product.rows and product.columns):
+        shared = _shares(keys, product.rows) or _shares(keys, product.columns)
+        return None if shared else bool(product.columns)  # one key and a sink
     if own != frozenset(sources(contracted)) or (role.over is not None and own != role.over):
         return None
     if not own:  # perhaps one key
