@@ -34,6 +34,8 @@ class WrittenAttention:
         needed_scope: what also encloses the operations that its axes are known from.
         heads: the pieces of its axis of heads; empty: no such axis was found.
         is_whole: whether the product holds all of the weights.
+        is_in_order: whether queries and keys are tokens in their order, as far as known.
+        beside: the number of keys, at the end, that are not tokens, but parameters or zeros.
     """
 
     scores: Tensor
@@ -50,6 +52,8 @@ class WrittenAttention:
     needed_scope: tuple[Any, ...]
     heads: Axis
     is_whole: bool
+    is_in_order: bool
+    beside: int
 
 
 @dataclass(frozen=True)

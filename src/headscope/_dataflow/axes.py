@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 Kind = Literal["row", "feature", "joined"]
+Places = tuple[int, ...] | None
 
 
 @dataclass(eq=False)
@@ -29,6 +30,8 @@ class Source:
         is_outside: whether it is of a tensor that no followed operation has made.
         projected: the steps of its pieces along which a projection was applied to each number: they may be tokens.
         last: the axis of the last part, if tokens were concatenated.
+        end: where its tokens end: what follows are parameters, or zeros; 0: it is tokens to the end.
+        places: where its tokens were before code reversed, rolled, sorted or selected them; None: they are in order.
     """
 
     kind: Kind
@@ -36,6 +39,8 @@ class Source:
     is_outside: bool = False
     projected: set[int] = field(default_factory=set[int])
     last: Axis = ()
+    end: int = 0
+    places: Places = None
 
 
 class Piece(NamedTuple):

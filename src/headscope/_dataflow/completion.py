@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headscope._dataflow.attention import Roles, WrittenAttention, arrange, assign_roles, sizes
 from headscope._dataflow.axes import Axis, Piece, is_of_tokens, size_of, sources
+from headscope._dataflow.order import are_in_order, count_beside
 from headscope._dataflow.roles import Product, Tokens, Weights
 
 
@@ -42,7 +43,7 @@ def complete(
     queries = product.columns if rows_are_keys else product.rows
     if p.ndim == 3 and not product.is_folded and _shares(p_axes[0], queries):
         return None  # values that depend on the query
-    if (keys and not is_of_tokens(keys)) or product.is_other:
+    if (keys and not is_of_tokens(keys)) or product.is_other or v.is_complex():
         return REFUSAL
     roles = assign_roles(axes, key_axis, queries, product.is_folded, product.outside)
     if roles is None:
@@ -86,12 +87,17 @@ def complete(
         needed_scope=enclosing([within, *scopes]),
         heads=roles.heads,
         is_whole=is_whole,
+        is_in_order=are_in_order(roles.queries, roles.keys, query_tokens == key_tokens),
+        beside=count_beside(key_tokens) if query_tokens != key_tokens else 0,
     )
 
 
 def _rows_are_keys(role: Weights, keys: Axis, contracted: Axis) -> bool | None:
     """Return whether the keys are the rows of the product; None if a product does not sum over the keys of weights."""
     own, product = frozenset(sources(keys)), role.product
+    if not contracted and size_of(keys) == 2 and own == role.over and not (product.rows and product.columns):
+        shared = _shares(keys, product.rows) or _shares(keys, product.columns)
+        return None if shared else bool(product.columns)  # one key and a sink
     if own != frozenset(sources(contracted)) or (role.over is not None and own != role.over):
         return None
     if not own:  # perhaps one key
@@ -164,7 +170,13 @@ def same_tokens(queries: Tokens, keys: Tokens) -> bool:
         return bool(queries)
     newest: Tokens = frozenset()
     for each in keys:
-        last = each.source.last if isinstance(each, Piece) and each.source is not None else ()
+        last: Axis = ()
+        if (
+            isinstance(each, Piece)
+            and each.source is not None
+            and each.start + each.step * each.size >= each.source.end
+        ):
+            last = each.source.last
         newest = newest.union(last or [each])
     if newest == queries:
         return True

@@ -70,6 +70,8 @@ class Follower(TorchDispatchMode):
         self._joined = joined
         self._waiting: list[Softmax] = []
         self._count = 0
+        self.is_running = False  # an operation, whose result has not been noted yet
+        self.later: Callable[[], None] | None = None  # what is done when it has been
         self.completions = 0  # products of weights with values, those of weights that were reported before included
 
     def __torch_dispatch__(
@@ -86,7 +88,11 @@ class Follower(TorchDispatchMode):
             return self._view(func, args, kwargs)
         name, writes = operation.name, operation.writes
         before = [self.table.place(x, self.scope()) for x in args[:1]] if name == "copy" else []
-        out = func(*args, **kwargs)
+        self.is_running = True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self.is_running = False
         first = out[0] if isinstance(out, (tuple, list)) and out else out
         if writes:
             self._note_overwritten([first, *args[:1]])
@@ -95,6 +101,9 @@ class Follower(TorchDispatchMode):
                 self._note_partial(name, first, args, before)
             else:
                 self._note(operation, first, args, kwargs)
+        later, self.later = self.later, None
+        if later is not None:
+            later()
         return out
 
     @classmethod
@@ -160,6 +169,8 @@ class Follower(TorchDispatchMode):
             self._note_join(name, out, args)
         elif name in operands.MOVES:
             self._note_move(name, out, args)
+        elif name in operands.FILLS and self._can_fill(args, kwargs):
+            self._note_fill(out, args[0])
         elif operation.is_of_images and out.ndim > 2:
             axes = fresh_axes(out, self.scope(), (1,))
             if is_followed(args[0]) and args[0].ndim == out.ndim and self.table.find(args[0]) is not None:
@@ -171,6 +182,18 @@ class Follower(TorchDispatchMode):
             self._note_norm(out, args)
         else:
             self._note_other(operation, out, args, kwargs)
+
+    def _can_fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether numbers are written into scores or weights that are neither."""
+        own, others = self.table.role(args[0]), operands.followed_tensors(args[1:], kwargs)
+        return isinstance(own, (Scores, Weights)) and not any(
+            isinstance(self.table.role(x), (Scores, Weights, Lost)) for x in others
+        )
+
+    def _note_fill(self, out: Tensor, x: Tensor) -> None:
+        """Note scores or weights of which some were replaced, such as those of masked keys."""
+        role, place = self.table.role(x), self.table.place(x, self.scope())
+        self.table.assign(out, place.axes, role.altered() if isinstance(role, Weights) else role, place.fixed)
 
     def _note_other(self, operation: Operation, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the result of an operation that is not followed."""
@@ -351,7 +374,7 @@ class Follower(TorchDispatchMode):
             return
         role, place = self.table.role(x), self.table.place(x, self.scope())
         follows = isinstance(role, (Scores, Weights))
-        axes = moved_axes(name, x, place.axes, out, self.scope(), ordered=follows)
+        axes = moved_axes(name, args, place.axes, out, self.scope(), ordered=follows)
         if axes is None or (name == "index" and sum(each is not None for each in args[1]) != 1):
             axes = fresh_axes(out, self.scope())
             self.table.assign(out, axes, self._lost(args[:1], {}))
@@ -376,7 +399,8 @@ class Follower(TorchDispatchMode):
         complete = len(known) == len(parts)
         role = self._joined_role(name, roles, at - out.ndim)
         same = isinstance(self.table.role(known[best]), Scores)
-        axes = joined_axes(name, places, places[best], at, out, scope, all_known=complete, same=same)
+        after = sum(x.shape[at] for x in parts[1 + max(n for n, x in enumerate(parts) if x is known[-1]) :])
+        axes = joined_axes(name, places, places[best], at, out, scope, all_known=complete, same=same, after=after)
         fixed = frozenset[Any].intersection(*(place.fixed for place in places))
         self.table.assign(out, axes, role, fixed)
 

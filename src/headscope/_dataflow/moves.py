@@ -7,25 +7,25 @@ from typing import Any
 
 from torch import Tensor
 
-from headscope._dataflow.axes import Axis, Extent, Kind, Layout, Piece, Place, Source, fresh_axis
+from headscope._dataflow.axes import Axis, Extent, Kind, Layout, Piece, Place, Source, fresh_axis, sources
 from headscope._dataflow.joining import concatenated_axis, kind_of_parts, stacked_axis
+from headscope._dataflow.order import REORDERED, UNKNOWN, reordered
 from headscope._dataflow.table import Entry
-
-REORDERED = {"flip", "roll", "index", "index_select", "gather"}
 
 
 def moved_axes(
-    name: str, x: Tensor, axes: Sequence[Axis], out: Tensor, scope: tuple[Any, ...], *, ordered: bool
+    name: str, args: Sequence[Any], axes: Sequence[Axis], out: Tensor, scope: tuple[Any, ...], *, ordered: bool
 ) -> list[Axis] | None:
     """Return the axes of the result of a move of one tensor; None if they cannot be known.
 
     Args:
         name: of the operation.
-        x, axes: the argument that is moved, and its axes.
+        args, axes: its arguments, of which the first is moved, and the axes of that.
         out: the result.
         scope: for new axes.
         ordered: whether rows in another order are still called the same.
     """
+    x = args[0]
     if name == "repeat":
         more = out.ndim - x.ndim
         new: list[Axis] = [(Piece(None, 0, n),) if n > 1 else () for n in out.shape[:more]]
@@ -39,20 +39,29 @@ def moved_axes(
         for axis, size, n in zip(axes, x.shape, out.shape, strict=True)
     ]
     if name in REORDERED and not ordered:
-        return [tuple(_reordered(piece, scope) for piece in axis) for axis in moved]
+        return reordered(name, args, axes, moved, scope)
+    if name == "constant_pad_nd" and not ordered:
+        _note_padding(args, axes, moved)
     return moved
 
 
-def _reordered(piece: Piece, scope: tuple[Any, ...]) -> Piece:
-    """Return a piece of other rows, whichever they are."""
-    if piece.source is None or piece.source.kind == "feature":
-        return piece
-    return Piece(Source(piece.source.kind, scope), 1, piece.size)
+def _note_padding(args: Sequence[Any], old: Sequence[Axis], axes: Sequence[Axis]) -> None:
+    """Note where the tokens of axes end to which numbers were added behind them."""
+    pads = list(args[1])
+    for at, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True), 1):
+        if before >= 0 and after > 0:
+            _note_end(axes[-at], old[-at], before + args[0].shape[-at])
+
+
+def _note_end(axis: Axis, last: Axis, end: int) -> None:
+    """Note, of an axis with a source of its own, that tokens are its last ones before an end."""
+    if len(axis) == 1 and axis[0].source is not None and axis[0].source not in sources(last):
+        axis[0].source.last, axis[0].source.end = last, end
 
 
 def joined_axes(
     name: str, known: Sequence[Place], best: Place, at: int, out: Tensor, scope: tuple[Any, ...],
-    *, all_known: bool, same: bool,
+    *, all_known: bool, same: bool, after: int = 0,
 ) -> list[Axis]:  # fmt: skip
     """Return the axes of tensors that were stacked or concatenated.
 
@@ -65,6 +74,7 @@ def joined_axes(
         scope: for new axes.
         all_known: whether these are all.
         same: whether an axis to which others were added retains its source.
+        after: how many numbers follow the last known tensor.
     """
     axes = list(best.axes)
     if name == "stack":
@@ -78,6 +88,9 @@ def joined_axes(
     for piece in axes[at]:
         if piece.source is not None and piece.source not in before:
             piece.source.last = known[-1].axes[at]
+            piece.source.end = out.shape[at] - after if after and name == "cat" else 0
+            if any(each.places is not None for part in known for each in sources(part.axes[at])):
+                piece.source.places = UNKNOWN
     return axes
 
 

@@ -14,6 +14,8 @@ from headscope._support.torch_operations import is_composite
 COPIES = {"clone", "_to_copy", "contiguous", "expand_copy", "_reshape_copy", "view_copy", "permute_copy"}
 MOVES = COPIES | {"index_select", "gather", "repeat", "flip", "roll", "constant_pad_nd", "index"}
 JOINS = {"cat", "stack"}
+FILLS = {"index_put", "_index_put_impl_", "masked_scatter", "index_fill", "index_copy", "scatter", "slice_scatter"}
+"""These replace some numbers of their first argument at places that other arguments state."""
 REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "logsumexp"}
 TRIANGLES = {"tril", "triu"}
 _OF_IMAGES = ("convolution", "pool", "batch_norm", "group_norm", "upsample")

@@ -145,7 +145,8 @@ class Table:
         known = self._derived.get((source, key))
         if known is None:
             scope = source.scope if source.kind == "feature" and source.scope else scope
-            known = self._derived[source, key] = Source(source.kind, scope, False, source.projected)
+            known = Source(source.kind, scope, False, source.projected, places=source.places)
+            self._derived[source, key] = known
         return known
 
     def softmaxes(self) -> set[int]:

@@ -18,6 +18,7 @@ from headscope._intercept.intercepted_call import (
 from headscope._intercept.module_names import (
     Choice,
     describe_modules,
+    describe_passes,
     describe_unrecorded,
     find_compiled,
     find_unobserved,
@@ -51,6 +52,7 @@ __all__ = [
     "check_values",
     "close_watch",
     "describe_modules",
+    "describe_passes",
     "describe_unrecorded",
     "error_of",
     "find_compiled",

@@ -127,7 +127,11 @@ def _noted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     follower = frames.thread.follower
     before = 0 if follower is None else follower.completions
     out = function(*args, **kwargs)
-    if attends and (follower is None or follower.completions == before):
+    if not attends:
+        return out
+    if follower is not None and follower.is_running:  # an operation of a script, whose result it has not seen yet
+        follower.later = lambda: None if follower.completions > before else note_unrecorded(None)
+    elif follower is None or follower.completions == before:
         note_unrecorded(None)
     return out
 

@@ -168,6 +168,23 @@ def describe_unrecorded(
     return {name: f"{describe_modules(modules, [name])} {text}" for name, text in texts.items()}
 
 
+def describe_passes(
+    modules: Mapping[str, nn.Module], number: int, idle: Collection[str], unfollowed: Collection[str]
+) -> dict[str, str]:
+    """Return the modules of which one forward pass may not be recorded -> a sentence about each, without its end.
+
+    Args:
+        modules: path -> module.
+        number: of the forward pass, from 1.
+        idle: modules that have attended before, and did not in this one as far as known.
+        unfollowed: modules that did not attend before, and seem to have in this one.
+    """
+    texts = dict.fromkeys(idle, f"may have attended in forward pass {number} in a way that was not recognised")
+    late = f"may have attended in forward pass {number}, where it was not followed because it had not attended before"
+    texts |= dict.fromkeys(unfollowed, late)
+    return {name: f"{describe_modules(modules, [name])} {text}" for name, text in texts.items()}
+
+
 def describe_modules(modules: Mapping[str, nn.Module], names: Collection[str]) -> str:
     """Return names of modules, each with its class: a name may be just a number."""
     kinds = {name: type(modules[name]).__name__ for name in names}

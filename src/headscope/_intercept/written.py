@@ -252,7 +252,9 @@ def as_call(attention: WrittenAttention) -> InterceptedCall:
     mask, real = _mask(scores)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     batch, heads, queries, keys = scores.shape
+    kind = _kind(attention)
     return InterceptedCall(
+        **(_places(queries, keys, attention.beside, scores.device) if kind == "self" else {}),
         q=scores.new_zeros(batch, heads, queries, 1),
         k=scores.new_zeros(batch, heads, keys, 1),
         v=None if attention.v is None else attention.v.detach().to(scores.dtype),
@@ -261,7 +263,7 @@ def as_call(attention: WrittenAttention) -> InterceptedCall:
         bias=scores,
         scale=1.0,
         sinks=None if attention.sinks is None else attention.sinks.to(scores.dtype),
-        kind=_kind(attention),
+        kind=kind,
         out=attention.out,
         has_logits=attention.has_logits,
         from_exponentials=attention.from_exponentials,
@@ -271,11 +273,25 @@ def as_call(attention: WrittenAttention) -> InterceptedCall:
 
 
 def _kind(attention: WrittenAttention) -> Kind | None:
-    """Return "self" for the same tokens, "cross" for other parts of them, and None for what may be either."""
+    """Return "self" for the same tokens, "cross" for other parts of them, and None for what may be either.
+
+    Tokens that are not in their order have no positions: "cross", too.
+    """
     queries, keys = attention.query_tokens, attention.key_tokens
+    if not attention.is_in_order:
+        return "cross"
     if same_tokens(queries, keys):
         return "self"
     return "cross" if queries and {each[0] for each in queries} == {each[0] for each in keys} else None
+
+
+def _places(queries: int, keys: int, beside: int, device: torch.device) -> dict[str, Any]:
+    """Return positions for a call some of whose last keys are no tokens: they have none."""
+    if not beside:
+        return {}
+    at = torch.arange(keys - beside, dtype=torch.float64, device=device)
+    k_pos = torch.cat([at, at.new_full((beside,), torch.nan)])
+    return {"q_pos": at[len(at) - queries :], "k_pos": k_pos, "beside": beside}
 
 
 def _mask(scores: Tensor) -> tuple[Mask | None, Tensor]:

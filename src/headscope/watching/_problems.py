@@ -29,8 +29,18 @@ def check_rule(apart: float, most: float) -> None:
         )
 
 
-def nothing_observed(model: str, modules: Collection[str], others: Mapping[str, str]) -> str:
-    """Return the message for a model in which no attention call was observed, with what it has in place of it."""
+def nothing_observed(
+    model: str, modules: Collection[str], others: Mapping[str, str], refused: Collection[str] = ()
+) -> str:
+    """Return the message for a model in which no attention call was observed, with what it has in place of it.
+
+    ``refused``: modules that compute an attention which cannot be recorded.
+    """
+    if refused:
+        return (
+            f"watch: no attention call was observed in {model} that watch can record: it cannot follow how "
+            f"{summarize_names(refused)} attends; docs/concepts/recordings.md lists what it follows"
+        )
     if not others:
         return f"watch: no attention call was observed in {model}; its modules: {summarize_names(modules)}"
     shown = ", ".join(f"{name} ({what})" for name, what in [*others.items()][:FEW])

@@ -25,6 +25,7 @@ from headscope._intercept import (
     check_values,
     close_watch,
     describe_modules,
+    describe_passes,
     describe_unrecorded,
     error_of,
     find_compiled,
@@ -233,7 +234,8 @@ class Watch:
                 "watch: the model's forward() was not called inside the `with` block. Compiled modules, copies of "
                 "the model, and recomputation by activation checkpointing are not observed."
             )
-        raise WatchError(nothing_observed(recording.about.model, self.modules, recording.about.other_layers))
+        refused = sorted(self._refused & self.chosen, key=self.places.__getitem__)
+        raise WatchError(nothing_observed(recording.about.model, self.modules, recording.about.other_layers, refused))
 
     # ------------------------------------------------------------ interface for the modules' calls
 
@@ -301,6 +303,8 @@ class Watch:
             self.recording._verify(self.verifier)
         if not finished or not forward.active or isinstance(forward, Again):
             return
+        unfollowed = [name for name, operator in forward.unrecorded.items() if operator is None]
+        unfollowed = [name for name in unfollowed if name in self._ran and name not in self._followed]
         self._followed |= forward.to_follow
         self._ran |= forward.ran.keys()
         if self.monitor is not None:
@@ -316,7 +320,7 @@ class Watch:
             missing = [name for name in missing if name in self.chosen]
         if self.options.unseen == "ignore":
             return
-        self._warn_of_unrecorded(forward, missing)
+        self._warn_of_unrecorded(forward, missing, unfollowed)
         self._warn_of_unknown_ids()
         if missing:
             raise WatchError(
@@ -327,14 +331,22 @@ class Watch:
             )
         self._complete.add(both)
 
-    def _warn_of_unrecorded(self, forward: Pass, missing: Collection[str]) -> None:
-        """Warn, once for each layer, of attention that was not recorded."""
-        self._refused |= forward.refused | (self._written & forward.ran.keys() - forward.observed)
+    def _warn_of_unrecorded(self, forward: Pass, missing: Collection[str], unfollowed: Collection[str]) -> None:
+        """Warn, once for each layer, of attention that was not recorded.
+
+        Args:
+            forward: the forward pass that has ended.
+            missing: modules that are reported as errors.
+            unfollowed: modules that multiplied the result of a softmax and were not followed.
+        """
+        self._refused |= forward.refused
+        idle = self._written & forward.ran.keys() - forward.observed - self._refused
         self._written |= forward.written
         refused = self._refused if self.recording._order else set[str]()  # else the watch ends with an error
-        if not forward.unrecorded and not refused - self._warned:
+        if not forward.unrecorded and not idle and not refused - self._warned:
             return
         texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing, refused)
+        texts |= describe_passes(self.modules, forward.number + 1, idle, unfollowed)
         for name, text in texts.items():
             if name not in self.chosen or name in self._warned:
                 continue
