@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headscope._support.torch_operations import PRODUCTS
-from headscope.tracing._written.operations import keeps_places
+from headscope.tracing._written.operations import WRITES, keeps_places
 from headscope.tracing._written.tape import At, Event, Tape
 
 NONE, MIXED = -1, -2  # in place of a token or a feature: there is none; there are several
@@ -126,6 +126,8 @@ class Origins:
 
     def _find_main(self, event: Event) -> Tensor | None:
         """Return the argument that an elementwise operation continues, in the shape of its result."""
+        if event.name in WRITES:
+            return self._find_written(event)
         best: tuple[tuple[bool, ...], Tensor] | None = None
         for ids in event.inputs:
             spread = _spread(ids, event.out)
@@ -147,6 +149,28 @@ class Origins:
             if best is None or rank > best[0]:
                 best = (rank, spread)
         return None if best is None else best[1]
+
+    def _find_written(self, event: Event) -> Tensor | None:
+        """Return the argument that constants are written into; the scores of which a scatter writes a selection."""
+        own, *others = event.inputs
+        put = [x for x in others if any(maker.values.is_floating_point() for maker in self.tape.makers(x))]
+        if not any(self._is_known(x) for x in put):
+            return own if self._is_known(own) else None
+        if event.name != "scatter" or self._is_known(own) or len(others) != 2:
+            return None
+        for earlier in reversed(self.tape.events[: event.index]):
+            whole = earlier.out
+            if whole.shape != own.shape or not earlier.depends or not self._is_scored(whole):
+                continue
+            if torch.equal(whole.gather(event.arguments[1], event.operands[0]), others[1]):
+                return whole
+        return None
+
+    def _is_known(self, ids: Tensor) -> bool:
+        return bool((self.table[1:, ids] >= 0).any())
+
+    def _is_scored(self, ids: Tensor) -> bool:
+        return bool((self.of(Field.PRODUCT, ids) >= 0).all())
 
     def _read_exponential(self, event: Event) -> None:
         """Note exponentials of scores, and weights: exponentials that sum to one along an axis."""

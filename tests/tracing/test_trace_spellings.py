@@ -1,0 +1,126 @@
+"""trace: spellings that a hostile reader tried, each compared with its formula in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headscope import trace
+from headscope.tracing import Trace
+
+B, T, H, D = 3, 11, 5, 7
+Weigh = Callable[[Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """Attention whose weights are a function of its scores, which are already scaled."""
+
+    def __init__(self, weigh: Weigh) -> None:
+        super().__init__()
+        self.qkv, self.out, self.weigh = nn.Linear(H * D, 3 * H * D), nn.Linear(H * D, H * D), weigh
+
+    def operands(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4).unbind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        p = self.weigh(q @ k.mT / D**0.5)
+        return self.out((p @ v).transpose(1, 2).flatten(2))
+
+
+def hide_later(s: Tensor) -> Tensor:
+    return torch.ones(s.shape[-1], s.shape[-1]).triu(1).bool()
+
+
+def built(weigh: Weigh) -> tuple[Attention, Tensor]:
+    torch.manual_seed(5)
+    return Attention(weigh), torch.randn(B, T, H * D)
+
+
+def weights_of(module: Attention, x: Tensor, hidden: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return the weights in float64, [B, H, Q, K]."""
+    q, k, _ = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in _project(module, x).chunk(3, -1))
+    s = q @ k.mT / D**0.5
+    return (s if hidden is None else s.masked_fill(hidden(s), -torch.inf)).softmax(-1)
+
+
+def _project(module: Attention, x: Tensor) -> Tensor:
+    return x.double() @ module.qkv.weight.detach().double().T + module.qkv.bias.detach().double()
+
+
+def assert_weights(steps: Trace, expected: Tensor) -> None:
+    torch.testing.assert_close(
+        torch.tensor(steps.row("weights").corner), expected[0, 0, :4, :4].float(), rtol=1e-5, atol=1e-6
+    )
+
+
+# ---------------------------------------------------------------- masks that are assigned
+
+
+def assign_mask(s: Tensor) -> Tensor:
+    s[hide_later(s).expand_as(s)] = -1e9
+    return s.softmax(-1)
+
+
+def assign_pairs(s: Tensor) -> Tensor:
+    s[..., hide_later(s)] = -torch.inf
+    return s.softmax(-1)
+
+
+def assign_rows(s: Tensor) -> Tensor:
+    rows = s.reshape(-1, T)
+    rows[hide_later(s).expand_as(s).reshape(-1, T)] = -1e6
+    return rows.reshape(s.shape).softmax(-1)
+
+
+def assign_last(s: Tensor) -> Tensor:
+    s[..., -2:] = -torch.inf
+    return s.softmax(-1)
+
+
+def assign_by_query(s: Tensor) -> Tensor:
+    for i in range(T - 1):
+        s[:, :, i, i + 1 :] = -torch.inf
+    return s.softmax(-1)
+
+
+def fill_last(s: Tensor) -> Tensor:
+    return s.index_fill(-1, torch.tensor([T - 2, T - 1]), -torch.inf).softmax(-1)
+
+
+def scatter_largest(s: Tensor) -> Tensor:
+    largest, places = s.topk(3, -1)
+    return torch.full_like(s, -torch.inf).scatter(-1, places, largest).softmax(-1)
+
+
+def is_last(s: Tensor) -> Tensor:
+    return (torch.arange(T) >= T - 2).expand(T, T)
+
+
+def is_small(s: Tensor) -> Tensor:
+    return s < s.topk(3, -1).values[..., -1:]
+
+
+ASSIGNED = [
+    (assign_mask, hide_later, "causal"),
+    (assign_pairs, hide_later, "causal"),
+    (assign_rows, hide_later, "causal"),
+    (assign_by_query, hide_later, "causal"),
+    (assign_last, is_last, "hidden"),
+    (fill_last, is_last, "hidden"),
+    (scatter_largest, is_small, "hidden"),
+]
+
+
+@pytest.mark.parametrize(("weigh", "hidden", "note"), ASSIGNED, ids=[each[0].__name__ for each in ASSIGNED])
+def test_scores_that_are_assigned_are_a_mask(weigh: Weigh, hidden: Callable[[Tensor], Tensor], note: str) -> None:
+    module, x = built(weigh)
+    steps = trace(module, x)
+    assert steps.held
+    assert str(steps.row("mask").note).startswith(note)
+    names = [row.step for row in steps.rows if row.stage == 4]
+    assert names == ["scores", "scale", "mask", "weights", "head outputs"]
+    assert_weights(steps, weights_of(module, x, hidden))
