@@ -124,3 +124,92 @@ def test_scores_that_are_assigned_are_a_mask(weigh: Weigh, hidden: Callable[[Ten
     names = [row.step for row in steps.rows if row.stage == 4]
     assert names == ["scores", "scale", "mask", "weights", "head outputs"]
     assert_weights(steps, weights_of(module, x, hidden))
+
+
+# ---------------------------------------------------------------- queries and keys that are turned
+
+
+def turn_pairs(x: Tensor, angle: Tensor) -> Tensor:
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).flatten(-2)
+
+
+def turn_halves(x: Tensor, angle: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+class Rotary(nn.Module):
+    def __init__(self, turn: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.out, self.turn = nn.Linear(30, 90), nn.Linear(30, 30), turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 5, 6)).permute(2, 0, 3, 1, 4).unbind()
+        angle = torch.arange(x.shape[1]).to(x)[:, None] / torch.tensor([1.0, 4.0, 9.0]).to(x)
+        q, k = self.turn(q, angle), self.turn(k, angle)
+        p = (q @ k.mT / 6**0.5).softmax(-1)
+        return self.out((p @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("turn", [turn_pairs, turn_halves])
+def test_the_two_sums_of_a_rotation_are_two_columns(turn: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(5)
+    module, x = Rotary(turn), torch.randn(B, T, 30)
+    steps = trace(module, x)
+    assert steps.held, [(row.step, row.invariant) for row in steps.failed]
+    assert steps.row("scores").axes == {"B": B, "H": 5, "Q": T, "K": T}
+    assert "unusual" not in str(steps)
+    assert steps.row("change queries").equation == "q ← turned q"
+    assert steps.row("scores").note is None
+
+
+class SharedRotation(nn.Module):
+    """Keys of which each head has its own part, and all heads one more number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.shared = nn.Linear(35, 40), nn.Linear(35, 35), nn.Linear(35, 1)
+        self.v, self.out = nn.Linear(35, 35), nn.Linear(35, 35)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (H, 8)).transpose(1, 2)
+        k, v = (y.unflatten(-1, (H, 7)).transpose(1, 2) for y in (self.k(x), self.v(x)))
+        k = torch.cat([k, self.shared(x)[:, None].expand(-1, H, -1, -1)], -1)
+        return self.out(((q @ k.mT / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_heads_that_share_a_part_of_their_keys_have_keys_of_their_own() -> None:
+    torch.manual_seed(5)
+    steps = trace(SharedRotation(), torch.randn(B, T, 35))
+    assert steps.held
+    assert steps.row("scores").note is None
+    assert steps.missing["split keys"] == "its numbers come from several products"
+
+
+class LearnedKey(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        k, v = (torch.cat([y, self.out.weight[None, None, :1, :D].expand(B, H, 1, D)], 2) for y in (k, v))
+        return self.out(((q @ k.mT / D**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_learned_last_key_does_not_make_heads_share_keys() -> None:
+    torch.manual_seed(5)
+    steps = trace(LearnedKey(torch.softmax), torch.randn(B, T, H * D))
+    assert steps.held
+    assert steps.row("scores").note is None
+
+
+class OneByOne(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        o = torch.stack([(q[b] @ k[b].mT / D**0.5).softmax(-1) @ v[b] for b in range(len(x))])
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
+def test_a_loop_over_the_batch_is_not_one_over_heads() -> None:
+    torch.manual_seed(5)
+    steps = trace(OneByOne(torch.softmax), torch.randn(B, T, H * D))
+    assert steps.held
+    assert steps.row("head outputs").note == "the code computes the batch entries one by one"

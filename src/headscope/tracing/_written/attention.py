@@ -349,7 +349,7 @@ class AttentionRows:
         letters = {**PAIRS, Coordinate.WIDTH: self.writer.value_letter}
         usual = ("B", "H", "Q", self.writer.value_letter)
         result, dtype = self.writer.result_of(events, self.attention.out, letters, usual)
-        notes = ["the code computes them one by one"] if self.writer.is_loop else []
+        notes = [f"the code computes {self.writer.describe_loop()} one by one"] if self.writer.is_loop else []
         if torch.equal(self.attention.v, self.attention.k) and self.attention.v.shape == self.attention.k.shape:
             notes.append("the values are the keys")
         self.writer.add(

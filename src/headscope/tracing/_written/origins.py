@@ -72,6 +72,7 @@ class Origins:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.table = torch.full((len(Field), tape.count), NONE)
+        self.claimed = torch.zeros(tape.count, dtype=torch.bool)
         self.softmaxes: list[Softmax] = []
         self.mixings: list[Mixing] = []
         self.projections: dict[int, Projection] = {}
@@ -129,6 +130,7 @@ class Origins:
         if event.name in WRITES:
             return self._find_written(event)
         best: tuple[tuple[bool, ...], Tensor] | None = None
+        equal: list[Tensor] = []
         for ids in event.inputs:
             spread = _spread(ids, event.out)
             if spread is None or not spread.numel():
@@ -147,8 +149,27 @@ class Origins:
                 bool((self.of(Field.TOKEN, one) >= 0).any()),
             )
             if best is None or rank > best[0]:
-                best = (rank, spread)
+                best, equal = (rank, spread), []
+            if rank == best[0]:
+                equal.append(spread)
+        if len(equal) == 2 and event.name in ("add", "sub"):
+            return self._find_unclaimed(equal)
         return None if best is None else best[1]
+
+    def _find_unclaimed(self, terms: list[Tensor]) -> Tensor:
+        """Return the term that a sum of two numbers of one product continues: a rotation makes two sums of two."""
+        roots = [self._roots(ids) for ids in terms]
+        makers = [self.tape.makers(ids) for ids in roots]
+        if makers[0] != makers[1] or len(makers[0]) != 1 or torch.equal(roots[0], roots[1]):
+            return terms[0]
+        place = 1 if bool(self.claimed[roots[0]].all()) and not bool(self.claimed[roots[1]].any()) else 0
+        self.claimed[roots[place]] = True
+        return terms[place]
+
+    def _roots(self, ids: Tensor) -> Tensor:
+        while bool(((parents := self.table[Field.PARENT, ids]) > 0).any()):
+            ids = torch.where(parents > 0, parents, ids)
+        return ids
 
     def _find_written(self, event: Event) -> Tensor | None:
         """Return the argument that constants are written into; the scores of which a scatter writes a selection."""

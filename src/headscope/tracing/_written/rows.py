@@ -59,8 +59,20 @@ class Writer:
 
     @property
     def is_loop(self) -> bool:
-        """Whether the code computes heads one by one."""
+        """Whether the code computes heads, or batch entries, one by one."""
         return len(self.attention.mixings) > 1
+
+    def describe_loop(self) -> str:
+        """Return what the code computes one by one."""
+        names = {Coordinate.BATCH: "the batch entries", Coordinate.HEAD: "the heads", Coordinate.TIME: "the queries"}
+        first = self.attention.mixings[0].out
+        sizes = dict(zip(names, self.attention.out.shape, strict=False))
+        parts = [
+            name
+            for coordinate, name in names.items()
+            if len(self.coordinates[coordinate][first].unique()) < sizes[coordinate]
+        ]
+        return " and ".join(parts) or "its products"
 
     def add(
         self, stage: int, step: str, result: Result, dtype: torch.dtype, *, equation: str, events: Iterable[Event],
