@@ -72,6 +72,7 @@ class Origins:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.table = torch.full((len(Field), tape.count), NONE)
+        self.learned: dict[tuple[int, int], int] = {}
         self.claimed = torch.zeros(tape.count, dtype=torch.bool)
         self.softmaxes: list[Softmax] = []
         self.mixings: list[Mixing] = []
@@ -258,7 +259,20 @@ class Origins:
     def _token_of_rows(self, rows: Tensor) -> Tensor:
         """Return the token of each row; a row whose numbers are of several is one by itself."""
         token = _common(self.of(Field.TOKEN, rows))
-        return torch.where(token >= 0, token, rows.amin(-1))
+        own = torch.where(token >= 0, token, rows.amin(-1))
+        learned = (token < 0) & self._is_constant(rows).all(-1)
+        if bool(learned.any()) and not bool(learned.all()):
+            own[learned] = self._number_learned(own[learned].tolist())
+        return own
+
+    def _number_learned(self, rows: list[int]) -> Tensor:
+        """Return tokens of learned or padded rows beside others: the same in each projection, others in each entry."""
+        times: dict[int, int] = {}
+        tokens: list[int] = []
+        for row in rows:
+            times[row] = times.get(row, 0) + 1
+            tokens.append(self.learned.setdefault((row, times[row]), self.tape.count + len(self.learned)))
+        return torch.tensor(tokens)
 
     def _read_convolution(self, event: Event) -> bool:
         """Note a convolution with kernels of size 1 as a projection; return whether it is one."""

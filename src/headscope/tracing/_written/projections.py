@@ -211,7 +211,7 @@ def add_splits(writer: Writer, sides: Sequence[Side], product: Event) -> None:
         step = f"split {NAMES[side.name]}"
         if faults and not (faults[side.name] and (side.name != "q" or faults["k"])):
             writer.missing[step] = (
-                "its heads could not be told apart"  # rows of several heads are not a fault of queries
+                "its heads and positions could not be told apart"  # rows of several heads are not a fault of queries
             )
             continue
         if not side.projections or len(side.projections) > 1 or (writer.is_loop and len(side.projections) > 1):
