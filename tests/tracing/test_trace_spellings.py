@@ -278,3 +278,109 @@ def test_pooled_keys_windows_and_blocks_are_not_a_wrong_split(make: Callable[[],
     assert "heads-split-wrong" not in str(steps)
     assert ("not checked" in steps.summary) == any(row.held is None for row in steps.rows)
     assert ("all" in steps.summary.split(" invariants")[0]) == all(row.held for row in steps.rows)
+
+
+# ---------------------------------------------------------------- claims that are not true
+
+
+def add_one(s: Tensor) -> Tensor:
+    return s.exp() / (1 + s.exp().sum(-1, keepdim=True))
+
+
+def raise_two(s: Tensor) -> Tensor:
+    e = torch.pow(2, s * 1.4426950408889634)
+    return e / e.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("weigh", [add_one, raise_two])
+def test_exponentials_are_not_called_no_softmax(weigh: Weigh) -> None:
+    module, x = built(weigh)
+    steps = trace(module, x)
+    assert "no-softmax" not in str(steps)
+    assert "softmax" in steps.missing["weights"] or "exponentials" in steps.missing["weights"]
+
+
+class DividedLate(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        s = q @ k.mT / D**0.5
+        e = (s - s.amax(-1, keepdim=True)).exp()
+        return self.out(((e @ v) / e.sum(-1, keepdim=True)).transpose(1, 2).flatten(2))
+
+
+def test_exponentials_that_are_divided_late_are_not_called_no_softmax() -> None:
+    torch.manual_seed(5)
+    steps = trace(DividedLate(torch.softmax), torch.randn(B, T, H * D))
+    assert "no-softmax" not in str(steps)
+    assert steps.missing["weights"].startswith("the exponentials of scores do not sum to 1")
+
+
+def test_scores_without_any_exponential_have_no_softmax() -> None:
+    module, x = built(lambda s: s.relu() / T)
+    assert "(check: no-softmax)" in trace(module, x).missing["weights"]
+
+
+def raise_two_by_log(s: Tensor) -> Tensor:
+    s = s * 1.4426950408889634
+    e = torch.exp2(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+def test_the_factor_of_exp2_is_not_one_of_the_scale() -> None:
+    module, x = built(raise_two_by_log)
+    steps = trace(module, x)
+    assert "scale-unusual" not in str(steps)
+    assert steps.row("scale 2").equation == "s[i, j] ← s[i, j] · log₂ e = 1.443"
+    assert_weights(steps, weights_of(module, x))
+    module.weigh = lambda s: raise_two_by_log(2 * s)
+    assert "scale-unusual" in str(trace(module, x))
+
+
+def divide_again(s: Tensor) -> Tensor:
+    mask = torch.ones(T, T).tril()
+    p = (s * mask).softmax(-1) * mask
+    return p / (p.sum(-1, keepdim=True) + 1e-13)
+
+
+def test_rows_that_are_divided_again_do_not_lose_their_weight() -> None:
+    module, x = built(divide_again)
+    steps = trace(module, x)
+    assert steps.held
+    assert "mask-after-softmax" not in str(steps)
+    assert "weight 0" not in steps.row("mask").invariant
+    assert "new sum" in str(steps.row("mask after the softmax").note)
+
+
+def test_rows_that_are_not_divided_again_lose_their_weight() -> None:
+    module, x = built(lambda s: s.softmax(-1) * torch.ones(T, T).tril())
+    assert "mask-after-softmax" in str(trace(module, x).row("mask after the softmax").note)
+
+
+def test_a_rounded_scale_is_named() -> None:
+    module, x = built(lambda s: s.softmax(-1))
+    row = trace(module.bfloat16(), x.bfloat16()).row("scale")
+    assert row.equation == f"s[i, j] ← s[i, j] · 1/√D = {D**-0.5:.4g}"
+
+
+class Halves(Attention):
+    """Two attentions, the second of the sum of the first and its input."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        return ((q @ k.mT / D**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(x)
+        return x + self.attend(x)
+
+
+def test_the_projection_of_the_next_attention_is_not_the_output() -> None:
+    torch.manual_seed(5)
+    steps = trace(Halves(torch.softmax), torch.randn(B, T, H * D))
+    assert "output" not in [row.step for row in steps.rows]
+    assert "output" in steps.missing
+
+
+def test_pooled_keys_and_values_are_not_one_projection() -> None:
+    torch.manual_seed(5)
+    assert "values-are-keys" not in str(trace(Pooled(), torch.randn(B, T, H * D)))

@@ -195,6 +195,9 @@ def _features_of(writer: Writer, side: Side) -> Tensor:
         writer.origins.of(Field.FEATURE, side.root[(side.root >= start) & (side.root < start + size)])
         for start, size in ((each.event.start, each.event.size) for each in side.projections)
     ]
+    rows = [writer.origins.of(Field.TOKEN, each.rows) for each in side.projections]
+    if any(bool((tokens != tokens[..., :1]).any()) for tokens in rows):
+        return torch.zeros(0)  # a product over positions, as of pooled keys
     return torch.cat(parts).unique() if parts else torch.zeros(0)
 
 

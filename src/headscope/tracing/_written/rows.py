@@ -20,7 +20,6 @@ from headscope.tracing._written.tape import Event
 
 NO_STEP = "not a step of its own in this code"
 PAIRS = {Coordinate.BATCH: "B", Coordinate.HEAD: "H", Coordinate.TIME: "Q", Coordinate.KEY: "K"}
-QUERIES = {Coordinate.BATCH: "B", Coordinate.HEAD: "H", Coordinate.TIME: "Q", Coordinate.WIDTH: "D"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +55,16 @@ class Writer:
     def value_letter(self) -> str:
         """The letter of the width of values: D where it is that of queries."""
         return "D" if self.attention.v.shape[-1] == self.attention.q.shape[-1] else "Dv"
+
+    @property
+    def head_letter(self) -> str:
+        """The letter of heads: N for the products of code whose batch entries and heads could not be told apart."""
+        return "H" if self.attention.is_sound or len(self.attention.p) > 1 else "N"
+
+    @property
+    def pairs(self) -> dict[Coordinate, str]:
+        """The letters of scores and weights."""
+        return {**PAIRS, Coordinate.HEAD: self.head_letter}
 
     @property
     def is_loop(self) -> bool:
