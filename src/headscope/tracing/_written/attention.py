@@ -243,7 +243,8 @@ class AttentionRows:
         if step.detail == "multiplied" and any(each.kind == "mask after" for each in self.steps):
             check = Check("every other score is unchanged", "to the bit", True)
             note_on_weights = "the scores become 0, which hides nothing: see the mask after the softmax"
-            return self._add("mask", step, "s[i, j] ← 0 where pair (i, j) is hidden", check, [note, note_on_weights])
+            self._add("mask", step, "s[i, j] ← 0 where pair (i, j) is hidden", check, [note, note_on_weights])
+            return
         text = describe_mask(masked, quantity)
         unchanged = equal("", step.after[~hidden], step.before[~hidden])
         check = Check(text.claim, text.outcome, text.held and bool(unchanged.held))
