@@ -201,10 +201,8 @@ class Comparison(Answer):
             if each.moved:
                 numbers = (_number(each.before), _number(each.after), f"{each.change:+.4g}", f"{each.error:.2g}")
                 yield each.size, (*place, each.name, *numbers, decimal(each.size))
-        for name, apart, limit in (
-            ("map", head.map, self.thresholds.map),
-            ("received", head.received, self.thresholds.received),
-        ):
+        limits = self.thresholds
+        for name, apart, limit in (("map", head.map, limits.map), ("received", head.received, limits.received)):
             if name in head.moved and apart is not None:
                 yield apart / limit, (*place, name, "", "", decimal(apart), "", decimal(apart / limit))
         if "broken" in head.moved:

@@ -47,8 +47,8 @@ class Trace:
 
     @property
     def held(self) -> bool | None:
-        """Whether every invariant held; None without values to check."""
-        return None if self.output is None else all(row.held for row in self.rows)
+        """Whether no invariant failed; None without values to check. Rows that could not be checked do not count."""
+        return None if self.output is None else not self.failed
 
     @property
     def failed(self) -> list[Row]:
@@ -66,7 +66,10 @@ class Trace:
             return f"✗ {len(self.failed)} of {len(self.rows)} invariants failed: {names}{more}"
         if self.program is not None and (unusual := [row.step for row in self.rows if _is_unusual(row)]):
             more = f"\n! unusual: {', '.join(unusual)}; headscope check says what to do about it{more}"
-        return f"✓ all {len(self.rows)} invariants hold; the values are compared with the same steps in float64{more}"
+        unchecked = [row.step for row in self.rows if row.held is None]
+        number = f"{len(self.rows) - len(unchecked)} of {len(self.rows)}" if unchecked else f"all {len(self.rows)}"
+        more = f"\n○ not checked: {', '.join(unchecked)}{more}" if unchecked else more
+        return f"✓ {number} invariants hold; the values are compared with the same steps in float64{more}"
 
     @property
     def _missing_steps(self) -> str:

@@ -280,7 +280,7 @@ def _collect(
     out = by_row([each.out for each in mixings])
     token = torch.tensor([row.query for row in rows])[index][:, 0]
     key_token = origins.of(Field.TOKEN, k)[:, 0, :, 0]
-    shared, values, queries = (len(_heads_of(origins, x)) for x in (k, v, q))
+    shared, values, queries = (_count_heads(origins, x) for x in (k, v, q))
     return Arrangement(tuple(mixings), p, q, k, v, out, token, key_token, shared, values, queries)
 
 
@@ -307,9 +307,19 @@ def find_places(ids: Tensor, scored: Sequence[Scored]) -> tuple[Tensor, Tensor] 
     return None if bool((row < 0).any()) else (row, column)
 
 
-def _heads_of(origins: Origins, ids: Tensor) -> list[int]:
-    """Return the distinct heads of operands, [B, H, T, D], by their first features, in order."""
-    return sorted(set(origins.of(Field.FEATURE, ids[:1, :, -1]).amin(-1).flatten().tolist()))
+def number_heads(origins: Origins, ids: Tensor) -> Tensor:
+    """Return the number of the head that each head of operands, [B, H, T, D], has: heads that share one have the same.
+
+    Heads are told apart by all of their features, and are in the order of the first. Learned keys have none.
+    """
+    features = origins.of(Field.FEATURE, ids[0])  # [H, T, D]
+    known = (features >= 0).all(-1).all(0).nonzero().flatten()
+    row = features[:, int(known[-1]) if len(known) else -1]
+    return torch.cat([row.amin(-1, keepdim=True), row], -1).unique(dim=0, return_inverse=True)[1]
+
+
+def _count_heads(origins: Origins, ids: Tensor) -> int:
+    return len(number_heads(origins, ids).unique())
 
 
 def coordinates_of(origins: Origins, attention: Arrangement) -> Tensor:
@@ -322,9 +332,7 @@ def coordinates_of(origins: Origins, attention: Arrangement) -> Tensor:
         last = torch.arange(ids.shape[-1])
         head = h
         if part in (1, 2):
-            first = origins.of(Field.FEATURE, ids[:1, :, -1]).amin(-1)[0]  # [H]
-            order = first.unique()
-            head = torch.searchsorted(order, first)[None, :, None, None]
+            head = number_heads(origins, ids)[None, :, None, None]
         values: Mapping[Coordinate, Tensor | int | None] = {
             Coordinate.BATCH: b, Coordinate.HEAD: head, Coordinate.TIME: time[:, None],
             Coordinate.KEY if is_pair else Coordinate.WIDTH: last, Coordinate.PART: part,

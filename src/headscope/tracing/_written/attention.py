@@ -14,13 +14,14 @@ from headscope.tracing._invariants import Check, close, equal, rounding
 from headscope.tracing._written.arrangement import Arrangement, Coordinate, walk
 from headscope.tracing._written.axes import name_axes
 from headscope.tracing._written.masks import Masked, describe_mask
-from headscope.tracing._written.origins import SOFTMAXES, Softmax
+from headscope.tracing._written.origins import SOFTMAXES, Field, Softmax
 from headscope.tracing._written.projections import letters_of
-from headscope.tracing._written.rows import PAIRS, Writer, unusual
-from headscope.tracing._written.scale import judge_scale
+from headscope.tracing._written.rows import Writer, unusual
+from headscope.tracing._written.scale import format_scale, judge_scale
 from headscope.tracing._written.scores import LOW, Step, added_by_product, read_steps
 from headscope.tracing._written.sides import Side
 
+POWERS = {"pow", "exp", "exp2", "expm1", "sigmoid"}  # a softmax may be made of them
 USUAL = ("B", "H", "Q", "K")
 
 
@@ -82,8 +83,18 @@ class AttentionRows:
             is_last = bool(scales) and step is scales[-1]
             self._step(step, note if is_last else None)
         if not any(step.kind == "weights" for step in self.steps):
-            self.writer.missing["weights"] = unusual("there is no softmax", "no-softmax").removeprefix("unusual: ")
+            self.writer.missing["weights"] = self._describe_absence()
         self._outputs()
+
+    def _describe_absence(self) -> str:
+        """Return why there is no row of the weights; exponentials may be a softmax that is divided elsewhere."""
+        p = self.attention.p
+        if bool((self.origins.of(Field.EXPONENTIAL, p) >= 0).any()):
+            return "the exponentials of scores do not sum to 1 over the keys before their product with values"
+        names = {event.name for step in self.steps if step.kind == "other" for event in step.events}
+        if names & POWERS:
+            return "no step was identified as a softmax"
+        return unusual("there is no softmax", "no-softmax").removeprefix("unusual: ")
 
     @property
     def is_certain(self) -> bool:
@@ -98,6 +109,8 @@ class AttentionRows:
         if any(step.factor is None for step in scales):
             return unusual("heads have scales of their own", "scale-not-uniform")
         total = self.q.factor * self.k.factor * math.prod(step.factor or 1.0 for step in scales)
+        if any(event.name == "exp2" for step in self.steps for event in step.events):
+            total *= math.log(2)  # 2^s is the exponential of s · ln 2
         if self.q.others or self.k.others:
             length = self.tape.values(self.attention.q).norm(dim=-1)
             if bool(((length - self.q.factor).abs() < 1e-3).all()):
@@ -108,6 +121,9 @@ class AttentionRows:
         note = judge_scale(total, steps, *sizes)
         return None if after and note and "scale-missing" in note else note
 
+    def _format(self, factor: float) -> str:
+        return format_scale(factor, self.attention.q.shape[-1], self.width, self.dtype)
+
     def _scale_operand(self, change: object, note: str | None) -> None:
         side = self.q if change in self.q.changes else self.k
         own = next(each for each in side.changes if each is change)
@@ -116,7 +132,7 @@ class AttentionRows:
         result, dtype = self.writer.result_of(own.events, own.ids, letters, usual)
         factor = own.factor or 1.0
         check = Check(f"the measured factor is {factor:.4g} for every number", None, True)
-        equation = f"{side.name} ← {side.name} · {_format(factor, self.attention.q.shape[-1], self.width)}"
+        equation = f"{side.name} ← {side.name} · {self._format(factor)}"
         notes = [f"on the {'queries' if side is self.q else 'keys'}, before their product", *([note] if note else [])]
         notes = notes[::-1] if note else notes
         self.writer.add(4, "scale", result, dtype, equation=equation, events=own.events, check=check, notes=notes)
@@ -138,7 +154,7 @@ class AttentionRows:
         check = close(claim, actual[exact].to(kind), bare[exact], allowed[exact])
         notes = [note] if note else []
         notes += self._note_heads()
-        result, dtype = self.writer.result_of(self.products, self.root, PAIRS, USUAL)
+        result, dtype = self.writer.result_of(self.products, self.root, self.writer.pairs, USUAL)
         self.writer.add(
             4, "scores", result, dtype, equation="s[i, j] = q[i] · k[j]", events=self.products, check=check, notes=notes
         )
@@ -148,7 +164,9 @@ class AttentionRows:
         attention = self.attention
         notes: list[str] = []
         if not attention.is_sound:
-            return ["Q and K count places in the heads of the code, which are not positions"]
+            batches = "N counts the products of the code: batch entries, heads or blocks"
+            places = "Q and K count places in the heads of the code, which are not positions"
+            return [places] if self.writer.head_letter == "H" else [places, batches]
         if (entry := _entry_of_others(attention)) is not None:
             text = f"the queries of batch entry {entry[0] + 1} are compared with the keys of entry {entry[1] + 1}"
             notes.append(unusual(text, "batches-mixed"))
@@ -177,7 +195,7 @@ class AttentionRows:
             self.writer.missing[f"{step.event.name.strip('_')}{place}"] = "this operation was not identified"
 
     def _add(self, name: str, step: Step, equation: str, check: Check, notes: Sequence[str | None]) -> None:
-        result, dtype = self.writer.result_of(step.events or (step.event,), step.ids, PAIRS, USUAL)
+        result, dtype = self.writer.result_of(step.events or (step.event,), step.ids, self.writer.pairs, USUAL)
         own = [note for note in notes if note]
         own = sorted(own, key=lambda text: not text.startswith("unusual"))
         self.writer.add(4, name, result, dtype, equation=equation, events=step.events, check=check, notes=own)
@@ -187,7 +205,7 @@ class AttentionRows:
             check = Check(f"the measured factor is the same for all scores of a head: {step.detail}", None, True)
             return self._add("scale", step, "s ← s · c[h]", check, [note])
         check = Check(f"the measured factor is {step.factor:.4g} for every score", None, True)
-        total = _format(step.factor, self.attention.q.shape[-1], self.width)
+        total = self._format(step.factor)
         return self._add("scale", step, f"s[i, j] ← s[i, j] · {total}", check, [note])
 
     def _cap(self, step: Step, note: str | None) -> None:
@@ -222,6 +240,11 @@ class AttentionRows:
         masked = Masked(
             hidden, self.hidden, weights, step.factor or 0.0, self.attention.query_token, self.attention.key_token
         )
+        if step.detail == "multiplied" and any(each.kind == "mask after" for each in self.steps):
+            check = Check("every other score is unchanged", "to the bit", True)
+            note_on_weights = "the scores become 0, which hides nothing: see the mask after the softmax"
+            self._add("mask", step, "s[i, j] ← 0 where pair (i, j) is hidden", check, [note, note_on_weights])
+            return
         text = describe_mask(masked, quantity)
         unchanged = equal("", step.after[~hidden], step.before[~hidden])
         check = Check(text.claim, text.outcome, text.held and bool(unchanged.held))
@@ -289,7 +312,7 @@ class AttentionRows:
         if softmax.before is not None:
             notes.append(unusual("this is the softmax of weights: it was applied twice", "softmax-twice"))
         size = softmax.event.out.shape[softmax.axis]
-        axis = name_axes(self.writer.coordinates, softmax.event.out, PAIRS, USUAL)[softmax.axis][0]
+        axis = name_axes(self.writer.coordinates, softmax.event.out, self.writer.pairs, USUAL)[softmax.axis][0]
         if size > 1 and "K" not in axis.split("·") and axis != "?":
             names = {"Q": ("the queries", "softmax-over-queries"), "H": ("the heads", "softmax-over-heads")}
             words = names.get(axis)
@@ -316,7 +339,10 @@ class AttentionRows:
         sums = after.sum(-1)
         bad = ((sums - 1).abs() > 1e-4) & ~whole
         notes = [note, f"{quantity(int(hidden.sum()))} weights become 0"]
-        if bool(lost.any()) and bool(bad.any()):
+        final = self.tape.values(self.attention.p).sum(-1)
+        if bool(lost.any()) and bool(((final - 1).abs() <= 1e-4)[~whole].all()):
+            notes.append("the rows are divided by their new sum before the product with the values")
+        elif bool(lost.any()) and bool(bad.any()):
             check = Check(
                 "each row still sums to 1 over the keys", f"{int(bad.sum())} of {bad.numel()} rows do not", False
             )
@@ -346,10 +372,10 @@ class AttentionRows:
         )
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         check = close("equals p v in float64", out.to(kind), p @ v, allowed)
-        letters = {**PAIRS, Coordinate.WIDTH: self.writer.value_letter}
+        letters = {**self.writer.pairs, Coordinate.WIDTH: self.writer.value_letter}
         usual = ("B", "H", "Q", self.writer.value_letter)
         result, dtype = self.writer.result_of(events, self.attention.out, letters, usual)
-        notes = ["the code computes them one by one"] if self.writer.is_loop else []
+        notes = [f"the code computes {self.writer.describe_loop()} one by one"] if self.writer.is_loop else []
         if torch.equal(self.attention.v, self.attention.k) and self.attention.v.shape == self.attention.k.shape:
             notes.append("the values are the keys")
         self.writer.add(
@@ -368,13 +394,3 @@ def _entry_of_others(attention: Arrangement) -> tuple[int, int] | None:
             if own == tokens and other != entry and queries[entry] != own:
                 return entry, other
     return None
-
-
-def _format(factor: float, width: int, model: int | None) -> str:
-    """Return a factor as it is usually written."""
-    if model is not None and model != width and math.isclose(factor, model**-0.5, rel_tol=1e-5):
-        return f"1/√E = {factor:.4g}"
-    for value, text in ((width**-0.5, "1/√D"), (1 / width, "1/D"), (width**0.5, "√D"), (width**-0.25, "1/∜D")):
-        if math.isclose(factor, value, rel_tol=1e-5):
-            return f"{text} = {factor:.4g}"
-    return f"{factor:.4g}"

@@ -30,13 +30,21 @@ def find_joined(writer: Writer) -> Joined | None:
     """Return where the outputs of the heads are joined: as rows of a projection, or as the module's own result."""
     own = {mixing.event.index for mixing in writer.attention.mixings}
     last = max(own)
+    later = _operands_of_others(writer, last)
     for index, projection in sorted(writer.origins.projections.items()):
-        if index < last:
+        if index < last or index in later:
             continue
         mixed = set(writer.origins.of(Field.MIXED_BY, projection.rows).unique().tolist()) - {-1}
         if mixed and mixed <= own:
             return Joined(projection.rows, projection)
     return None
+
+
+def _operands_of_others(writer: Writer, last: int) -> set[int]:
+    """Return the projections that made the values of later attentions: theirs are not the output of this one."""
+    origins = writer.origins
+    values = [mixing.v for mixing in origins.mixings if mixing.event.index > last]
+    return {event.index for ids in values for event in origins.tape.makers(walk(origins, ids)[-1])}
 
 
 def add_ending(writer: Writer, returned: Tensor | None) -> None:
@@ -82,7 +90,12 @@ def _add_sum_of_heads(writer: Writer) -> bool:
 
 
 def _letters(writer: Writer) -> dict[Coordinate, str]:
-    return {Coordinate.BATCH: "B", Coordinate.HEAD: "H", Coordinate.TIME: "Q", Coordinate.WIDTH: writer.value_letter}
+    return {
+        Coordinate.BATCH: "B",
+        Coordinate.HEAD: writer.head_letter,
+        Coordinate.TIME: "Q",
+        Coordinate.WIDTH: writer.value_letter,
+    }
 
 
 def _add_without_projection(writer: Writer, returned: Tensor | None) -> None:
@@ -121,7 +134,7 @@ def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note
     check = _check_rows(writer, rows)
     out = next(out for out in moves[-1].outs if is_same(out, ids))
     letter = writer.value_letter
-    usual = ("B", "Q", f"H·{letter}")
+    usual = ("B", "Q", f"{writer.head_letter}·{letter}")
     heads = attention.p.shape[1]
     names = ["o₁", "…", f"o{subscript(heads)}"] if heads > 2 else ["o₁", "o₂"][:heads]
     notes = [note] if note else []

@@ -16,8 +16,10 @@ INDEXED = {"index", "index_select", "gather"}  # moves to places that a tensor n
 IN_PLACE_OF_EACH = {
     *("tril", "triu", "native_layer_norm", "native_group_norm", "native_batch_norm", "_log_softmax", "_to_copy"),
     *("nan_to_num", "native_dropout", "_fused_rms_norm"),
+    *("fill", "index_put", "index_fill", "scatter"),
 }
 """Operations whose results continue their arguments place by place, although torch does not mark them so."""
+WRITES = {"fill", "index_put", "index_fill", "scatter"}  # of other numbers at some places of the first argument
 
 
 @functools.cache

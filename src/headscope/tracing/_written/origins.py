@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headscope._support.torch_operations import PRODUCTS
-from headscope.tracing._written.operations import keeps_places
+from headscope.tracing._written.operations import WRITES, keeps_places
 from headscope.tracing._written.tape import At, Event, Tape
 
 NONE, MIXED = -1, -2  # in place of a token or a feature: there is none; there are several
@@ -72,6 +72,8 @@ class Origins:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.table = torch.full((len(Field), tape.count), NONE)
+        self.learned: dict[tuple[int, int], int] = {}
+        self.claimed = torch.zeros(tape.count, dtype=torch.bool)
         self.softmaxes: list[Softmax] = []
         self.mixings: list[Mixing] = []
         self.projections: dict[int, Projection] = {}
@@ -126,7 +128,10 @@ class Origins:
 
     def _find_main(self, event: Event) -> Tensor | None:
         """Return the argument that an elementwise operation continues, in the shape of its result."""
+        if event.name in WRITES:
+            return self._find_written(event)
         best: tuple[tuple[bool, ...], Tensor] | None = None
+        equal: list[Tensor] = []
         for ids in event.inputs:
             spread = _spread(ids, event.out)
             if spread is None or not spread.numel():
@@ -145,8 +150,49 @@ class Origins:
                 bool((self.of(Field.TOKEN, one) >= 0).any()),
             )
             if best is None or rank > best[0]:
-                best = (rank, spread)
+                best, equal = (rank, spread), []
+            if rank == best[0]:
+                equal.append(spread)
+        if len(equal) == 2 and event.name in ("add", "sub"):
+            return self._find_unclaimed(equal)
         return None if best is None else best[1]
+
+    def _find_unclaimed(self, terms: list[Tensor]) -> Tensor:
+        """Return the term that a sum of two numbers of one product continues: a rotation makes two sums of two."""
+        roots = [self._roots(ids) for ids in terms]
+        makers = [self.tape.makers(ids) for ids in roots]
+        if makers[0] != makers[1] or len(makers[0]) != 1 or torch.equal(roots[0], roots[1]):
+            return terms[0]
+        place = 1 if bool(self.claimed[roots[0]].all()) and not bool(self.claimed[roots[1]].any()) else 0
+        self.claimed[roots[place]] = True
+        return terms[place]
+
+    def _roots(self, ids: Tensor) -> Tensor:
+        while bool(((parents := self.table[Field.PARENT, ids]) > 0).any()):
+            ids = torch.where(parents > 0, parents, ids)
+        return ids
+
+    def _find_written(self, event: Event) -> Tensor | None:
+        """Return the argument that constants are written into; the scores of which a scatter writes a selection."""
+        own, *others = event.inputs
+        put = [x for x in others if any(maker.values.is_floating_point() for maker in self.tape.makers(x))]
+        if not any(self._is_known(x) for x in put):
+            return own if self._is_known(own) else None
+        if event.name != "scatter" or self._is_known(own) or len(others) != 2:
+            return None
+        for earlier in reversed(self.tape.events[: event.index]):
+            whole = earlier.out
+            if whole.shape != own.shape or not earlier.depends or not self._is_scored(whole):
+                continue
+            if torch.equal(whole.gather(event.arguments[1], event.operands[0]), others[1]):
+                return whole
+        return None
+
+    def _is_known(self, ids: Tensor) -> bool:
+        return bool((self.table[1:, ids] >= 0).any())
+
+    def _is_scored(self, ids: Tensor) -> bool:
+        return bool((self.of(Field.PRODUCT, ids) >= 0).all())
 
     def _read_exponential(self, event: Event) -> None:
         """Note exponentials of scores, and weights: exponentials that sum to one along an axis."""
@@ -213,7 +259,20 @@ class Origins:
     def _token_of_rows(self, rows: Tensor) -> Tensor:
         """Return the token of each row; a row whose numbers are of several is one by itself."""
         token = _common(self.of(Field.TOKEN, rows))
-        return torch.where(token >= 0, token, rows.amin(-1))
+        own = torch.where(token >= 0, token, rows.amin(-1))
+        learned = (token < 0) & self._is_constant(rows).all(-1)
+        if bool(learned.any()) and not bool(learned.all()):
+            own[learned] = self._number_learned(own[learned].tolist())
+        return own
+
+    def _number_learned(self, rows: list[int]) -> Tensor:
+        """Return tokens of learned or padded rows beside others: the same in each projection, others in each entry."""
+        times: dict[int, int] = {}
+        tokens: list[int] = []
+        for row in rows:
+            times[row] = times.get(row, 0) + 1
+            tokens.append(self.learned.setdefault((row, times[row]), self.tape.count + len(self.learned)))
+        return torch.tensor(tokens)
 
     def _read_convolution(self, event: Event) -> bool:
         """Note a convolution with kernels of size 1 as a projection; return whether it is one."""

@@ -195,6 +195,9 @@ def _features_of(writer: Writer, side: Side) -> Tensor:
         writer.origins.of(Field.FEATURE, side.root[(side.root >= start) & (side.root < start + size)])
         for start, size in ((each.event.start, each.event.size) for each in side.projections)
     ]
+    rows = [writer.origins.of(Field.TOKEN, each.rows) for each in side.projections]
+    if any(bool((tokens != tokens[..., :1]).any()) for tokens in rows):
+        return torch.zeros(0)  # a product over positions, as of pooled keys
     return torch.cat(parts).unique() if parts else torch.zeros(0)
 
 
@@ -211,13 +214,22 @@ def add_splits(writer: Writer, sides: Sequence[Side], product: Event) -> None:
         step = f"split {NAMES[side.name]}"
         if faults and not (faults[side.name] and (side.name != "q" or faults["k"])):
             writer.missing[step] = (
-                "its heads could not be told apart"  # rows of several heads are not a fault of queries
+                "its heads and positions could not be told apart"  # rows of several heads are not a fault of queries
             )
             continue
         if not side.projections or len(side.projections) > 1 or (writer.is_loop and len(side.projections) > 1):
-            writer.missing.setdefault(step, "each head has its own projection" if side.projections else "not projected")
+            writer.missing.setdefault(step, _describe_own_projections(writer, side))
             continue
         _add_split(writer, side, step, product)
+
+
+def _describe_own_projections(writer: Writer, side: Side) -> str:
+    """Return why a side that is not cut from one projection is not split."""
+    if not side.projections:
+        return "not projected"
+    tape = writer.origins.tape
+    alone = all(len(tape.makers(side.root[:, head])) == 1 for head in range(side.root.shape[1]))
+    return "each head has its own projection" if alone else "its numbers come from several products"
 
 
 def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
@@ -256,7 +268,7 @@ def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
     if in_loop:
         events = _cuts_of_loop(writer, side)
         result = Result(side.projected, list(zip(usual, side.projected.shape, strict=True)))
-        notes.append("the code takes the heads one by one")
+        notes.append(f"the code takes {writer.describe_loop()} one by one")
     else:
         own = numbers.unique()
         named = [

@@ -20,7 +20,6 @@ from headscope.tracing._written.tape import Event
 
 NO_STEP = "not a step of its own in this code"
 PAIRS = {Coordinate.BATCH: "B", Coordinate.HEAD: "H", Coordinate.TIME: "Q", Coordinate.KEY: "K"}
-QUERIES = {Coordinate.BATCH: "B", Coordinate.HEAD: "H", Coordinate.TIME: "Q", Coordinate.WIDTH: "D"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +57,31 @@ class Writer:
         return "D" if self.attention.v.shape[-1] == self.attention.q.shape[-1] else "Dv"
 
     @property
+    def head_letter(self) -> str:
+        """The letter of heads: N for the products of code whose batch entries and heads could not be told apart."""
+        return "H" if self.attention.is_sound or len(self.attention.p) > 1 else "N"
+
+    @property
+    def pairs(self) -> dict[Coordinate, str]:
+        """The letters of scores and weights."""
+        return {**PAIRS, Coordinate.HEAD: self.head_letter}
+
+    @property
     def is_loop(self) -> bool:
-        """Whether the code computes heads one by one."""
+        """Whether the code computes heads, or batch entries, one by one."""
         return len(self.attention.mixings) > 1
+
+    def describe_loop(self) -> str:
+        """Return what the code computes one by one."""
+        names = {Coordinate.BATCH: "the batch entries", Coordinate.HEAD: "the heads", Coordinate.TIME: "the queries"}
+        first = self.attention.mixings[0].out
+        sizes = dict(zip(names, self.attention.out.shape, strict=False))
+        parts = [
+            name
+            for coordinate, name in names.items()
+            if len(self.coordinates[coordinate][first].unique()) < sizes[coordinate]
+        ]
+        return " and ".join(parts) or "its products"
 
     def add(
         self, stage: int, step: str, result: Result, dtype: torch.dtype, *, equation: str, events: Iterable[Event],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from headscope.tracing._written.rows import unusual
 
 
@@ -45,3 +47,14 @@ def judge_scale(total: float, steps: Sequence[float], head: int, model: int | No
         text = f"divided by √K = {length**0.5:.4g}, which depends on the number of keys, instead of √D"
         return unusual(text, "scale-of-length")
     return unusual(f"the scale is {total:.4g}; the usual one is {expected}", "scale-unusual")
+
+
+def format_scale(factor: float, width: int, model: int | None, dtype: torch.dtype) -> str:
+    """Return a factor as it is usually written, if it equals that up to the rounding of ``dtype``."""
+    tolerance = 1e-5 if dtype.itemsize > 2 else 2e-3
+    names = [] if model is None or model == width else [(model**-0.5, "1/√E")]
+    names += [(width**-0.5, "1/√D"), (1 / width, "1/D"), (width**0.5, "√D"), (width**-0.25, "1/∜D")]
+    for value, text in (*names, (math.log2(math.e), "log₂ e")):
+        if math.isclose(factor, value, rel_tol=tolerance):
+            return f"{text} = {value:.4g}"
+    return f"{factor:.4g}"

@@ -17,6 +17,8 @@ from headscope.tracing._written.origins import SOFTMAXES, Field, Origins
 from headscope.tracing._written.tape import At, Event
 
 Kind = Literal["scale", "cap", "bias", "mask", "weights", "dropout", "mask after", "scale after", "convert", "other"]
+SUMS = ("add", "sub", "rsub", "copy", "minimum")
+FILLS = ("where", "masked_fill", "index_put", "index_fill", "masked_scatter", "scatter", "fill")
 LOW = -1000.0  # an addition below this hides a pair, if its weight is 0
 
 
@@ -48,7 +50,7 @@ class Step:
 def read_steps(origins: Origins, p: Tensor) -> list[Step]:
     """Return the steps from the product of queries and keys to these weights, in order."""
     tape = origins.tape
-    levels = walk(origins, p)[::-1]
+    levels = _order_levels(origins, p)[::-1]
     steps: list[Step] = []
     for before, after in itertools.pairwise(levels):
         events = [event for event in tape.makers(after) if not event.name.startswith("bmm")]
@@ -62,6 +64,24 @@ def read_steps(origins: Origins, p: Tensor) -> list[Step]:
             continue
         steps.append(Step("other", events[-1], after, tape.values(before), tape.values(after), events=tuple(events)))
     return _merge(origins, [_classify(origins, step) for step in steps])
+
+
+def _order_levels(origins: Origins, p: Tensor) -> list[Tensor]:
+    """Return weights, what they were made from, and so on; where some pairs have a step more, in the order of steps."""
+    levels, table = walk(origins, p), origins.table[Field.PARENT]
+    if all(bool((table[level] > 0).all()) for level in levels[:-1]):
+        return levels
+    ordered = [p]
+    while bool((table[ordered[-1]] > 0).any()):
+        ids = ordered[-1]
+        ready = origins.tape.makers(ids[table[ids] > 0])
+        parents = ids.clone()
+        for event in ready:
+            if (event.name, event.line) == (ready[-1].name, ready[-1].line):
+                own = (ids >= event.start) & (ids < event.start + event.size) & (table[ids] > 0)
+                parents[own] = table[ids[own]]
+        ordered.append(parents)
+    return ordered
 
 
 def _classify(origins: Origins, step: Step) -> Step:
@@ -88,7 +108,7 @@ def _classify(origins: Origins, step: Step) -> Step:
         return replace(step, kind="mask", hidden=(after == 0) & (before != 0), factor=0.0, detail="multiplied")
     if name in ("mul", "div") and (factors := _factors_of_heads(before, after, step.event)) is not None:
         return replace(step, kind="scale", detail=f"from {min(factors):.4g} to {max(factors):.4g}")
-    if name in ("add", "sub", "rsub", "where", "masked_fill", "index_put", "masked_scatter", "copy", "minimum", "fill"):
+    if name in (*SUMS, *FILLS):
         return step if _adds_own_reduction(origins, step) else _classify_sum(step)
     return step
 
@@ -140,7 +160,7 @@ def _classify_sum(step: Step) -> Step:
     low = changed & ((after == -torch.inf) | (delta <= LOW))
     rest = changed & ~low
     fills = after[changed]
-    if not bool(rest.any()) or step.event.name in ("where", "masked_fill", "index_put", "masked_scatter", "fill"):
+    if not bool(rest.any()) or step.event.name in FILLS:
         lowest = float(fills.max())
         return replace(step, kind="mask", hidden=changed, factor=lowest)
     if _is_constant_of_rows(before, after) and step.event.name == "sub":

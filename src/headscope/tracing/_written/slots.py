@@ -91,12 +91,23 @@ def place_sides(origins: Origins, table: Tensor, sides: list[Side]) -> None:
 def has_split_fault(origins: Origins, side: Side) -> bool:
     """Return whether a key or value holds numbers of several positions, or those of one head are several parts."""
     tokens, parts = origins.of(Field.TOKEN, side.operand), origins.of(Field.FEATURE, side.operand).amin(-1)
-    if not side.projections:
+    if not side.projections or not _is_cut_once(origins, side):
         return False
     if bool((tokens != tokens[..., :1]).any()):
         return True
     repeated = len(tokens[0, 0, :, 0].unique()) < tokens.shape[2]
     return repeated and bool((parts != parts[:, :, :1]).any())
+
+
+def _is_cut_once(origins: Origins, side: Side) -> bool:
+    """Return whether each number of a projection of positions is there once.
+
+    Windows repeat numbers, padding is not from a projection, and keys that are pooled mix positions before the split.
+    """
+    rows = [origins.of(Field.TOKEN, each.rows) for each in side.projections]
+    if columns_of(origins, side) is None or any(bool((tokens != tokens[..., :1]).any()) for tokens in rows):
+        return False
+    return len(side.root.unique()) == side.root.numel()
 
 
 def check_split(origins: Origins, side: Side) -> tuple[Check, list[str]]:

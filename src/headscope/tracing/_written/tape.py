@@ -46,7 +46,7 @@ class Event:
         start: the first of the ids that it made; 0 if it moved numbers only.
         size: how many it made.
         values: its first result.
-        operands: of a product, the tensors that were multiplied; of a softmax, its input.
+        operands: of a product, the tensors that were multiplied; of a softmax, its input; of a scatter, its places.
         line: the line of code; None if it is torch's own.
         call: the number of the call in that code; operations of one call have the same.
         depends: whether it depends on the input.
@@ -257,6 +257,8 @@ class Tape(TorchDispatchMode):
             ids = [self.ids(x) for x in outs]
         elif (moved := self._move(func, name, args, kwargs, tensors, inputs, outs[0])) is not None:
             ids = [moved]
+        elif name == "topk" and len(outs) == 2 and outs[0].dtype == tensors[0].dtype:
+            ids = [self._select(inputs[0], args[2] if len(args) > 2 else -1, outs), self._allot_rest(outs[1])]
         else:
             first, start, size = self._allot(outs[0])
             ids = [first, *(self._allot_rest(x) for x in outs[1:])]
@@ -274,6 +276,12 @@ class Tape(TorchDispatchMode):
                 copies, place.line, self._calls, depends, self._inside,
             )
         )  # fmt: skip
+
+    def _select(self, own: Tensor, axis: int, outs: list[Tensor]) -> Tensor:
+        """Write the ids of the largest numbers along an axis, whose places are the second result, and return them."""
+        ids = self._create(outs[0])
+        ids.copy_(own.gather(axis, outs[1].cpu()))
+        return ids
 
     def _allot_rest(self, x: Tensor) -> Tensor:
         """Give a further result ids that no event has made."""
@@ -308,6 +316,8 @@ class Tape(TorchDispatchMode):
     def _copy_operands(self, name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         if name in PRODUCTS:
             return tuple(x.detach().clone() for x in PRODUCTS[name](args))
+        if name == "scatter":
+            return (args[2].detach().cpu().clone(),)
         return (args[0].detach().clone(),) if "softmax" in name else ()
 
     def _run_fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
