@@ -384,3 +384,12 @@ def test_the_projection_of_the_next_attention_is_not_the_output() -> None:
 def test_pooled_keys_and_values_are_not_one_projection() -> None:
     torch.manual_seed(5)
     assert "values-are-keys" not in str(trace(Pooled(), torch.randn(B, T, H * D)))
+
+
+def test_a_product_of_complex_numbers_is_one_clear_error() -> None:
+    def attend(x: Tensor) -> Tensor:
+        z = torch.view_as_complex(x.unflatten(-1, (D, 2)))
+        return (z @ z.conj().mT).real.softmax(-1) @ x
+
+    with pytest.raises(ValueError, match="no attention was found"):
+        trace(attend, torch.randn(B, T, 2 * D))

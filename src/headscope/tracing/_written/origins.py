@@ -225,7 +225,7 @@ class Origins:
 
     def _read_product(self, event: Event) -> None:
         places = [at for at in PRODUCTS[event.name](event.arguments) if isinstance(at, At)]
-        if len(places) != 2:
+        if len(places) != 2 or event.values.is_complex():
             return
         left, right = (event.inputs[at.number] for at in places)
         left, right, out = (x if x.ndim == 3 else x[None] for x in (left, right, event.out))
