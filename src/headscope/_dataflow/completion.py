@@ -66,25 +66,22 @@ def complete(
     shared = (roles.batch, roles.heads if is_whole else own_heads)
     if not is_left:
         v, out = v.transpose(-2, -1), out.transpose(-2, -1)
-    values = _values(v, p_axes, shared, sizes(shared))
-    result = None if role.dropped else _output(out, p_axes, is_left, shared, roles.queries)
     query_tokens, key_tokens = _tokens(product, rows_are_keys)
     q, k = _factors(product, rows_are_keys, roles, logits.shape[-1])
     within = enclosing([product.scope, scope] if softmax is None else [product.scope, softmax.scope, scope])
-    scopes = [*product.scopes, *(source.scope for source in sources(roles.heads) if source.scope)]
     return WrittenAttention(
         scores=logits,
         q=q,
         k=k,
-        v=values,
+        v=_values(v, p_axes, shared, sizes(shared)),
         sinks=sinks,
-        out=result,
+        out=None if role.dropped else _output(out, p_axes, is_left, shared, roles.queries),
         has_logits=has_logits,
         from_exponentials=role.over is None,
         query_tokens=query_tokens,
         key_tokens=key_tokens,
         scope=within,
-        needed_scope=enclosing([within, *scopes]),
+        needed_scope=enclosing([within, *product.scopes, *(each.scope for each in sources(roles.heads) if each.scope)]),
         heads=roles.heads,
         is_whole=is_whole,
         is_in_order=are_in_order(roles.queries, roles.keys, query_tokens == key_tokens),
