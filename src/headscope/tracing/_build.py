@@ -90,8 +90,9 @@ def trace(
         context_seq: without x, the length of the context; by default, self-attention.
         dim: without a module, the model width E.
         heads: without a module, the number of heads H.
-        kv_heads, head_dim, v_head_dim, kdim, vdim, scale, softcap, sinks, rotary, position_bias, qk_norm, gate,
-            bias_kv, dtype: without a module, as for ``MultiHeadAttention``.
+        kv_heads, head_dim, v_head_dim, kdim, vdim, scale, softcap, sinks: without a module, as for
+            ``MultiHeadAttention``.
+        rotary, position_bias, qk_norm, gate, bias_kv, dtype: likewise.
 
     Where the weights have more than 2 million numbers, or a projection more than 2^27 multiplications, a sample is
     checked, and the invariant gives its size. Tolerances follow from the dtype and the number of summed terms; an
