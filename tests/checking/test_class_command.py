@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -141,7 +140,7 @@ def test_a_submission_that_does_harm_affects_only_its_own_result(tmp_path: Path)
     (tmp_path / "__init__.py").write_text("1 / 0")
     (tmp_path / "hw.ipynb").write_text("{}")
 
-    run = run_check(str(tmp_path), "--args", "24, 3", "--timeout", "5", "--jobs", "2", "--csv")
+    run = run_check(str(tmp_path), "--args", "24, 3", "--timeout", "4", "--jobs", "2", "--csv")
 
     assert run.returncode == 1
     assert "\x1b" not in run.stdout + run.stderr
@@ -383,73 +382,83 @@ def write_mha(path: Path, mask: str = "mask", width: str = "E // self.heads", me
     path.write_text(MHA.replace("MASK", mask).replace("WIDTH", width).replace("MERGE", merge))
 
 
-def judge(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
-    return {each["file"]: each for each in json.loads(run_check(str(folder), "--json", *options).stdout)["files"]}
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str]:
+    """A folder of submissions that was checked once: the result of each file, and stderr."""
+    folder = tmp_path_factory.mktemp("trial")
+    (folder / "check.toml").write_text(STATED + 'refuse = ["scale-sqrt-embed-dim"]\n')
+    write_mha(folder / "one.py")
+    write_mha(folder / "two.py")
+    (folder / "two.py").write_text((folder / "two.py").read_text() + "class Other(MHA): pass\n")
+    write_mha(folder / "dora.py", mask="m")
+    write_mha(folder / "emil.py", width="E")
+    write_mha(folder / "hana.py", merge="view")
+    (folder / "ivan.py").write_text((folder / "one.py").read_text().replace("dim, heads):", "dim, heads, depth):"))
+    (folder / "nora.py").write_text((folder / "one.py").read_text().replace("heads == 0", "heads == 1"))
+    run = run_check(str(folder), "--json")
+    return {each["file"]: each for each in json.loads(run.stdout)["files"]}, run.stderr
 
 
-def test_the_only_class_of_a_file_replaces_a_class_that_it_does_not_have(tmp_path: Path) -> None:
-    (tmp_path / "check.toml").write_text(STATED)
-    write_mha(tmp_path / "one.py")
-    write_mha(tmp_path / "two.py")
-    (tmp_path / "two.py").write_text((tmp_path / "two.py").read_text() + "class Other(MHA): pass\n")
-    files = judge(tmp_path)
+def test_the_only_class_of_a_file_replaces_a_class_that_it_does_not_have(
+    trial: tuple[dict[str, dict[str, Any]], str],
+) -> None:
+    files, _ = trial
     assert files["one.py"]["outcome"] == "passed"
     assert files["one.py"]["findings"]["subject"] == "MHA"
     assert files["one.py"]["note"] == "class MHA, because it has no MultiHeadAttention"
     assert files["two.py"]["error"] == "has no MultiHeadAttention, expected one of MHA, Other"
-    run = run_check(str(tmp_path))
-    assert "passed       nan-on-empty-row\n" in re.sub(r" +\n", "\n", run.stdout)
-    assert "class MHA, because it has no MultiHeadAttention" in run.stdout
+
+
+def test_a_class_that_is_named_with_its_file_is_not_replaced(tmp_path: Path) -> None:
+    write_mha(tmp_path / "one.py")
     run = run_check(f"{tmp_path / 'one.py'}:MultiHeadAttention")
     assert (run.returncode, "has no MultiHeadAttention, expected one of MHA" in run.stderr) == (2, True)
 
 
-def test_a_stated_meaning_of_masks_requires_a_mask(tmp_path: Path) -> None:
-    write_mha(tmp_path / "dora.py", mask="m")
-    stated = ("--args", "35, 5", "--mask-means", "keep")
-    result = judge(tmp_path, *stated)["dora.py"]
+def test_a_stated_meaning_of_masks_requires_a_mask(
+    trial: tuple[dict[str, dict[str, Any]], str], tmp_path: Path
+) -> None:
+    result = trial[0]["dora.py"]
     assert (result["outcome"], result["missing_tests"]) == ("incomplete", ["masks", "fully masked rows"])
     assert "\nmasks: forward() has no argument with mask or pad in its name" in result["text"]
-    assert judge(tmp_path, *stated[:2])["dora.py"]["outcome"] == "passed"
 
-    run = run_check(str(tmp_path / "dora.py"), *stated)
+    write_mha(tmp_path / "dora.py", mask="m")  # also alone, when no other file has a mask that was tested
+    run = run_check(str(tmp_path / "dora.py"), "--args", "35, 5", "--mask-means", "keep")
     assert run.returncode == 0
     assert " ".join(run.stdout.split()).startswith(
         "MHA: nothing found; masks were not tested, although mask_means (--mask-means) is specified understood"
     )
-    write_mha(tmp_path / "dora.py")
-    assert "masks were not tested" not in run_check(str(tmp_path / "dora.py"), *stated).stdout
 
 
-def test_an_error_of_the_code_names_its_line(tmp_path: Path) -> None:
-    write_mha(tmp_path / "hana.py", merge="view")
-    error = judge(tmp_path, "--args", "35, 5")["hana.py"]["error"]
+def test_an_error_of_the_code_names_its_line(trial: tuple[dict[str, dict[str, Any]], str]) -> None:
+    files, err = trial
+    error = files["hana.py"]["error"]
     line = "MHA: fails with x [2, 7, 35]: hana.py, line 15: o = o.transpose(1, 2).view(B, T, E) raises RuntimeError: "
     assert error.startswith(line)
     assert error.endswith("Use .reshape(...) instead")
-    run = run_check(str(tmp_path), "--args", "35, 5")
-    assert "[1/1] hana.py: not checked\n" in run.stderr
-    error = judge(tmp_path, "--args", "35, 6")["hana.py"]["error"]
-    built = "MHA: cannot be built with --args '35, 6': hana.py, line 7: assert dim % heads == 0 raises AssertionError"
-    assert error == built
-    error = judge(tmp_path, "--args", "35")["hana.py"]["error"]
-    assert error.startswith("MHA: cannot be built with --args '35': TypeError: ")
+    assert "hana.py: not checked\n" in err
+    built = "MHA: cannot be built with --args '35, 5': nora.py, line 7: assert dim % heads == 1 raises AssertionError"
+    assert files["nora.py"]["error"] == built
+    assert files["ivan.py"]["error"].startswith("MHA: cannot be built with --args '35, 5': TypeError: ")
 
 
-def test_a_refused_finding_fails_and_its_severity_remains(tmp_path: Path) -> None:
-    write_mha(tmp_path / "emil.py", width="E")
-    stated = ("--args", "35, 5", "--mask-means", "keep")
-    assert judge(tmp_path, *stated)["emil.py"]["outcome"] == "passed"
-    (tmp_path / "check.toml").write_text('refuse = ["scale-sqrt-embed-dim"]')
-    result = judge(tmp_path, *stated)["emil.py"]
+def test_a_refused_finding_fails_and_its_severity_remains(
+    trial: tuple[dict[str, dict[str, Any]], str], tmp_path: Path
+) -> None:
+    result = trial[0]["emil.py"]
     assert result["outcome"] == "failed"
     fails = {each["name"]: (each["severity"], each["fails"]) for each in result["findings"]["findings"]}
     assert fails == {"nan-on-empty-row": ("fragile", False), "scale-sqrt-embed-dim": ("unusual", True)}
-    run = run_check(str(tmp_path / "emil.py"), *stated, "--refuse", "scale-sqrt-embed-dim")
+
+    write_mha(tmp_path / "emil.py", width="E")
+    run = run_check(str(tmp_path / "emil.py"), "--args", "35, 5", "--refuse", "scale-sqrt-embed-dim")
     assert run.returncode == 1
     assert "· scale-sqrt-embed-dim  unusual, refused\n" in run.stdout
-    run = run_check(str(tmp_path), "--refuse", "scale-sqrt")
-    assert (run.returncode, "--refuse: got scale-sqrt, expected the name" in run.stderr) == (2, True)
+
+
+def test_an_unknown_name_to_refuse_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "work", "--refuse", "scale-sqrt"]) == 2
+    assert capsys.readouterr().err.startswith("headscope check: --refuse: got scale-sqrt, expected the name")
 
 
 def test_the_text_of_a_result_is_what_its_author_needs() -> None:
