@@ -234,13 +234,13 @@ public:
     // Calls body(n, thread) until no task is left; not after a cancellation. Bodies neither throw nor allocate.
     template <class Body>
     void run(Cancellation& cancellation, int thread, const Body& body) {
-        std::int64_t run = 0;
+        std::int64_t taken = 0;
         for (std::int64_t n, end; distributor.take(thread, batch, n, end);) {
-            run += end - n;
+            taken += end - n;
             for (; n < end; n++)
                 if (!cancellation.requested(&cancellation)) body(n, thread);
         }
-        if (run) ended.fetch_add(run, std::memory_order_release);
+        if (taken) ended.fetch_add(taken, std::memory_order_release);
     }
     void wait(Cancellation& cancellation) const {
         for (SpinWait waiting; ended.load(std::memory_order_acquire) < count; waiting.pause())

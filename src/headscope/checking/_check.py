@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headscope._support.user_line import describe_error
 from headscope.checking._case import Case, MaskMeans, Observation, Options, follow_forward_passes
 from headscope.checking._catalogue import CATALOGUE
 from headscope.checking._choice import Choice
-from headscope.checking._copies import CODE_ERRORS, CheckError, describe_error
+from headscope.checking._copies import CODE_ERRORS, CheckError
 from headscope.checking._findings import SEVERITIES, Finding, Findings
 from headscope.checking._probes.behaviour import (
     probe_batch_of_one,

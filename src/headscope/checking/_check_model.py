@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from headscope._support.arguments import check_type
-from headscope.checking._copies import CODE_ERRORS, describe_error
+from headscope._support.user_line import describe_error
+from headscope.checking._copies import CODE_ERRORS
 from headscope.checking._findings import SEVERITIES, Finding, Findings
 from headscope.checking._whole_model.batches import ask_batches
 from headscope.checking._whole_model.behaviour import ask_causal, ask_finite, ask_random

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscope._support.user_line import describe_error as describe_error
-
 CODE_ERRORS = (Exception, SystemExit)
 """Errors that unknown code may raise and that are reported; KeyboardInterrupt is not caught."""
 

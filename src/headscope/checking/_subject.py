@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from headscope._provenance import Provenance, ProvenanceMode
-from headscope._support.user_line import describe_failure, find_user_line
+from headscope._support.user_line import describe_error, describe_failure, find_user_line
 from headscope.checking._call_patterns import (
     CallPattern,
     ConstantMask,
@@ -31,7 +31,6 @@ from headscope.checking._copies import (
     CheckError,
     convert_dtype,
     copy_target,
-    describe_error,
     describe_shapes,
     list_tensors,
     separate_equal_weights,

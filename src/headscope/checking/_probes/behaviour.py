@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headscope._support.user_line import describe_error
 from headscope.checking._call_patterns import takes_input
 from headscope.checking._case import Case
-from headscope.checking._copies import CODE_ERRORS, copy_target, describe_error
+from headscope.checking._copies import CODE_ERRORS, copy_target
 from headscope.checking._subject import Subject
 
 MASK_FINDINGS = {

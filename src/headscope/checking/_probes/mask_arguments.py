@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headscope._support.user_line import describe_error
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case, WorkingMask
-from headscope.checking._copies import CODE_ERRORS, convert_dtype, copy_target, describe_error
+from headscope.checking._copies import CODE_ERRORS, convert_dtype, copy_target
 from headscope.checking._head_layout import OUT_OF_PLACE
 from headscope.checking._hidden_logits import are_same, judge_unhidden_pairs
 from headscope.checking._probes.behaviour import MASK_FINDINGS

@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from headscope._support.user_line import describe_error
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case
 from headscope.checking._catalogue import OVERFLOWING_SCORES
-from headscope.checking._copies import CODE_ERRORS, convert_dtype, copy_target, describe_error, list_tensors
+from headscope.checking._copies import CODE_ERRORS, convert_dtype, copy_target, list_tensors
 from headscope.checking._probes.behaviour import differ
 from headscope.checking._probes.mask_arguments import follow_with_mask
 from headscope.checking._probes.softmax import NO_SOFTMAX_REASON

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from headscope.checking._copies import CODE_ERRORS, describe_error
+from headscope._support.user_line import describe_error
+from headscope.checking._copies import CODE_ERRORS
 from headscope.checking._whole_model.case import ModelCase
 from headscope.checking._whole_model.inputs import join, vary
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headscope.checking._copies import CODE_ERRORS, describe_error
+from headscope._support.user_line import describe_error
+from headscope.checking._copies import CODE_ERRORS
 from headscope.checking._whole_model.case import ModelCase
 from headscope.checking._whole_model.hooks import FunctionUses, broken, first_broken_module, observing_outputs
 from headscope.checking._whole_model.inputs import ModelInputs, cut

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope.checking._copies import CODE_ERRORS, describe_error
+from headscope._support.user_line import describe_error
+from headscope.checking._copies import CODE_ERRORS
 from headscope.checking._whole_model.behaviour import change_tokens
 from headscope.checking._whole_model.case import ModelCase
 from headscope.checking._whole_model.hooks import broken

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from headscope._intercept import register_attention
-from headscope.checking._copies import CODE_ERRORS, describe_error
+from headscope._support.user_line import describe_error
+from headscope.checking._copies import CODE_ERRORS
 from headscope.checking._whole_model.case import ModelCase
 from headscope.checking._whole_model.inputs import is_transformers
 from headscope.checking._whole_model.padding import list_padded, pick_fills

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscope.checking._copies import CODE_ERRORS, CheckError, describe_error, list_tensors
+from headscope._support.user_line import describe_error
+from headscope.checking._copies import CODE_ERRORS, CheckError, list_tensors
 from headscope.checking._whole_model.inputs import ModelInputs, argument_names, is_transformers
 from headscope.checking._whole_model.lifting import lifted
 

@@ -39,7 +39,7 @@ class Recorded:
 
 
 def trace_module(
-    module: nn.Module | Callable[..., Any], x: Tensor, context: Any, call: Call | None, layer: int = 0
+    module: nn.Module | Callable[..., Any], x: Tensor, context: Any, call: Call | None, layer: int
 ) -> Trace:
     """Run a module once, and return the steps of one attention, counted from 0 in the order in which they run.
 
