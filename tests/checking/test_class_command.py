@@ -243,8 +243,9 @@ def test_the_conventions_are_those_of_the_folder_unless_an_option_replaces_them(
     assert (conventions.arguments, conventions.timeout) == ("24, 3, fill=-1e9", 50)
     assert conventions.options["only"] == ["scale-missing"]
 
-    run = run_check(str(Path("work", "anna", "hw.py")), "--config", str(Path("work", "check.toml")))
+    run = run_check(str(Path("work", "anna", "hw.py")))  # those of the folder above
     assert run.returncode == 1
+    assert f"conventions of {Path('work', 'check.toml')}" in run.stderr
     assert "! nan-on-empty-row  fragile\n" in run.stdout
     assert "\n  right here; breaks if a mask hides every key of a query" in run.stdout
 

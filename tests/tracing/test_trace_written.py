@@ -421,6 +421,7 @@ def test_modes_gradients_and_the_input_are_as_before() -> None:
         ((nn.Linear(4, 4),), {"seq": 3}, "x: missing"),
         ((nn.Linear(4, 4), torch.randn(2, 4)), {"causal": True}, "causal: Linear has arguments of its own; pass call="),
         ((nn.Linear(4, 4), torch.empty(2, 4, device="meta")), {}, "x: is on the meta device"),
+        ((nn.MultiheadAttention(4, 2), torch.randn(2, 4)), {"mask": torch.ones(2, 2)}, "module(x, x, x, key_padding_"),
     ],
 )
 def test_arguments_that_cannot_be_traced_are_errors(

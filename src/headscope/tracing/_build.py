@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -150,9 +151,24 @@ def _check_other(module: object, x: object, options: dict[str, Any]) -> Tensor:
         raise ValueError(f"x: is on the meta device, which has no values; {name} is traced by running it")
     own_options = [key for key, value in options.items() if value is not None]
     if own_options:
-        remedy = "pass call=, for example call=lambda module, x: module(x, mask)"
+        remedy = f"pass call=, for example call=lambda module, x: module({_example_arguments(module)})"
         raise ValueError(f"{', '.join(own_options)}: {name} has arguments of its own; {remedy}")
     return x
+
+
+def _example_arguments(module: object) -> str:
+    """Return arguments for a call with a mask, by the module's signature: ``x, x, x, mask``."""
+    function: Any = module.forward if isinstance(module, nn.Module) else module
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return "x, mask"
+    masks = [each for each in parameters if "mask" in each.name]
+    required = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    names = ["mask" if each in masks else "x" for each in required]
+    if masks and "mask" not in names:
+        names.append(f"{masks[0].name}=mask")
+    return ", ".join(names if masks else ["x", "mask"])
 
 
 def _check_arguments(

@@ -43,7 +43,7 @@ def list_submissions(targets: Sequence[str], config: str | None, options: Mappin
 
     Args:
         targets: folders, files, or ``FILE.py:NAME``.
-        config: the file with the conventions; None = the check.toml of the folder, or next to the file.
+        config: the file with the conventions; None = the check.toml of the folder, or of the one above it.
         options: those of the command line, as ``combine_conventions`` takes them.
 
     Raises:
@@ -71,8 +71,9 @@ def list_submissions(targets: Sequence[str], config: str | None, options: Mappin
 
 
 def _find_config(folder: Path) -> Path | None:
-    path = folder / FILE_NAME
-    return path if path.is_file() else None
+    """Return the file with the conventions: in the folder, or in the one above, which has a folder for each student."""
+    above = folder.parent if folder.parts else Path("..")
+    return next((path for path in (folder / FILE_NAME, above / FILE_NAME) if path.is_file()), None)
 
 
 def _list_files(folder: Path, pattern: str) -> list[Path]:

@@ -47,7 +47,9 @@ SECONDS_OF_ONE, SECONDS_OF_EACH = 60, 30  # the default time limit of a single f
 @click.option("--ignore", multiple=True, metavar="NAME", help="A finding that is not reported. Repeatable.")
 @click.option("--only", multiple=True, metavar="NAME", help="Report this finding and no other. Repeatable.")
 @click.option("--refuse", multiple=True, metavar="NAME", help="A finding that fails as well. Repeatable.")
-@click.option("--config", metavar="FILE", help="These options as TOML.  [default: check.toml in the folder]")
+@click.option(
+    "--config", metavar="FILE", help="These options as TOML.  [default: check.toml in the folder, or above it]"
+)
 @click.option("--pattern", metavar="GLOB", help="Names of the files in a folder.  [default: *.py]")
 @click.option("--jobs", type=SIZE, help="Files at a time.  [default: one for each core]")
 @click.option(
