@@ -17,13 +17,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headscope._provenance import attend_by_definition
-from headscope._support.torch_operations import PRODUCTS, is_composite
+from headscope._provenance import FUSED_ATTENTION, define_fused_attention
+from headscope._support.torch_operations import PRODUCTS, is_composite, is_factory, is_in_place, is_view, name_of
 from headscope.tracing._written.lines import Line, Places
-from headscope.tracing._written.operations import INDEXED, MOVES, is_factory, is_in_place, is_view, name_of
+from headscope.tracing._written.operations import INDEXED, MOVES
 
 MOST_NUMBERS = 1 << 26  # of one forward pass; each takes some 20 bytes
-FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 FUSED_LABEL = "scaled_dot_product_attention"
 
 
@@ -218,7 +217,7 @@ class Tape(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         name = name_of(func)
-        if name == FUSED:
+        if name == FUSED_ATTENTION:
             return self._run_fused(func, args, kwargs)
         if is_composite(func):
             with self:
@@ -312,11 +311,10 @@ class Tape(TorchDispatchMode):
     def _run_fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run torch's fused attention, and record its definition, whose last product has the fused result."""
         out, *rest = func(*args, **kwargs)
-        arguments = dict(zip(("query", "key", "value", "dropout_p", "is_causal"), args, strict=False))
         self._inside = FUSED_LABEL
         try:
             with self:
-                defined = attend_by_definition(**arguments, **kwargs)
+                defined = define_fused_attention(args, kwargs)
         finally:
             self._inside = ""
         ids = self.ids(defined)
