@@ -95,8 +95,12 @@ def followed(frame: Frame) -> Generator[None]:
         for pending in joint:
             pending.joint = joint
 
+    def is_paused() -> bool:
+        stack = thread.stack  # empty in threads of autograd and TorchScript, in which the mode is on, too
+        return not stack or stack[-1].quiet
+
     follower = Follower(
-        list(frame.module.parameters()), lambda: tuple(thread.stack), lambda: thread.stack[-1].quiet, report,
+        list(frame.module.parameters()), lambda: tuple(thread.stack), is_paused, report,
         lambda scope, product: _refuse_product(scope[-1], product), join,
     )  # fmt: skip
     thread.follower = follower
@@ -212,6 +216,7 @@ def _settle_group(group: list[PendingAttention], frame: Frame) -> None:
         first.is_refused = any(each.is_refused for each in group)
         for each in group[1:]:
             frame.written.remove(each)
+            each.attention = None
         _measure(first, _joined(singles))
         return
     tokens = {each.tokens for each in group}
@@ -240,10 +245,23 @@ def _has_room(around: Frame, pending: PendingAttention) -> bool:
 
 def _joined(attentions: list[WrittenAttention]) -> WrittenAttention:
     """Return one attention with the heads of all."""
-    first = attentions[0]
     names = ("q", "k", "v", "out")
-    tensors = {name: joined_heads([getattr(each, name) for each in attentions]) for name in names}
-    return replace(first, scores=torch.cat([each.scores for each in attentions], 1), **tensors)
+    return replace(
+        attentions[0],
+        scores=torch.cat([each.scores for each in attentions], 1),
+        sinks=_joined_sinks(attentions),
+        has_logits=all(each.has_logits for each in attentions),
+        **{name: joined_heads([getattr(each, name) for each in attentions]) for name in names},
+    )
+
+
+def _joined_sinks(attentions: list[WrittenAttention]) -> Tensor | None:
+    """Return the logits beside the keys of all heads, [H]; minus infinity for a head without one; None: none has."""
+    if all(each.sinks is None for each in attentions):
+        return None
+    return torch.cat(
+        [each.scores.new_full((1,), -math.inf) if each.sinks is None else each.sinks for each in attentions]
+    )
 
 
 def as_call(attention: WrittenAttention) -> InterceptedCall:
@@ -306,7 +324,8 @@ def _mask(scores: Tensor) -> tuple[Mask | None, Tensor]:
     visible = scores.amax(1, keepdim=True) > limit  # to some head; two reductions are faster than comparing all
     if math.isnan(least) or not torch.equal(visible, scores.amin(1, keepdim=True) > limit):
         visible = scores > limit
-    known = frames.thread.written_masks.get(visible.shape)  # most layers have the mask of the one before
+    key = visible.shape, visible.device
+    known = frames.thread.written_masks.get(key)  # most layers have the mask of the one before
     if known is None or not torch.equal(known[0], visible):
-        known = frames.thread.written_masks[visible.shape] = (visible, to_rule(visible), visible.any(2).any(1))
+        known = frames.thread.written_masks[key] = (visible, to_rule(visible), visible.any(2).any(1))
     return known[1:]
