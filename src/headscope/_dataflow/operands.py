@@ -18,6 +18,8 @@ FILLS = {"index_put", "_index_put_impl_", "masked_scatter", "index_fill", "index
 """These replace some numbers of their first argument at places that other arguments state."""
 REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "logsumexp"}
 TRIANGLES = {"tril", "triu"}
+_UNTAGGED = {"hardswish", "_prelu_kernel", "log_sigmoid_forward"}
+"""Elementwise operations that torch does not tag as such."""
 _OF_IMAGES = ("convolution", "pool", "batch_norm", "group_norm", "upsample")
 
 
@@ -74,7 +76,7 @@ def _is_in_place(func: Any) -> bool:
 def _is_elementwise(func: Any) -> bool:
     """Return whether each number of the result depends on the numbers at the same place."""
     packet = getattr(torch.ops.aten, _name_of(func), func.overloadpacket)  # in place, some have no tag
-    return _name_of(func) in TRIANGLES or any(
+    return _name_of(func) in TRIANGLES | _UNTAGGED or any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
     )
 
@@ -91,7 +93,7 @@ def _is_factory(func: Any) -> bool:
 
 def _is_norm(func: Any) -> bool:
     """Return whether an operation normalises features, so that its result has the axes of its argument."""
-    return "layer_norm" in _name_of(func) or "rms_norm" in _name_of(func)
+    return any(each in _name_of(func) for each in ("layer_norm", "rms_norm", "batch_norm"))
 
 
 def followed_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
