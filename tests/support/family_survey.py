@@ -18,6 +18,7 @@ import sys
 import textwrap
 import warnings
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,14 @@ def survey(name: str) -> dict[str, Any]:
             with torch.no_grad(), headscope.watch(model) as seen:
                 watched = model(**inputs)
         except WatchError as error:
-            return {**result, "refused": str(error), **_compare(model, inputs, unseen="ignore")}
+            return {**result, "refused": str(error)}
     result["warnings"] = [str(each.message) for each in caught if "headscope" in each.category.__module__]
     result["layers"] = len(seen.layers)
     result["same"] = are_same(plain, watched)
     return {**result, **_compare(model, inputs)}
 
 
-def _compare(model: nn.Module, inputs: dict[str, Any], unseen: str = "error") -> dict[str, Any]:
+def _compare(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """Compare the statistics of a watch with the weights that the model itself returns."""
     import headscope
 
@@ -75,7 +76,7 @@ def _compare(model: nn.Module, inputs: dict[str, Any], unseen: str = "error") ->
     except Exception as error:
         return {"eager": f"none: {type(error).__name__}"}
     try:
-        with warnings.catch_warnings(action="ignore"), torch.no_grad(), headscope.watch(model, unseen=unseen) as seen:
+        with warnings.catch_warnings(action="ignore"), torch.no_grad(), headscope.watch(model) as seen:
             out = model(**inputs, output_attentions=True)
     except Exception as error:
         return {"eager": f"none: {type(error).__name__}: {str(error)[:150]}"}
@@ -119,6 +120,7 @@ DIFFERENT = {
     "albert": "one layer, whose runs are merged",
     "granite_swa": "its own weights lack the share of the sink",
     "granitemoe_swa": "its own weights lack the share of the sink",
+    "lxmert": "a layer that runs twice is merged",
     "wavlm": "its own weights are means over heads",
 }
 """Families whose own weights are something else than those of each head."""
@@ -174,10 +176,8 @@ def render_page(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def render_timm(results: list[dict[str, Any]]) -> str:
-    """Return the section about families of timm, without its heading."""
-    import timm
-
+def render_timm(results: list[dict[str, Any]], version: str) -> str:
+    """Return the section about families of timm of a version, without its heading."""
     results = sorted(results, key=lambda each: (each.get("module", ""), each["name"]))
     built = [each for each in results if "on" in each]
     ways = [(each, (each["on"], each["off"])) for each in built]
@@ -192,7 +192,7 @@ def render_timm(results: list[dict[str, Any]]) -> str:
     unbuilt = ", ".join(f"`{each['name']}`" for each in results if "on" not in each)
     lines = [
         "",
-        *_wrap(f"This section lists what `watch` records of timm {timm.__version__}: models of each module with "
+        *_wrap(f"This section lists what `watch` records of timm {version}: models of each module with "
                "attention, and some of other modules. The same program makes it:"),
         "",
         "```sh",
@@ -302,7 +302,9 @@ def main() -> int:
     if options.page:
         old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
         before, _, after = old.partition(f"{OF_TIMM}\n")
-        page, section = (before, render_timm(results)) if options.timm else (render_page(results), after)
+        page, section = (
+            (before, render_timm(results, metadata.version("timm"))) if options.timm else (render_page(results), after)
+        )
         PAGE.write_text(page.rstrip() + (f"\n\n{OF_TIMM}\n{section}" if section else "\n"), encoding="utf-8")
     return 0
 
