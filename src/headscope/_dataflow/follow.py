@@ -210,9 +210,13 @@ class Follower(TorchDispatchMode):
             self.table.assign(out, fresh_axes(out, self.scope(), range(out.ndim)), PARAMETER)
         elif lost := self._lost(args, kwargs):
             self.table.assign(out, fresh_axes(out, self.scope()), lost)
-        elif any(self._has_heads(x) for x in tensors):  # which axis of the result has them is not known
-            axes = [fresh_axis(n, "joined", self.scope()) for n in out.shape[:-1]]
-            self.table.assign(out, [*axes, *(fresh_axis(n, "feature", self.scope()) for n in out.shape[-1:])])
+        elif any(self._has_heads(x) for x in tensors):
+            self.table.assign(out, self._unknown_axes(out))
+
+    def _unknown_axes(self, out: Tensor) -> list[Axis]:
+        """Return axes of which it is not known which ones have heads."""
+        axes = [fresh_axis(n, "joined", self.scope()) for n in out.shape[:-1]]
+        return [*axes, *(fresh_axis(n, "feature", self.scope()) for n in out.shape[-1:])]
 
     def _has_heads(self, x: Tensor) -> bool:
         """Return whether an axis of a tensor other than the last one may be one of heads."""
@@ -376,7 +380,7 @@ class Follower(TorchDispatchMode):
         follows = isinstance(role, (Scores, Weights))
         axes = moved_axes(name, args, place.axes, out, self.scope(), ordered=follows)
         if axes is None or (name == "index" and sum(each is not None for each in args[1]) != 1):
-            axes = fresh_axes(out, self.scope())
+            axes = self._unknown_axes(out) if self._has_heads(x) else fresh_axes(out, self.scope())
             self.table.assign(out, axes, self._lost(args[:1], {}))
             return
         if isinstance(role, Weights) and name not in operands.COPIES:

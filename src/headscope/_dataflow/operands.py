@@ -24,6 +24,8 @@ FILLS = {"index_put", "_index_put_impl_", "masked_scatter", "index_fill", "index
 """These replace some numbers of their first argument at places that other arguments state."""
 REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "logsumexp"}
 TRIANGLES = {"tril", "triu"}
+_UNTAGGED = {"hardswish", "_prelu_kernel", "log_sigmoid_forward"}
+"""Elementwise operations that torch does not tag as such."""
 _OF_IMAGES = ("convolution", "pool", "batch_norm", "group_norm", "upsample")
 
 
@@ -60,10 +62,10 @@ def describe(func: Any) -> Operation:
         is_composite=is_composite(func),
         is_view=is_view(func),
         writes=is_in_place(func),
-        is_elementwise=name in TRIANGLES or is_pointwise(name, func.overloadpacket),
+        is_elementwise=name in TRIANGLES | _UNTAGGED or is_pointwise(name, func.overloadpacket),
         is_of_images=any(each in name for each in _OF_IMAGES),
         is_factory=is_factory(name),
-        is_norm="layer_norm" in name or "rms_norm" in name,
+        is_norm=any(each in name for each in ("layer_norm", "rms_norm", "batch_norm")),
     )
 
 
