@@ -114,11 +114,10 @@ class Tape(TorchDispatchMode):
         self._storages: list[Any] = []  # held, so that no other storage has the address of one
         self._count = 1
         self._inside = ""
-        for x in constants:
-            self._add_outside("constant", x)
-        for x in inputs:
-            if x.untyped_storage()._cdata not in self._shadows:
-                self._add_outside("input", x)
+        for name, tensors in (("constant", constants), ("input", inputs)):
+            for x in tensors:
+                if _is_recorded(x) and x.untyped_storage()._cdata not in self._shadows:  # parts of one buffer share it
+                    self._add_outside(name, x)
 
     # ---------------------------------------------------------------- ids
 
