@@ -22,7 +22,7 @@ from headscope._support.torch_operations import PRODUCTS, is_composite, is_facto
 from headscope.tracing._written.lines import Line, Places
 from headscope.tracing._written.operations import INDEXED, MOVES
 
-MOST_NUMBERS = 1 << 26  # of one forward pass; each takes some 20 bytes
+MOST_NUMBERS = 1 << 26  # of one forward pass; each takes some 20 bytes here, and 73 in ``Origins``
 FUSED_LABEL = "scaled_dot_product_attention"
 
 
@@ -114,11 +114,10 @@ class Tape(TorchDispatchMode):
         self._storages: list[Any] = []  # held, so that no other storage has the address of one
         self._count = 1
         self._inside = ""
-        for x in constants:
-            self._add_outside("constant", x)
-        for x in inputs:
-            if x.untyped_storage()._cdata not in self._shadows:
-                self._add_outside("input", x)
+        for name, tensors in (("constant", constants), ("input", inputs)):
+            for x in tensors:
+                if _is_recorded(x) and x.untyped_storage()._cdata not in self._shadows:  # parts of one buffer share it
+                    self._add_outside(name, x)
 
     # ---------------------------------------------------------------- ids
 
