@@ -81,3 +81,15 @@ def test_every_operand_is_recorded(
     p = model.weights
     for quantity, values in (("entropy", torch.special.entr(p).sum(-1)), ("max_weight", p.amax(-1))):
         torch.testing.assert_close(seen[quantity].mean[0], values.mean((0, 2)), rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_that_are_parts_of_one_buffer_are_told_apart() -> None:
+    model, x = Attends(WEIGHTS["as they are"], on_the_right), torch.randn(2, 7, 15)
+    model.o.bias = nn.Parameter(torch.zeros(15))
+    parameters = [*model.parameters()]
+    buffer = torch.cat([each.detach().flatten() for each in parameters])
+    for parameter, part in zip(parameters, buffer.split([each.numel() for each in parameters]), strict=True):
+        parameter.data = part.view(parameter.shape)  # as optimisers that flatten parameters do
+    with torch.no_grad(), watch(model) as seen:
+        model(x)
+    assert seen.layers == ("Attends",)

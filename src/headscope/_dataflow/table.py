@@ -63,6 +63,9 @@ class Table:
         self._parameters = [x for x in parameters if is_followed(x)]
         self._derived: dict[tuple[Source, object], Source] = {}
         for parameter in self._parameters:
+            if self.find(parameter) is not None:  # one of a buffer's, as optimisers make them: its numbers are one axis
+                size = parameter.untyped_storage().nbytes() // parameter.element_size()
+                parameter = parameter.detach().as_strided((size,), (1,), 0)
             self.assign(parameter, fresh_axes(parameter, (), range(parameter.ndim)), PARAMETER)
         self._next_sweep += len(self._entries)
 
