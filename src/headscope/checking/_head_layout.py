@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,8 @@ class Heads:
     Attributes:
         p: the weights the values were multiplied by, [B, H, Q, K].
         raw: the bare products of the operands of the scores, [B, H, Q, K].
-        factor: the factor that scaled those operands after their projection, [B, H, Q, K].
+        factor: the factor that scaled those operands after their projection, [B, H, Q, K]; of a pair without a
+            product, the largest of its head.
         unattributed: weight of keys that do not belong to a token, [B, H, Q].
         width: D.
         queries, keys, values: the first feature of each head's operands; one number for one row of some weights.
@@ -322,7 +324,7 @@ def _collect_heads(rows: list[_Rows], batch: int, length: int, record: Provenanc
     keyed = [list(zip(*(x.tolist() for x in _features_of(part)), strict=True)) for part in rows]
     order = sorted({key for keys in keyed for key in keys})
     shape = (batch, len(order), length, length)
-    p, raw, factor = torch.zeros(shape).double(), torch.zeros(shape).double(), torch.ones(shape).double()
+    p, raw, factor = torch.zeros(shape).double(), torch.zeros(shape).double(), torch.full(shape, -math.inf).double()
     unattributed, filled = torch.zeros(shape[:3]).double(), torch.zeros(shape[:3])
     number = {key: h for h, key in enumerate(order)}
     for part, keys in zip(rows, keyed, strict=True):
@@ -336,6 +338,7 @@ def _collect_heads(rows: list[_Rows], batch: int, length: int, record: Provenanc
         filled.index_put_((b, h, i), torch.ones(len(b)), accumulate=True)
     if not bool((filled == 1).all()):
         return None
+    factor = torch.where(factor.isfinite(), factor, factor.amax((0, 2, 3), keepdim=True)).nan_to_num(1.0, 1.0, 1.0)
     firsts = (tuple(key[n] for key in order) for n in range(3))
     products = {frozenset(keys) for keys in keyed}
     sizes = {len(each) for each in products}
