@@ -24,8 +24,11 @@ class Layer(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(E, E) for _ in range(4))
         self.attend = attend
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q(x), self.k(x), self.v(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (linear(x).unflatten(-1, (H, D)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k, v = (each.unflatten(-1, (H, D)).transpose(1, 2) for each in self.project(x))
         return self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -58,3 +61,76 @@ def test_scale_of_an_operand_in_windows(places: Callable[[Attend], Attend], of_q
 def test_missing_scale_in_windows() -> None:
     layer = Layer(in_windows(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))
     assert check(layer, inputs=torch.randn(2, 12, E)).names == ("scale-missing",)
+
+
+# ---------------------------------------------------------------- weights of zeros
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * D**-0.5).softmax(-1) @ v
+
+
+class Adapted(Layer):
+    """Queries with a LoRA adapter."""
+
+    def __init__(self) -> None:
+        super().__init__(attend)
+        self.a, self.b = nn.Linear(E, 2, bias=False), nn.Linear(2, E, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q(x) + self.b(self.a(x)), self.k(x), self.v(x)
+
+
+class Gated(Layer):
+    """An output with a factor, as in ReZero."""
+
+    def __init__(self) -> None:
+        super().__init__(attend)
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * super().forward(x)
+
+
+def zero(module: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        nn.init.zeros_(module.get_parameter(name))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "moved"),
+    [
+        (zero(Layer(attend), "o.weight", "o.bias"), "o.weight [15, 15]"),
+        (zero(Layer(attend), "q.weight", "q.bias"), "q.weight [15, 15]"),
+        (zero(nn.MultiheadAttention(E, H, batch_first=True), "out_proj.weight"), "out_proj.weight [15, 15]"),
+        (zero(Adapted(), "b.weight"), "b.weight [15, 2]"),
+        (zero(Gated(), "factor"), "factor []"),
+        (zero(Layer(attend), "o.weight").requires_grad_(False), "o.weight [15, 15]"),
+    ],
+)
+def test_weights_of_zeros_that_learn(module: nn.Module, moved: str) -> None:
+    findings = check(module)
+    assert findings.names == ()
+    assert f"{moved} is zero, which hides other weights: checked as after a step of training" in findings.understood
+    assert "scale 0.4472 = 1/√D" in findings.understood
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "evidence"),
+    [
+        (zero(Adapted(), "a.weight", "b.weight"), "unused-parameter", "changing a.weight [2, 15], b.weight [15, 2] "),
+        (zero(Layer(attend), "q.weight", "q.bias", "k.weight", "k.bias"), "unused-parameter", "changing q.weight"),
+        (zero(Gated(), "factor", "o.weight", "o.bias"), "input-ignored", "changing any token does not affect"),
+    ],
+)
+def test_weights_of_zeros_that_never_learn(module: nn.Module, name: str, evidence: str) -> None:
+    findings = check(module)
+    assert findings.names == (name,)
+    assert findings[name].seen.startswith(evidence)
+
+
+def test_check_leaves_zeros_of_the_caller() -> None:
+    module = zero(Layer(attend), "o.weight")
+    check(module)
+    assert not module.get_parameter("o.weight").any()

@@ -130,7 +130,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "input-ignored": CatalogueEntry(
         "wrong",
-        "Queries, keys or values are computed from another input than the one the caller passed.",
+        "Queries, keys or values are not computed from the input that the caller passed.",
         "Project each from its own input.",
         "q, k, v = self.q(query), self.k(key), self.v(value)",
     ),

@@ -37,6 +37,7 @@ from headscope.checking._probes.open_masks import probe_open_masks
 from headscope.checking._probes.softmax import probe_softmax_and_scale, probe_sums
 from headscope.checking._probes.training import probe_training
 from headscope.checking._subject import prepare_subject
+from headscope.checking._zero_weights import move_weights_off_zero
 
 __all__ = ["CheckError", "Finding", "Findings", "check"]
 
@@ -113,6 +114,8 @@ def check(
     ):
         case = Case(prepare_subject(module, call, embed_dim, inputs), options)
         case.understood.append(f"called as {case.subject.pattern.text} with E = {case.subject.embed_dim}")
+        if moved := move_weights_off_zero(case.subject):
+            case.understood.append(moved)
         for probe in PROBES:
             _run_probe(case, probe)
     name = getattr(module, "__name__", None) or type(module).__name__

@@ -250,7 +250,7 @@ def _find_layout_faults(record: Provenance, rows: list[_Rows]) -> list[Fault]:
     projected = bool((record.kind != INPUT)[record.operands[0].left].any()) if record.operands else False
     query, key, value = (torch.cat(each) for each in zip(*(_features_of(part) for part in rows), strict=True))
     if projected:
-        if torch.equal(query, key):
+        if torch.equal(query, key) and not _are_zero(record, query):
             faults.append(
                 Fault("keys-are-queries", "queries and keys are projected by the same rows of the same weights")
             )
@@ -270,6 +270,12 @@ def _find_layout_faults(record: Provenance, rows: list[_Rows]) -> list[Fault]:
     elif len(set(keys)) < len(keys) and keys != sorted(keys):
         faults.append(Fault("kv-heads-tiled", evidence))
     return faults
+
+
+def _are_zero(record: Provenance, features: Tensor) -> bool:
+    """Return whether these are features of projections by zeros, whose rows are the same without being shared."""
+    used = [each.weights for each in record.projections if bool(torch.isin(features, each.features).any())]
+    return bool(used) and not any(bool(weights.any()) for weights in used)
 
 
 def _find_interleaved(record: Provenance) -> list[Fault]:

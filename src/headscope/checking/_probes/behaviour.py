@@ -21,6 +21,11 @@ MASK_FINDINGS = {
 """Findings that already explain why a query attends to the wrong keys."""
 
 
+CONSTANT = (
+    "Return what the tokens give; of two factors of zeros in series, neither learns: start one of them elsewhere.",
+    "return self.out(out)",
+)
+"""The remedy of ``input-ignored`` where no token affects the output."""
 SPLIT = "q = q.view(B, T, H, D).transpose(1, 2)"
 ROUNDING = torch.finfo(torch.float32).eps  # parts of the largest output: float32 does not resolve less
 SMALLEST = 1e-9  # parts of the largest output: float64 resolves this
@@ -193,7 +198,9 @@ def probe_dependence(case: Case) -> None:
     if not known and not bool(future.any()):
         case.causal = True
         case.understood.append("causal: no output depends on a later position")
-    if not bool(past.any()) and not explained and length > 1:
+    if not bool(reach.any()) and "batches-mixed" not in case.observations:
+        case.report("input-ignored", "changing any token does not affect the output", remedy=CONSTANT)
+    elif not bool(past.any()) and not explained and length > 1:
         case.report("cannot-see-the-past", "no output depends on an earlier position")
     if not known and case.causal:  # a causal mask alone makes the order matter
         case.not_tested["the order of tokens"] = "the module is causal, so each output depends on its position"
