@@ -134,3 +134,55 @@ def test_check_leaves_zeros_of_the_caller() -> None:
     module = zero(Layer(attend), "o.weight")
     check(module)
     assert not module.get_parameter("o.weight").any()
+
+
+# ---------------------------------------------------------------- patterns of causal attention
+
+
+def attend_where(rule: Callable[[Tensor, Tensor], Tensor]) -> Layer:
+    """Attend causally to the pairs of which a rule of query and key is true."""
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(q.shape[2])
+        visible = rule(i[:, None], i) & (i[:, None] >= i)
+        return (q @ k.mT * D**-0.5).masked_fill(~visible, -1e4).softmax(-1) @ v
+
+    return Layer(masked)
+
+
+@pytest.mark.parametrize("length", [7, 11])
+def test_chunks_of_causal_keys(length: int) -> None:
+    findings = check(attend_where(lambda i, j: i // 4 == j // 4), inputs=torch.randn(2, length, E))
+    assert findings.names == ()
+    assert "causal, with chunks of 4 keys" in findings.understood
+
+
+@pytest.mark.parametrize(
+    ("rule", "pattern"),
+    [
+        (lambda i, j: i // 4 - j // 4 <= 1, "blocks of 4 keys at distances 0, 1"),
+        (lambda i, j: (i - j < 3) | ((i - j) % 3 == 0), "keys at distances 0, 1, 2, 3, …"),
+        (lambda i, j: (i // 3 == j // 3) | (j % 3 == 2), "blocks of 3 keys and the last key of each block"),
+        (lambda i, j: (i - j < 3) | (j < 1), "a window of 3 keys and the first key"),
+        (
+            lambda i, j: i - j < torch.tensor([2, 3, 3])[:, None, None],
+            "a window of 2 keys or a window of 3 keys",
+        ),
+    ],
+)
+def test_patterns_of_causal_keys(rule: Callable[[Tensor, Tensor], Tensor], pattern: str) -> None:
+    findings = check(attend_where(rule), inputs=torch.randn(2, 11, E))
+    assert [(each.name, each.severity) for each in findings] == [("cannot-see-the-past", "unusual")]
+    assert findings["cannot-see-the-past"].seen.endswith(f": causal, with {pattern}")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda i, j: (j != 2) | (i == j),
+        lambda i, j: i - j < torch.tensor([1, 3, 9])[:, None, None],
+        lambda i, j: (i < 9) | (i == j),
+    ],
+)
+def test_causal_keys_without_a_pattern(rule: Callable[[Tensor, Tensor], Tensor]) -> None:
+    assert check(attend_where(rule), inputs=torch.randn(2, 11, E))["cannot-see-the-past"].severity == "wrong"
