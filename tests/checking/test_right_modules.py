@@ -186,3 +186,81 @@ def test_patterns_of_causal_keys(rule: Callable[[Tensor, Tensor], Tensor], patte
 )
 def test_causal_keys_without_a_pattern(rule: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert check(attend_where(rule), inputs=torch.randn(2, 11, E))["cannot-see-the-past"].severity == "wrong"
+
+
+# ---------------------------------------------------------------- other diagnoses
+
+
+class Latent(nn.Module):
+    """Latent attention after absorption: all heads share one vector of a token as key and value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.down, self.o = nn.Linear(E, E), nn.Linear(E, 7), nn.Linear(E, E)
+        self.up_k, self.up_v = nn.Parameter(torch.randn(H, D, 7)), nn.Parameter(torch.randn(H, D, 7))
+        self.v = nn.Linear(E, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latents = self.down(x)[:, None]  # [B, 1, T, 7]
+        q = torch.einsum("bthd,hdr->bhtr", self.q(x).unflatten(-1, (H, D)), self.up_k)
+        p = (q @ latents.mT * D**-0.5).softmax(-1)
+        return self.o(torch.einsum("bhtr,hdr->bthd", p @ latents, self.up_v).flatten(2))
+
+
+def test_values_are_keys_of_latent_attention() -> None:
+    unused, module = check(Latent()), Latent()
+    del module.v
+    finding = check(module)["values-are-keys"]
+    assert finding.severity == "unusual"
+    assert finding.seen.endswith("one vector for all heads, as in latent attention")
+    assert unused["values-are-keys"].severity == "wrong"
+    assert unused["values-are-keys"].seen.endswith("changing v.weight [7, 15] does not affect the output")
+
+
+def test_weights_of_several_pairs() -> None:
+    findings = check(Layer(lambda q, k, v: ((p := (q @ k.mT * D**-0.5).softmax(-1)) + p.mT) / 2 @ v))
+    assert findings.names == ("rows-do-not-sum-to-one",)
+    assert findings["rows-do-not-sum-to-one"].seen.endswith("those of several pairs of tokens are added")
+    symmetric = check(Layer(lambda q, k, v: ((s := q @ k.mT * D**-0.5) + s.mT).softmax(-1) @ v))
+    assert symmetric.names == ()
+    assert symmetric.not_tested["weights"] == "weights or scores of several pairs of tokens are added"
+
+
+@pytest.mark.parametrize(("sees", "evidence"), [(True, "attends only to key 0"), (False, "has no visible key")])
+def test_first_query_without_its_own_key(sees: bool, evidence: str) -> None:
+    def strictly_past(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        hidden = torch.ones(q.shape[2], q.shape[2]).triu().bool()
+        hidden[0, 0] = not sees
+        return (q @ k.mT * D**-0.5).masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num() @ v
+
+    assert check(Layer(strictly_past))["cannot-see-itself"].seen.endswith(f"; query 0 {evidence}")
+
+
+class Convolved(nn.Module):
+    """Projections by convolutions of width 1, over a line or a plane of tokens."""
+
+    def __init__(self, plane: bool, axis: int = -1, scale: float = D**-0.5) -> None:
+        super().__init__()
+        convolution = nn.Conv2d if plane else nn.Conv1d
+        self.qkv, self.o = convolution(E, 3 * E, 1), convolution(E, E, 1)
+        self.size, self.axis, self.scale = ((2, -1) if plane else (-1,)), axis, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.mT.unflatten(-1, self.size)).flatten(2).unflatten(1, (3, H, D)).mT.unbind(1)
+        out = (q @ k.mT * self.scale).softmax(self.axis) @ v
+        return self.o(out.mT.flatten(1, 2).unflatten(-1, self.size)).flatten(2).mT
+
+
+@pytest.mark.parametrize("plane", [False, True])
+@pytest.mark.parametrize(
+    ("options", "names"), [({}, ()), ({"axis": 1}, ("softmax-over-heads",)), ({"scale": 1.0}, ("scale-missing",))]
+)
+def test_projections_by_convolutions(plane: bool, options: dict[str, float], names: tuple[str, ...]) -> None:
+    module = Convolved(plane, **options)  # pyright: ignore[reportArgumentType]
+    assert check(module, inputs=torch.randn(2, 14, E)).names == names
+
+
+def test_wider_convolutions_are_not_projections() -> None:
+    module = Convolved(False)
+    module.qkv = nn.Conv1d(E, 3 * E, 3, padding=1)
+    assert "weights" in check(module, inputs=torch.randn(2, 7, E)).not_tested

@@ -266,8 +266,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "cannot-see-itself": CatalogueEntry(
         "wrong",
-        "A token does not attend to itself, and the first has no visible key, which gives NaN or an even average "
-        "of the future.",
+        "A token does not attend to itself; unless the first one may, it has no visible key, which gives NaN or an "
+        "even average of the future.",
         "Start the mask at diagonal 1, not 0.",
         "hidden = torch.ones(T, T, dtype=torch.bool).triu(1)",
     ),

@@ -206,7 +206,7 @@ EXPLAINS_DECODING = {"batch-and-length-swapped"}
 def _sort_findings(case: Case, names: Container[str]) -> tuple[Finding, ...]:
     """Return the findings with one of the names that do not follow from another of them, the most severe first."""
     observations = dict(case.observations)
-    for name in ("no-output-projection", "values-not-projected"):
+    for name in ("no-output-projection", "values-not-projected", "values-are-keys"):
         if {name, "unused-parameter"} <= observations.keys():  # then it was not intended
             evidence = f"{observations[name].evidence}; {observations['unused-parameter'].evidence}"
             observations[name] = Observation("wrong", evidence)

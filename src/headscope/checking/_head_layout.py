@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headscope._provenance import INPUT, MIXED, NONE, SUMMED, Mixing, Provenance
+from headscope.checking._catalogue import Severity
 
 OUT_OF_PLACE = ("heads-split-wrong", "batches-mixed", "values-misplaced")
 """Faults after which the heads cannot be identified."""
@@ -22,11 +23,13 @@ class Fault:
         name: the name of the finding.
         evidence: the numbers and positions that show it.
         merge: whether the merge of the heads can still be checked.
+        severity: that of the finding; None = as in the catalogue.
     """
 
     name: str
     evidence: str
     merge: bool = True
+    severity: Severity | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ def arrange_heads(record: Provenance, batch: int, length: int) -> Arrangement:
     faults = _find_misplaced(rows, length) or _find_layout_faults(record, rows)
     if all(fault.merge for fault in faults):
         faults += _find_merge_faults(record)
+    if record.pairs_summed and any(fault.name in OUT_OF_PLACE for fault in faults):
+        return Arrangement(None, [], "weights or scores of several pairs of tokens are added")
     if any(fault.name in OUT_OF_PLACE for fault in faults):
         return Arrangement(None, faults, "tokens are out of place")
     heads = _collect_heads(rows, batch, length, record)
@@ -256,9 +261,10 @@ def _find_layout_faults(record: Provenance, rows: list[_Rows]) -> list[Fault]:
             )
         if torch.equal(key, value) or torch.equal(query, value):
             other = "keys" if torch.equal(key, value) else "queries"
-            faults.append(
-                Fault("values-are-keys", f"values and {other} are projected by the same rows of the same weights")
-            )
+            latent = other == "keys" and len(key.unique()) == 1 < len(query.unique())
+            shared = ", one vector for all heads, as in latent attention" if latent else ""
+            evidence = f"values and {other} are projected by the same rows of the same weights{shared}"
+            faults.append(Fault("values-are-keys", evidence, severity="unusual" if latent else None))
         elif bool((record.kind[record.mixings[0].values] == INPUT).all()):
             faults.append(Fault("values-not-projected", "the values are the input itself"))
     faults += _find_interleaved(record)

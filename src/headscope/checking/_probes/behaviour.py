@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headscope._provenance import Provenance
 from headscope._support.user_line import describe_error
 from headscope.checking._call_patterns import takes_input
 from headscope.checking._case import Case
@@ -127,7 +128,9 @@ def probe_structure(case: Case) -> None:
         case.skip_without_heads("heads")
         return
     for fault in run.faults:
-        case.report(fault.name, fault.evidence)
+        case.report(fault.name, fault.evidence, fault.severity)
+    if run.record.pairs_summed and run.heads is None:
+        _report_sums_of_pairs(case, run.record)
     if run.heads is None:
         case.skip_without_heads("weights")
         return
@@ -145,6 +148,15 @@ def probe_structure(case: Case) -> None:
     width = record.mixings[-1].values.shape[-1]
     if ids is not None and heads.count > 1 and record.holds_heads(ids) and ids.shape[-1] > width:
         case.report("no-output-projection", "the output is the heads' outputs side by side")
+
+
+def _report_sums_of_pairs(case: Case, record: Provenance) -> None:
+    """Report weights that do not sum to 1 because those of several pairs of tokens were added."""
+    sums = torch.cat([mixing.weights.sum(-1).flatten() for mixing in record.mixings])
+    low, high = float(sums.min()), float(sums.max())
+    if max(abs(low - 1), abs(high - 1)) > 10 * case.subject.tolerance:
+        evidence = f"the weights of a query sum to {low:.4g} … {high:.4g}: those of several pairs of tokens are added"
+        case.report("rows-do-not-sum-to-one", evidence)
 
 
 def _report_number_of_heads(case: Case, split: str, expected: int) -> None:

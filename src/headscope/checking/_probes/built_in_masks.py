@@ -97,7 +97,8 @@ def _judge_causal_pattern(case: Case, visible: Tensor, tri: Tensor) -> None:
             case.understood.append(f"causal, with a window of {j} keys")
             return
     if bool((visible[..., 1:, :] == tri.tril(-1)[1:]).all()):
-        case.report("cannot-see-itself", "query 1 attends to key 0 and not to key 1; query 0 has no visible key")
+        first = "attends only to key 0" if bool(visible[..., 0, :].any()) else "has no visible key"
+        case.report("cannot-see-itself", f"query 1 attends to key 0 and not to key 1; query 0 {first}")
     elif bool((visible == torch.eye(size, dtype=torch.bool)).all()):
         case.report("cannot-see-the-past", "each query attends only to its own key")
     elif case.other_heads is not None and differ_in_pattern(visible, visible_pairs(case.other_heads.p)):
