@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope import check
+from headscope.cli._check.results import Result
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 H, D = 3, 5
@@ -264,3 +265,20 @@ def test_wider_convolutions_are_not_projections() -> None:
     module = Convolved(False)
     module.qkv = nn.Conv1d(E, 3 * E, 3, padding=1)
     assert "weights" in check(module, inputs=torch.randn(2, 7, E)).not_tested
+
+
+# ---------------------------------------------------------------- no attention
+
+
+def test_a_module_without_attention_does_not_pass() -> None:
+    findings = check(nn.Linear(E, E))
+    assert (findings.summary, bool(findings)) == ("Linear: nothing found; no attention was observed", False)
+    result = Result.of("hw.py", findings.to_dict(), "", "")
+    assert (result.outcome, result.error) == (
+        "not checked",
+        "no attention was observed: no output depends on another position",
+    )
+    attends = Result.of("hw.py", check(Layer(attend)).to_dict(), "", "")
+    assert (attends.outcome, attends.error) == ("passed", "")
+    wrong = {**findings.to_dict(), "fails": True}
+    assert Result.of("hw.py", wrong, "", "").outcome == "failed"

@@ -12,6 +12,7 @@ from headscope._support.user_line import describe_error
 from headscope.checking._call_patterns import takes_input
 from headscope.checking._case import Case
 from headscope.checking._copies import CODE_ERRORS, copy_target
+from headscope.checking._findings import ATTENTION
 from headscope.checking._subject import Subject
 
 MASK_FINDINGS = {
@@ -206,6 +207,7 @@ def probe_dependence(case: Case) -> None:
     record = None if case.base is None else case.base.record
     if not known and not bool((past | future).any()) and record is not None and not record.shows_attention:
         case.understood.append("no attention was observed: no output depends on another position")
+        case.not_tested[ATTENTION] = "no output depends on another position"
         return
     if not known and not bool(future.any()):
         case.causal = True
