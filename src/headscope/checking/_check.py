@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headscope._support.user_line import describe_error
+from headscope.checking._arguments import check_options
 from headscope.checking._case import Case, MaskMeans, Observation, Options, follow_forward_passes
 from headscope.checking._catalogue import CATALOGUE
 from headscope.checking._choice import Choice
@@ -93,8 +94,8 @@ def check(
         The findings, causes first, and the tests that could not be run with their reasons.
 
     Raises:
-        TypeError: ``module`` is not callable.
-        ValueError: ``ignore``, ``only`` or ``refuse`` has a name that no finding has.
+        TypeError: ``module`` is not callable, or an argument is of the wrong type.
+        ValueError: an argument has an impossible value, such as a name in ``ignore`` that no finding has.
         CheckError: no call pattern works.
 
     Examples:
@@ -103,6 +104,11 @@ def check(
         >>> print(check(torch.nn.MultiheadAttention(24, 3), heads=4)["heads-not-split"].seen)
         3 heads of width 8, expected 4
     """
+    check_options(
+        embed_dim=embed_dim, heads=heads, causal=causal, batch_first=batch_first, mask_means=mask_means, scale=scale,
+        length=length, inputs=inputs, call=call, decode=decode, reproducible=reproducible, strict=strict,
+        ignore=ignore, only=only, refuse=refuse,
+    )  # fmt: skip
     choice = Choice.of(ignore, only, refuse)
     options = Options(heads, causal, batch_first, mask_means, scale, length, decode, reproducible)
     with (

@@ -13,7 +13,6 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from headscope.checking._catalogue import Severity
 from headscope.checking._render import FindingsTable, render_html, render_text
 
-
 ATTENTION = "attention"
 """The key of ``Findings.not_tested`` of a module in which no attention was observed."""
 

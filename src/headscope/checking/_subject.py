@@ -199,7 +199,18 @@ def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, input
                 return replace(subject, zeros=zeros)
     name = getattr(target, "__name__", None) or type(target).__name__
     derived = embed_dim is None and inputs is None
-    raise CheckError(f"{name}: {_describe_failures(failures, widths, derived=derived, called=call is not None)}")
+    text = _describe_failures(failures, widths, derived=derived, called=call is not None)
+    raise CheckError(f"{name}: {text}{_name_other_remedy(target, failures)}")
+
+
+def _name_other_remedy(target: Any, failures: list[_Failure]) -> str:
+    """Return a remedy that no argument of ``check`` gives: for a whole model, and for products without gradients."""
+    if any("automatic differentiation" in str(failure.error) for failure in failures):
+        return "; check follows gradients: compute without out=, as training must"
+    parts = target.modules() if isinstance(target, nn.Module) else ()
+    if any(isinstance(part, nn.Embedding) for part in parts):
+        return "; for a whole model, which takes token ids, use headscope.check_model(model, inputs)"
+    return ""
 
 
 @dataclass(frozen=True)
