@@ -106,8 +106,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "values-are-keys": CatalogueEntry(
         "wrong",
-        "A token then passes on exactly the vector it is matched by; one of the projections is unused.",
-        "Project the values with weights of their own.",
+        "A token then passes on exactly the vector it is matched by.",
+        "Project the values with weights of their own, unless all heads share one latent vector.",
         "v = self.v(x)",
     ),
     "values-not-projected": CatalogueEntry(
