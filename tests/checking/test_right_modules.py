@@ -131,6 +131,11 @@ def test_weights_of_zeros_that_never_learn(module: nn.Module, name: str, evidenc
     assert findings[name].seen.startswith(evidence)
 
 
+def test_rows_of_zeros_that_never_learn() -> None:
+    findings = check(zero(nn.MultiheadAttention(E, H, batch_first=True), "in_proj_weight"), only="gradient-blocked")
+    assert findings["gradient-blocked"].seen.startswith("the output depends on in_proj_weight (30 of 45 rows)")
+
+
 def test_check_leaves_zeros_of_the_caller() -> None:
     module = zero(Layer(attend), "o.weight")
     check(module)

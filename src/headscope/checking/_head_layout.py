@@ -254,8 +254,8 @@ def _find_layout_faults(record: Provenance, rows: list[_Rows]) -> list[Fault]:
     faults: list[Fault] = []
     projected = bool((record.kind != INPUT)[record.operands[0].left].any()) if record.operands else False
     query, key, value = (torch.cat(each) for each in zip(*(_features_of(part) for part in rows), strict=True))
-    if projected:
-        if torch.equal(query, key) and not _are_zero(record, query):
+    if projected and not _are_zero(record, key):
+        if torch.equal(query, key):
             faults.append(
                 Fault("keys-are-queries", "queries and keys are projected by the same rows of the same weights")
             )

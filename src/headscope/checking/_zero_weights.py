@@ -26,15 +26,17 @@ def move_weights_off_zero(subject: Subject) -> str:
     if module is None or not zeros:
         return ""
     try:
-        idle = _list_idle(subject, module)
+        gradients = _find_gradients(subject, module)
         for name, p in sorted(zeros.items(), key=lambda item: item[1].ndim, reverse=True):
-            if idle and name not in idle:
-                with _changed(p, _draw(p)):
-                    rest = _list_idle(subject, module)
-                if rest < idle:
-                    idle = rest
-                    p.data.copy_(_draw(p))
-                    moved.append(f"{name} {list(p.shape)}")
+            if name not in gradients:
+                continue
+            numbers = _draw(gradients[name])
+            with _changed(p, numbers):
+                others = _find_gradients(subject, module)
+            if others.keys() > gradients.keys():
+                gradients = others
+                p.data.copy_(numbers)
+                moved.append(f"{name} {list(p.shape)}")
     except CODE_ERRORS:  # raised by unknown code; the probe of gradients reports it
         return ""
     if not moved:
@@ -43,24 +45,29 @@ def move_weights_off_zero(subject: Subject) -> str:
     return f"{', '.join(moved)} {verb} zero, which hides other weights: checked as after a step of training"
 
 
-def _list_idle(subject: Subject, module: nn.Module) -> frozenset[str]:
-    """Return the parameters whose gradient is zero, and "" if that of the input is."""
+def _find_gradients(subject: Subject, module: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients that are not zero, by the names of the parameters; that of the input by ""."""
     copied = copy_target(module)
     x = subject.input(0).requires_grad_()
     out = subject.output(subject.call_with(x.clone(), target=copied), x)
     if out.requires_grad:
         factor = torch.linspace(1, 2, out.numel(), dtype=out.dtype).sin().view(out.shape)
         (out * factor).nan_to_num().sum().backward()
-    gradients = {"": x.grad, **{name: p.grad for name, p in copied.named_parameters() if p.is_floating_point()}}
-    return frozenset(name for name, each in gradients.items() if each is None or not bool(each.any()))
+    gradients = {"": x.grad, **{name: p.grad for name, p in copied.named_parameters()}}
+    return {name: each for name, each in gradients.items() if each is not None and bool(each.any())}
 
 
-def _draw(p: Tensor) -> Tensor:
-    """Return numbers for a parameter: normal ones of the usual size for a matrix, from 0.5 to 1.5 for other shapes."""
+def _draw(gradient: Tensor) -> Tensor:
+    """Return numbers for a parameter of zeros: from 0.5 to 1.5, or normal ones of the usual size for a matrix.
+
+    Rows without a gradient stay zero: no step of training moves them.
+    """
     generator = torch.Generator().manual_seed(11)
-    if p.ndim < 2:
-        return 0.5 + torch.rand(p.shape, generator=generator, dtype=torch.float64)
-    return torch.randn(p.shape, generator=generator, dtype=torch.float64) * p.shape[-1] ** -0.5
+    if gradient.ndim < 2:
+        return 0.5 + torch.rand(gradient.shape, generator=generator, dtype=torch.float64)
+    numbers = torch.randn(gradient.shape, generator=generator, dtype=torch.float64) * gradient[0].numel() ** -0.5
+    moved = gradient.flatten(1).any(1)
+    return torch.where(moved.view(-1, *[1] * (gradient.ndim - 1)), numbers, 0.0)
 
 
 @contextmanager
