@@ -23,7 +23,7 @@ from headscope._provenance.arguments import (
 from headscope._provenance.definition import FUSED_ATTENTION, define_fused_attention
 from headscope._provenance.elementwise import follow_elementwise, follow_in_place, follow_move, follow_reduction
 from headscope._provenance.identities import Identities, Origin
-from headscope._provenance.products import copy_operand, record_product
+from headscope._provenance.products import copy_operand, follow_convolution, record_product
 from headscope._provenance.record import INPUT, Provenance
 from headscope._provenance.shadows import is_followed
 from headscope._support.torch_operations import PRODUCTS, is_composite
@@ -75,6 +75,8 @@ class ProvenanceMode(TorchDispatchMode):
         out = func(*args, **kwargs)
         if operands is not None:
             record_product(self._identities, out, *operands)
+        elif sources and name == "convolution":
+            follow_convolution(self._identities, out, args)
         elif name.endswith("_") and not name.startswith("_") and isinstance(out, Tensor):
             follow_in_place(self._identities, name, out, args)
         elif sources:
