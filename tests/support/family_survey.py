@@ -140,10 +140,10 @@ def render_page(results: list[dict[str, Any]]) -> str:
     rows = [f"| `{each['name']}` | {_way(each)} | {_verdict(each)} |" for each in built]
     unbuilt = ", ".join(f"`{each['name']}`" for each in results if "unbuilt" in each)
     lines = [
-        "# Families of transformers",
+        "# Families of transformers and timm",
         "",
-        *_wrap(f"This page lists what `watch` records of each model family of transformers {transformers.__version__}. "
-               "A program makes it, which takes some minutes:"),
+        *_wrap(f"This page lists what `watch` records of each model family of transformers {transformers.__version__}, "
+               "and [of timm](#families-of-timm). A program makes it, which takes some minutes:"),
         "",
         "```sh",
         "python tests/support/family_survey.py --page",

@@ -724,3 +724,50 @@ def _of_text_only(name: str) -> tuple[Any, dict[str, Any]]:
     else:
         text.rope_parameters["mrope_section"] = [1, 1, 2]
     return config, {"input_ids": _ids()}
+
+
+@_recipe("gemma4_audio")
+def _of_gemma4_audio(name: str) -> tuple[Any, dict[str, Any]]:
+    mask = torch.ones(BATCH, 64, dtype=torch.bool)
+    return _shrunk(name), {"input_features": _normal(BATCH, 64, 128), "input_features_mask": mask}
+
+
+@_recipe("cohere_compass_text")
+def _of_compass(name: str) -> tuple[Any, dict[str, Any]]:
+    config, rope = _shrunk(name), {"rope_type": "default", "rope_theta": 10000.0}
+    config.rope_parameters = {"full_attention": rope, "sliding_attention": rope}
+    return config, {"input_ids": _ids()}
+
+
+@_recipe("videoprism")
+def _of_videoprism_clip(name: str) -> tuple[Any, dict[str, Any]]:
+    config = _shrunk(name)
+    vision = config.vision_config
+    videos = _normal(BATCH, vision.num_frames, 3, vision.image_size, vision.image_size)
+    return config, {"input_ids": _ids(), "pixel_values_videos": videos}
+
+
+@_recipe("sam3_tracker")
+def _of_sam3_tracker(name: str) -> tuple[Any, dict[str, Any]]:
+    prompt = {"hidden_size": 32, "image_size": 64, "patch_size": 8, "mask_input_channels": 8}
+    mask = {"hidden_size": 32, "num_attention_heads": 4, "mlp_dim": 48, "iou_head_hidden_dim": 16}
+    config = _config(
+        name, vision_config=_sam3_vision(), prompt_encoder_config=prompt, mask_decoder_config=mask
+    )  # fmt: skip
+    return config, {"pixel_values": _images(64), "input_points": torch.full((BATCH, 1, 2, 2), 20.0)}
+
+
+@_recipe("minicpm_ocr_vision", "minicpmv4_7_vision")
+def _of_minicpm(name: str) -> tuple[Any, dict[str, Any]]:
+    config = _shrunk(name)
+    side = config.patch_size
+    return config, {"pixel_values": _normal(1, 3, side, 32 * side), "target_sizes": torch.tensor([[4, 8]])}
+
+
+@_recipe("pi0")
+def _of_pi0(name: str) -> tuple[Any, dict[str, Any]]:
+    return _shrunk(name), {
+        "action_embeds": _normal(BATCH, 5, 32), "input_ids": _ids(), "pixel_values": _images(64, 1),
+        "attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long),
+        "pixel_attention_mask": torch.ones(BATCH, 1, dtype=torch.bool),
+    }  # fmt: skip
