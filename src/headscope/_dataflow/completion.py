@@ -77,6 +77,8 @@ def complete(
         sinks=sinks,
         out=None if role.dropped else _output(out, p_axes, is_left, shared, roles.queries),
         has_logits=has_logits,
+        from_weights=softmax is None,
+        before=_before(role, groups, logits.shape) if softmax is None else None,
         from_exponentials=role.over is None,
         query_tokens=query_tokens,
         key_tokens=key_tokens,
@@ -121,6 +123,15 @@ def _log_weights(
         return None
     weights = arrange(p, axes, groups)
     return None if weights is None else weights.log()
+
+
+def _before(role: Weights, groups: Sequence[Sequence[Piece]], shape: torch.Size) -> Tensor | None:
+    """Return the input of the softmax that weights were before they were changed, in the order of the weights."""
+    softmax = role.softmax
+    if softmax is None or softmax.scores is None:
+        return None
+    scores = arrange(softmax.scores.detach(), softmax.axes, groups)
+    return scores if scores is not None and scores.shape == shape else None
 
 
 def _is_part(role: Weights, p: Tensor, roles: Roles) -> bool:

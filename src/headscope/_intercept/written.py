@@ -6,7 +6,6 @@ which such an attention was found, so a model of fused attention pays nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from headscope._dataflow import (
     Axis,
@@ -30,12 +28,9 @@ from headscope._dataflow import (
 from headscope._intercept import frames
 from headscope._intercept.frames import Frame
 from headscope._intercept.intercepted_call import InterceptedCall, Kind
-from headscope._intercept.masks import HIDDEN, to_rule
-from headscope.masks import Mask
+from headscope._intercept.written_masks import mask_of, with_visible_zeros
 
 MOST_SCORES = 1 << 26  # numbers in scores of single heads that wait for the module around them to end
-ROUNDING = 0.9
-"""A mask of -1e9 added to a score may be rounded to a little more."""
 
 
 @dataclass(eq=False)
@@ -241,7 +236,7 @@ def _has_room(around: Frame, pending: PendingAttention) -> bool:
 def _joined(attentions: list[WrittenAttention]) -> WrittenAttention:
     """Return one attention with the heads of all."""
     first = attentions[0]
-    names = ("q", "k", "v", "out")
+    names = ("q", "k", "v", "out", "before")
     tensors = {name: joined_heads([getattr(each, name) for each in attentions]) for name in names}
     return replace(first, scores=torch.cat([each.scores for each in attentions], 1), **tensors)
 
@@ -249,7 +244,10 @@ def _joined(attentions: list[WrittenAttention]) -> WrittenAttention:
 def as_call(attention: WrittenAttention) -> InterceptedCall:
     """Return the call of an attention whose scores exist: with no queries and keys, and the scores as its bias."""
     scores = attention.scores.detach()
-    mask, real = _mask(scores)
+    is_visibility_known = True
+    if attention.from_weights:
+        scores, is_visibility_known = with_visible_zeros(scores, attention.before)
+    mask, real = mask_of(scores)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     batch, heads, queries, keys = scores.shape
     kind = _kind(attention)
@@ -266,6 +264,7 @@ def as_call(attention: WrittenAttention) -> InterceptedCall:
         kind=kind,
         out=attention.out,
         has_logits=attention.has_logits,
+        is_visibility_known=is_visibility_known,
         from_exponentials=attention.from_exponentials,
         is_written=True,
         factors=None if attention.q is None or attention.k is None else (attention.q, attention.k),
@@ -292,21 +291,3 @@ def _places(queries: int, keys: int, beside: int, device: torch.device) -> dict[
     at = torch.arange(keys - beside, dtype=torch.float64, device=device)
     k_pos = torch.cat([at, at.new_full((beside,), torch.nan)])
     return {"q_pos": at[len(at) - queries :], "k_pos": k_pos, "beside": beside}
-
-
-def _mask(scores: Tensor) -> tuple[Mask | None, Tensor]:
-    """Return the mask that scores show, and which keys are visible to some query, boolean [B or 1, K].
-
-    Masked is what is at or below -1e9, or below half of the dtype's least number.
-    """
-    limit = max(ROUNDING * HIDDEN, torch.finfo(scores.dtype).min / 2)
-    least = math.inf if 0 in scores.shape else float(scores.amin())
-    if least > limit:
-        return None, torch.ones(1, scores.shape[-1], dtype=torch.bool, device=scores.device)
-    visible = scores.amax(1, keepdim=True) > limit  # to some head; two reductions are faster than comparing all
-    if math.isnan(least) or not torch.equal(visible, scores.amin(1, keepdim=True) > limit):
-        visible = scores > limit
-    known = frames.thread.written_masks.get(visible.shape)  # most layers have the mask of the one before
-    if known is None or not torch.equal(known[0], visible):
-        known = frames.thread.written_masks[visible.shape] = (visible, to_rule(visible), visible.any(2).any(1))
-    return known[1:]
