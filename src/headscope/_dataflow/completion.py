@@ -79,6 +79,7 @@ def complete(
         has_logits=has_logits,
         from_weights=softmax is None,
         before=_before(role, groups, logits.shape) if softmax is None else None,
+        has_maximum=bool(product.reduced & {"amax", "max"}),
         from_exponentials=role.over is None,
         query_tokens=query_tokens,
         key_tokens=key_tokens,

@@ -158,7 +158,7 @@ class Follower(TorchDispatchMode):
         elif name in ("_softmax", "_safe_softmax", "_log_softmax"):
             self._note_softmax(name, out, args)
         elif name in operands.REDUCTIONS:
-            self._note_reduction(out, args)
+            self._note_reduction(name, out, args)
         elif name == "bernoulli":
             self.table.assign(out, self.table.axes(out, self.scope()), NOISE)
         elif name == "native_dropout":
@@ -231,10 +231,13 @@ class Follower(TorchDispatchMode):
                 return role
         return None
 
-    def _note_reduction(self, out: Tensor, args: tuple[Any, ...]) -> None:
+    def _note_reduction(self, name: str, out: Tensor, args: tuple[Any, ...]) -> None:
         """Note one number for each row, such as its largest score; a sum over heads is lost."""
         x, axes = args[0], args[1] if len(args) > 1 else []
         axes = [axes] if isinstance(axes, int) else axes
+        own_role = self.table.role(x) if is_followed(x) else None
+        if isinstance(own_role, Scores):
+            own_role.product.reduced.add(name)
         lost = self._lost(args[:1], {})
         if not isinstance(axes, (list, tuple)) or not axes or not is_followed(x) or self.table.find(x) is None:
             return

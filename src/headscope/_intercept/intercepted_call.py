@@ -97,8 +97,8 @@ class InterceptedCall:
         tokens: ids of the keys.
         has_logits: whether the logits are those of the call, and not the logarithms of its weights.
         is_visibility_known: whether it is known which keys of weight 0 are visible; if not, they count as such.
-        from_exponentials: whether the weights are exponentials of logits that were divided by their sum, so that the
-            logits follow from q and k.
+        from_exponentials: whether the weights are exponentials of logits divided by their sum, or the largest logit was
+            subtracted, so that the logits follow from q and k.
         is_written: whether a module has written it out: then q and k are 0, and its scores are the bias.
         factors: the queries and keys of such a call, [B, H, Q, D] and [B, H, K, D]; None: unknown.
     """

@@ -248,6 +248,7 @@ def as_call(attention: WrittenAttention) -> InterceptedCall:
     if attention.from_weights:
         scores, is_visibility_known = with_visible_zeros(scores, attention.before)
     mask, real = mask_of(scores)
+    is_shifted = attention.has_logits and attention.has_maximum and scores.numel() > 0 and float(scores.amax()) == 0
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     batch, heads, queries, keys = scores.shape
     kind = _kind(attention)
@@ -263,9 +264,9 @@ def as_call(attention: WrittenAttention) -> InterceptedCall:
         sinks=None if attention.sinks is None else attention.sinks.to(scores.dtype),
         kind=kind,
         out=attention.out,
-        has_logits=attention.has_logits,
+        has_logits=attention.has_logits and not is_shifted,
         is_visibility_known=is_visibility_known,
-        from_exponentials=attention.from_exponentials,
+        from_exponentials=attention.from_exponentials or is_shifted,
         is_written=True,
         factors=None if attention.q is None or attention.k is None else (attention.q, attention.k),
     )

@@ -1,0 +1,92 @@
+"""watch: attention that a module writes out, in details that are easily recorded wrong: logits, order, one token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headscope import watch
+
+HEADS, WIDTH, TOKENS = 3, 7, 11
+CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+
+
+class Layer(nn.Module):
+    """Projections, and a function that attends with their heads."""
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in range(3))
+        self.attend = attend
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        return [each(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for each in (self.q, self.k, self.v)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.attend(q, k, v)
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT * WIDTH**-0.5
+
+
+def tokens(count: int = TOKENS) -> Tensor:
+    return torch.randn(2, count, HEADS * WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+def of_each_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = scores_of(q, k)
+    return (scores - scores.amax(-1, keepdim=True).detach()).softmax(-1) @ v
+
+
+def of_all_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = scores_of(q, k)
+    return (scores - scores.max()).softmax(-1) @ v
+
+
+def before_a_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = scores_of(q, k)
+    return (scores - scores.max(-1, keepdim=True)[0]).masked_fill(~CAUSAL, -math.inf).softmax(-1) @ v
+
+
+def after_a_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~CAUSAL, -math.inf)
+    return (scores - scores.amax(-1, keepdim=True)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("attend", "hidden"),
+    [
+        (of_each_row, ~CAUSAL & CAUSAL),
+        (of_all_rows, ~CAUSAL & CAUSAL),
+        (before_a_mask, ~CAUSAL),
+        (after_a_mask, ~CAUSAL),
+    ],
+)
+def test_logits_are_those_before_the_largest_is_subtracted(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor
+) -> None:
+    model, x = Layer(attend), tokens()
+    with torch.no_grad(), watch(model, verify=3) as recording:
+        model(x)
+        q, k, _ = model.double().heads(x.double())
+        scores = scores_of(q, k).masked_fill(hidden, -math.inf)
+    for name, truth in (("lse", scores.logsumexp(-1)), ("max_logit", scores.amax(-1))):
+        torch.testing.assert_close(recording[name].mean[0], truth.mean((0, 2)), rtol=1e-5, atol=1e-5)
+    assert recording.about.verified["Layer"].fits
+
+
+def test_without_q_and_k_such_logits_do_not_exist() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = scores_of(q, k) + torch.arange(TOKENS)
+        return (scores - scores.amax(-1, keepdim=True)).softmax(-1) @ v
+
+    with torch.no_grad(), watch(model := Layer(attend)) as recording:
+        model(tokens())
+    assert not {"lse", "max_logit"} & {*recording.names}
+    assert "entropy" in recording.names
