@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope import watch
+from headscope.watching import WatchError
 
 HEADS, WIDTH, TOKENS = 3, 7, 11
 CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
@@ -90,3 +91,65 @@ def test_without_q_and_k_such_logits_do_not_exist() -> None:
         model(tokens())
     assert not {"lse", "max_logit"} & {*recording.names}
     assert "entropy" in recording.names
+
+
+def by_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores_of(q, k).softmax(-1) @ v
+
+
+def by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v)
+
+
+def with_heads_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.einsum("bqhk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bqhk", q, k).softmax(-1), v)
+
+
+def with_tokens_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))  # as Transformer-XL
+    return torch.einsum("ijbn,jbnd->ibnd", torch.einsum("ibnd,jbnd->ijbn", q, k).softmax(1), v)
+
+
+def by_exponentials(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = scores_of(q, k).exp2()
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def renormalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = scores_of(q, k).softmax(-1) + 1e-9
+    return p / p.sum(-1, keepdim=True) @ v
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [by_name, by_einsum, with_heads_last, with_tokens_first, by_exponentials, renormalised, of_each_row],
+)
+def test_one_token_is_recorded(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    class Attention(Layer): ...
+
+    model, x = Attention(attend), tokens(1)
+    with torch.no_grad(), watch(model, verify=3) as recording:
+        out = model(x)
+        v = model.double().heads(x.double())[2]
+    assert torch.equal(out, model.float()(x))
+    assert recording.about.kinds == {"Attention": "self"}
+    assert recording["entropy"].count.tolist() == [[2] * HEADS]
+    assert recording["max_weight"].mean.tolist() == [[1.0] * HEADS]
+    torch.testing.assert_close(recording["value_norm"].mean[0], v.norm(dim=-1).mean((0, 2)), rtol=1e-5, atol=1e-6)
+    assert recording.about.verified["Attention"].output is not None
+    assert recording.about.verified["Attention"].fits
+
+
+def test_gates_of_one_token_are_not_attention() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate = (self.a(x) @ self.b(x).mT).exp()
+            return x + gate / (1 + gate.sum(-1, keepdim=True)) * self.b(x)
+
+    with pytest.raises(WatchError, match="no attention call was observed"), watch(gate := Gate()):
+        gate(torch.randn(2, 1, 7))

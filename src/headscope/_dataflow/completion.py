@@ -37,7 +37,7 @@ def complete(
     softmax = None if role.changed or role.softmax is None or role.softmax.scores is None else role.softmax
     axes, key_axis = (p_axes, p.ndim - (1 if is_left else 2)) if softmax is None else (softmax.axes, softmax.axis)
     keys = axes[key_axis]
-    rows_are_keys = _rows_are_keys(role, keys, contracted)
+    rows_are_keys = _rows_are_keys(role, keys, contracted, p)
     if rows_are_keys is None:
         return None
     queries = product.columns if rows_are_keys else product.rows
@@ -92,7 +92,7 @@ def complete(
     )
 
 
-def _rows_are_keys(role: Weights, keys: Axis, contracted: Axis) -> bool | None:
+def _rows_are_keys(role: Weights, keys: Axis, contracted: Axis, p: Tensor) -> bool | None:
     """Return whether the keys are the rows of the product; None if a product does not sum over the keys of weights."""
     own, product = frozenset(sources(keys)), role.product
     if not contracted and size_of(keys) == 2 and own == role.over and not (product.rows and product.columns):
@@ -101,7 +101,7 @@ def _rows_are_keys(role: Weights, keys: Axis, contracted: Axis) -> bool | None:
     if own != frozenset(sources(contracted)) or (role.over is not None and own != role.over):
         return None
     if not own:  # perhaps one key
-        is_single = role.over is not None and not (product.rows and product.columns)
+        is_single = (role.over is not None or bool((p == 1).all())) and not (product.rows and product.columns)
         return bool(product.columns) if is_single else None
     if _shares(keys, product.rows):
         return True

@@ -19,18 +19,8 @@ from headscope._dataflow.elementwise import combined_place, combined_role
 from headscope._dataflow.joining import joined_product
 from headscope._dataflow.moves import joined_axes, moved_axes, note_part
 from headscope._dataflow.operands import Operation
-from headscope._dataflow.products import multiply
-from headscope._dataflow.roles import (
-    NOISE,
-    PARAMETER,
-    HeadOutput,
-    Lost,
-    Product,
-    Role,
-    Scores,
-    Softmax,
-    Weights,
-)
+from headscope._dataflow.products import Result, attend_one_key, multiply
+from headscope._dataflow.roles import NOISE, PARAMETER, HeadOutput, Lost, Product, Role, Scores, Softmax, Weights
 from headscope._dataflow.table import Table, is_followed
 from headscope._support.torch_operations import PRODUCTS
 
@@ -244,7 +234,9 @@ class Follower(TorchDispatchMode):
         place = self.table.place(x, self.scope())
         reduced = {at % x.ndim for at in axes}
         own = {source for at in reduced for source in sources(place.axes[at])}
-        if lost is not None and own & {*sources(lost.product.rows), *sources(lost.product.columns)}:
+        if lost is not None and not own and x.numel() == out.numel():  # of one number each, such as that of one key
+            lost = own_role.altered() if isinstance(own_role, Weights) else own_role
+        elif lost is not None and own & {*sources(lost.product.rows), *sources(lost.product.columns)}:
             return
         others = [axis for at, axis in enumerate(place.axes) if at not in reduced]
         if out.ndim == x.ndim:
@@ -296,7 +288,9 @@ class Follower(TorchDispatchMode):
         if not is_followed(left) or not is_followed(right):
             return
         self._drop_expired()
-        result = multiply(self.table, left, right, out, self.scope())
+        self._note_result(out, multiply(self.table, left, right, out, self.scope()))
+
+    def _note_result(self, out: Tensor, result: Result) -> None:
         role = result.role
         self.completions += result.attends
         if result.refused is not None:
@@ -439,6 +433,10 @@ class Follower(TorchDispatchMode):
         if NOISE in roles and name == "mul":
             roles = [self._before_dropout(x) for x in tensors]
         numbers = [x for x in args if isinstance(x, (int, float)) and not isinstance(x, bool)]
+        one_key = attend_one_key(self.table, tensors, roles, out, self.scope()) if name == "mul" else None
+        if one_key is not None:
+            self._note_result(out, one_key)
+            return
         role = combined_role(name, out, tensors, roles, bool(numbers))
         place = combined_place(self.table, out, tensors, entries, self.scope())
         self.table.assign(out, place.axes, role, place.fixed)
