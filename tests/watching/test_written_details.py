@@ -153,3 +153,33 @@ def test_gates_of_one_token_are_not_attention() -> None:
 
     with pytest.raises(WatchError, match="no attention call was observed"), watch(gate := Gate()):
         gate(torch.randn(2, 1, 7))
+
+
+def test_several_models_by_vmap_run_unrecorded() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.after = Layer(by_name), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(self.layer(x))
+
+    model, x = Model(), tokens()
+    stacked = torch.func.stack_module_state([model, Model()])[0]
+    run = torch.func.vmap(lambda values: torch.func.functional_call(model, values, (x,)))
+    plain = run(stacked)
+    with pytest.raises(WatchError, match="no attention call was observed"), watch(model):
+        assert torch.equal(run(stacked), plain)
+
+
+def test_gradients_of_parameters_by_torch_func_are_recorded() -> None:
+    model, x = Layer(by_name), tokens()
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, values, (x,)).square().sum()
+
+    with watch(model) as recording:
+        torch.func.grad(loss)(dict(model.named_parameters()))
+    with watch(model) as plain:
+        model(x)
+    assert torch.equal(recording["entropy"].mean, plain["entropy"].mean)

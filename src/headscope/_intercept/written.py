@@ -22,6 +22,7 @@ from headscope._dataflow import (
     Source,
     Tokens,
     WrittenAttention,
+    are_of_several_models,
     joined_heads,
     same_tokens,
 )
@@ -65,7 +66,11 @@ def is_to_be_followed(frame: Frame) -> bool:
 
 @contextmanager
 def followed(frame: Frame) -> Generator[None]:
-    """Return a context in which the operations of a module are followed."""
+    """Return a context in which the operations of a module are followed, unless it stands for several models."""
+    parameters = list(frame.module.parameters())
+    if are_of_several_models(parameters):
+        yield
+        return
     thread = frames.thread
     all_pending: dict[int, PendingAttention] = {}
 
@@ -91,7 +96,7 @@ def followed(frame: Frame) -> Generator[None]:
             pending.joint = joint
 
     follower = Follower(
-        list(frame.module.parameters()), lambda: tuple(thread.stack), lambda: thread.stack[-1].quiet, report,
+        parameters, lambda: tuple(thread.stack), lambda: thread.stack[-1].quiet, report,
         lambda scope, product: _refuse_product(scope[-1], product), join,
     )  # fmt: skip
     thread.follower = follower
