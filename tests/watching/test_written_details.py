@@ -183,3 +183,28 @@ def test_gradients_of_parameters_by_torch_func_are_recorded() -> None:
     with watch(model) as plain:
         model(x)
     assert torch.equal(recording["entropy"].mean, plain["entropy"].mean)
+
+
+ORDER = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("move", "kind"),
+    [
+        (lambda p, v: (p[..., ORDER], v[:, :, ORDER]), "cross"),
+        (lambda p, v: (p.roll(1, -1), v.roll(1, 2)), "cross"),
+        (lambda p, v: (p.flip(-1).flip(-1), v.flip(2).flip(2)), "self"),
+        (lambda p, v: (p.flip(1), v.flip(1)), "self"),  # heads
+    ],
+)
+def test_weights_and_values_in_another_order_have_no_positions(
+    move: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], kind: str
+) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p, v = move(scores_of(q, k).softmax(-1), v)
+        return p @ v
+
+    with torch.no_grad(), watch(model := Layer(attend)) as recording:
+        model(tokens())
+    assert recording.about.kinds == {"Layer": kind}
+    assert ("self" in recording.names) == (kind == "self")

@@ -22,13 +22,15 @@ REFUSAL = Refusal()
 
 
 def complete(
-    role: Weights, p: Tensor, p_axes: Sequence[Axis], v: Tensor, out: Tensor, is_left: bool, scope: tuple[Any, ...],
+    role: Weights, p: Tensor, p_axes: Sequence[Axis], v: Tensor, value_keys: Axis, out: Tensor, is_left: bool,
+    scope: tuple[Any, ...],
 ) -> WrittenAttention | Refusal | None:  # fmt: skip
     """Return the attention that a product completes; None if it is something else.
 
     Args:
         role, p, p_axes: the weights and their axes.
         v, out: the values, and the product.
+        value_keys: the axis of the values that is summed over.
         is_left: whether the weights are the left operand.
         scope: where it is computed.
     """
@@ -87,7 +89,7 @@ def complete(
         needed_scope=enclosing([within, *product.scopes, *(each.scope for each in sources(roles.heads) if each.scope)]),
         heads=roles.heads,
         is_whole=is_whole,
-        is_in_order=are_in_order(roles.queries, roles.keys, query_tokens == key_tokens),
+        is_in_order=are_in_order(roles.queries, roles.keys, value_keys, query_tokens == key_tokens),
         beside=count_beside(key_tokens) if query_tokens != key_tokens else 0,
     )
 

@@ -63,7 +63,8 @@ def multiply(table: Table, left: Tensor, right: Tensor, out: Tensor, scope: tupl
         if isinstance(role, Weights):
             own_outer = outer and [_merged(place.axes[0], other.axes[0])]  # the heads of the weights, not of the values
             own = Place([*own_outer, *place.axes[-2:]], place.fixed)
-            return _completed(role, p, own, v, out, is_left, scope, values)
+            value_keys = other.axes[-2 if is_left else -1]
+            return _completed(role, p, own, v, value_keys, out, is_left, scope, values)
         if isinstance(role, Lost):
             return Result(values, refused=role.product if _may_attend(role.product, p, is_left) else None)
     factors = Factors(left.detach(), right.detach().mT, outer)
@@ -171,21 +172,21 @@ def attend_one_key(
             each.movedim(wide[0], -1).reshape(-1, 1, each.shape[wide[0]]) for each in (p, v, out)
         )
         own, whole = Place([outer, (), ()], weights.fixed), Place(axes, weights.fixed | values.fixed)
-        done = _completed(role, p, own, values_of_key, result, True, scope, whole)
+        done = _completed(role, p, own, values_of_key, (), result, True, scope, whole)
         if done.attends:
             return done
     return None
 
 
 def _completed(
-    role: Weights, p: Tensor, place: Place, v: Tensor, out: Tensor, is_left: bool, scope: tuple[Any, ...],
-    result: Place,
+    role: Weights, p: Tensor, place: Place, v: Tensor, value_keys: Axis, out: Tensor, is_left: bool,
+    scope: tuple[Any, ...], result: Place,
 ) -> Result:  # fmt: skip
     """Return what a product of weights with values computes."""
     softmax = role.softmax
     if role.use.is_done:
         return Result(result, attends=True)
-    completion = complete(role, p, place.axes, v, out, is_left, scope)
+    completion = complete(role, p, place.axes, v, value_keys, out, is_left, scope)
     if isinstance(completion, Refusal):
         return Result(result, refused=role.product)
     if completion is None:
