@@ -195,6 +195,8 @@ def same_tokens(queries: Tokens, keys: Tokens) -> bool:
     if len(apart) != 1 or len(others) != 1:
         return False
     (a,), (b,) = apart, others
+    if not isinstance(a, Piece) and isinstance(b, Piece):  # one query
+        return a == (b.source, b.start + b.step * (b.size - 1))
     if not isinstance(a, Piece) or not isinstance(b, Piece) or a.source is not b.source or a.step != b.step:
         return False
     return a.start > b.start and a.start + a.step * a.size == b.start + b.step * b.size
