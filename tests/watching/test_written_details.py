@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from headscope import watch
 from headscope.watching import WatchError
@@ -208,3 +210,18 @@ def test_weights_and_values_in_another_order_have_no_positions(
         model(tokens())
     assert recording.about.kinds == {"Layer": kind}
     assert ("self" in recording.names) == (kind == "self")
+
+
+@pytest.mark.parametrize("count", [TOKENS, HEADS * WIDTH])
+def test_as_many_tokens_as_features_are_no_second_attention(count: int) -> None:
+    class ByLinear(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.q(x), self.k(x), self.v(x)
+            parts = [slice(at, at + WIDTH) for at in range(0, HEADS * WIDTH, WIDTH)]
+            outputs = [F.linear(F.linear(q[:, at], k[:, at]).softmax(-1), v[:, at].T) for at in parts]
+            return self.q(torch.cat(outputs, -1))
+
+    model = ByLinear(by_name)
+    with warnings.catch_warnings(action="error"), torch.no_grad(), watch(model) as recording:
+        model(tokens(count)[0])
+    assert recording["entropy"].count.tolist() == [[count] * HEADS]

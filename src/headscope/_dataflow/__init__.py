@@ -5,7 +5,7 @@ from headscope._dataflow.axes import Axis, Piece, Source
 from headscope._dataflow.completion import same_tokens
 from headscope._dataflow.follow import Follower
 from headscope._dataflow.roles import Product, Tokens
-from headscope._dataflow.table import are_of_several_models
+from headscope._dataflow.table import are_of_several_models, is_followed
 
 __all__ = [
     "Axis",
@@ -16,6 +16,7 @@ __all__ = [
     "Tokens",
     "WrittenAttention",
     "are_of_several_models",
+    "is_followed",
     "joined_heads",
     "same_tokens",
 ]

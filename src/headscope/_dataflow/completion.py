@@ -11,7 +11,7 @@ from torch import Tensor
 from headscope._dataflow.attention import Roles, WrittenAttention, arrange, assign_roles, sizes
 from headscope._dataflow.axes import Axis, Piece, is_of_tokens, size_of, sources
 from headscope._dataflow.order import are_in_order, count_beside
-from headscope._dataflow.roles import Product, Tokens, Weights
+from headscope._dataflow.roles import Product, Softmax, Tokens, Weights
 
 
 class Refusal:
@@ -36,7 +36,7 @@ def complete(
     """
     product = role.product
     contracted, rows = p_axes[-1 if is_left else -2], p_axes[-2 if is_left else -1]
-    softmax = None if role.changed or role.softmax is None or role.softmax.scores is None else role.softmax
+    softmax = _unchanged_softmax(role)
     axes, key_axis = (p_axes, p.ndim - (1 if is_left else 2)) if softmax is None else (softmax.axes, softmax.axis)
     keys = axes[key_axis]
     rows_are_keys = _rows_are_keys(role, keys, contracted, p)
@@ -50,8 +50,7 @@ def complete(
     roles = assign_roles(axes, key_axis, queries, product.is_folded, product.outside)
     if roles is None:
         return REFUSAL
-    inner = {*roles.queries, *roles.heads}
-    if not set(roles.queries) <= set(rows) or not (set(rows) <= inner or (p.ndim == 2 and not roles.outer)):
+    if not _are_rows(rows, roles, p.ndim):
         return None  # values that depend on the query, or that all sequences share
     groups = (roles.batch, roles.heads, roles.queries, roles.keys)
     scores = _log_weights(role, p, p_axes, groups, key_axis) if softmax is None else softmax.scores
@@ -64,8 +63,7 @@ def complete(
     is_whole = p.numel() == logits.numel()
     if not is_whole and (softmax is None or not _is_part(role, p, roles)):
         return REFUSAL
-    own_heads = [piece for axis in p_axes[:-2] for piece in axis if piece.source in sources(roles.heads)]
-    shared = (roles.batch, roles.heads if is_whole else own_heads)
+    shared = (roles.batch, roles.heads if is_whole else _own_heads(p_axes, roles))
     if not is_left:
         v, out = v.transpose(-2, -1), out.transpose(-2, -1)
     query_tokens, key_tokens = _tokens(product, rows_are_keys)
@@ -80,7 +78,7 @@ def complete(
         out=None if role.dropped else _output(out, p_axes, is_left, shared, roles.queries),
         has_logits=has_logits,
         from_weights=softmax is None,
-        before=_before(role, groups, logits.shape) if softmax is None else None,
+        before=_before(role, groups, logits.shape),
         has_maximum=bool(product.reduced & {"amax", "max"}),
         from_exponentials=role.over is None,
         query_tokens=query_tokens,
@@ -131,10 +129,26 @@ def _log_weights(
 def _before(role: Weights, groups: Sequence[Sequence[Piece]], shape: torch.Size) -> Tensor | None:
     """Return the input of the softmax that weights were before they were changed, in the order of the weights."""
     softmax = role.softmax
-    if softmax is None or softmax.scores is None:
+    if not role.changed or softmax is None or softmax.scores is None:
         return None
     scores = arrange(softmax.scores.detach(), softmax.axes, groups)
     return scores if scores is not None and scores.shape == shape else None
+
+
+def _are_rows(rows: Axis, roles: Roles, ndim: int) -> bool:
+    """Return whether the rows of weights of 2 or 3 axes are queries, perhaps of several heads."""
+    inner = {*roles.queries, *roles.heads}
+    return set(roles.queries) <= set(rows) and (set(rows) <= inner or (ndim == 2 and not roles.outer))
+
+
+def _unchanged_softmax(role: Weights) -> Softmax | None:
+    """Return the softmax of which weights are the result, while its input is known."""
+    softmax = role.softmax
+    return None if role.changed or softmax is None or softmax.scores is None else softmax
+
+
+def _own_heads(axes: Sequence[Axis], roles: Roles) -> list[Piece]:
+    return [piece for axis in axes[:-2] for piece in axis if piece.source in sources(roles.heads)]
 
 
 def _is_part(role: Weights, p: Tensor, roles: Roles) -> bool:

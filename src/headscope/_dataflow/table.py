@@ -11,7 +11,19 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from headscope._dataflow.axes import Axis, Fixed, Layout, Piece, Place, Source, fresh_axes, layout_of, resolve
+from headscope._dataflow.axes import (
+    Axis,
+    Fixed,
+    Layout,
+    Piece,
+    Place,
+    Source,
+    fresh_axes,
+    is_of,
+    is_of_tokens,
+    layout_of,
+    resolve,
+)
 from headscope._dataflow.roles import PARAMETER, Role, Weights
 
 SWEEP = 256  # entries between two searches for storages that are gone
@@ -75,6 +87,14 @@ class Table:
         """Return the role of a tensor's numbers."""
         entry = self.find(x)
         return None if entry is None else entry.role
+
+    def is_projection(self, x: Tensor, scope: tuple[Any, ...]) -> bool:
+        """Return whether the last axis of a tensor has the features of a projection, and is not one of tokens."""
+        entry = self.find(x)
+        if entry is None or entry.role is not None or x.ndim == 0:
+            return False
+        last = self.place_in(entry, x, scope).axes[-1]
+        return is_of(last, "feature") and not is_of_tokens(last)
 
     def place(self, x: Tensor, scope: tuple[Any, ...]) -> Place:
         """Return where a tensor's numbers come from; one that comes from outside gets new axes."""
