@@ -196,7 +196,7 @@ def _contracts(weights: Weights, a: Any, b: Any, axis_a: int, axis_b: int) -> bo
 
 def _over_keys(weights: Weights, p: Tensor, axis: int, values: Tensor, axis_of_values: int) -> bool:
     """Return whether p holds the softmax's weights, or one head's, transposed or not, contracted over its keys."""
-    if isinstance(values, nn.Parameter) or isinstance(values._base, nn.Parameter):
+    if any(isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) for x in (p, values)):
         return False
     size, queries, keys = weights
     axis = axis - p.ndim if axis >= 0 else axis
