@@ -12,7 +12,7 @@ from headscope.tracing._invariants import Check, close, rounding
 from headscope.tracing._written.arrangement import walk
 from headscope.tracing._written.axes import is_same
 from headscope.tracing._written.origins import Field, Origins, Projection
-from headscope.tracing._written.scores import uniform_factor
+from headscope.tracing._written.scores import SCALES, uniform_factor
 from headscope.tracing._written.tape import At, Event, Tape
 
 ADDITIONS = ("add", "sub")
@@ -85,7 +85,7 @@ def read_side(origins: Origins, name: str, operand: Tensor) -> Side:
             continue
         factor = None
         x, y = tape.values(before), tape.values(after)
-        if all(event.name in ("mul", "div") for event in events):
+        if all(event.name in SCALES for event in events):
             factor = uniform_factor(x, y, events[-1])
         if not changes and bias is None and _is_bias(tape, events, projections):
             bias, projected = events[-1], after

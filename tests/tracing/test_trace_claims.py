@@ -1,0 +1,110 @@
+"""trace: a row says only what is known, on code that an attention of the textbook does not have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headscope import trace
+from headscope.tracing import Trace
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+SCALE = 8**-0.5
+
+
+class Written(nn.Module):
+    """Attention of 3 heads of 8 numbers, with a function for what lies between the projections."""
+
+    def __init__(self, attend: Attend | None = None) -> None:
+        super().__init__()
+        self.attend = attend
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(24, 24) for _ in range(4))
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        return [f(x).unflatten(-1, (3, 8)).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.attend is not None
+        return self.to_out(self.attend(*self.heads(x)).transpose(1, 2).flatten(2))
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT * SCALE
+
+
+def run(module: nn.Module | Attend) -> tuple[Trace, Tensor]:
+    """Return the trace in float64, and the scaled scores, [2, 3, 7, 7]."""
+    torch.manual_seed(11)
+    module = (module if isinstance(module, nn.Module) else Written(module)).double()
+    x = torch.randn(2, 7, 24, dtype=torch.float64)
+    with torch.no_grad():
+        q, k, _ = Written.heads(module, x)  # pyright: ignore[reportArgumentType]
+    return trace(module, x), scores_of(q, k)
+
+
+def corner_of(x: Tensor) -> list[list[float]]:
+    return x[0, 0, :4, :4].tolist()
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda s: torch.where(s < 0.0, -math.inf, s),
+        lambda s: torch.zeros_like(s).masked_fill(s < 0.0, -math.inf) + s,
+        lambda s: s - 1e30 * (s < 0.0).double(),
+    ],
+    ids=["where", "sum", "product"],
+)
+def test_a_mask_from_the_scores_is_not_inverted(hide: Callable[[Tensor], Tensor]) -> None:
+    steps, s = run(lambda q, k, v: hide(scores_of(q, k)).softmax(-1) @ v)
+    visible = int((s >= 0).sum())
+    assert not steps.missing
+    assert f"hidden: {visible} of 294 pairs are visible" in (steps.row("mask").note or "")
+    assert steps.held
+
+
+@pytest.mark.parametrize("fill", [lambda s: 0.1 * s, torch.zeros_like], ids=["leaky", "relu"])
+def test_scores_that_a_function_of_them_replaces_are_no_mask(fill: Callable[[Tensor], Tensor]) -> None:
+    steps, _ = run(lambda q, k, v: torch.where((s := scores_of(q, k)) < 0.0, fill(s), s).softmax(-1) @ v)
+    assert [name.split(" at ")[0] for name in steps.missing] == ["where"]
+    assert [row.step for row in steps.rows if row.step.startswith(("mask", "scale"))] == ["scale"]
+
+
+def test_scores_that_are_taken_from_a_number_change_their_sign() -> None:
+    steps, s = run(lambda q, k, v: (3.0 - scores_of(q, k)).softmax(-1) @ v)
+    row = steps.row("bias")
+    assert row.equation == "s[i, j] ← 3 − s[i, j]"
+    assert row.corner == corner_of(3 - s)
+    assert "the scale is -0.3536" in (steps.row("scale").note or "")
+
+
+def test_distances_are_scores_taken_from_the_squares() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        squares = q.pow(2).sum(-1, keepdim=True) + k.pow(2).sum(-1)[..., None, :]
+        return (-(squares - 2 * (q @ k.mT)) * SCALE).softmax(-1) @ v
+
+    steps, _ = run(attend)
+    assert steps.row("bias").equation == "s[i, j] ← bias[i, j] − s[i, j]"
+    assert [row.equation for row in steps.rows if row.step.startswith("scale")][1:] == [
+        "s[i, j] ← −s[i, j]",
+        "s[i, j] ← s[i, j] · 1/√D = 0.3536",
+    ]
+    assert not steps.missing
+
+
+def test_a_change_of_sign_is_a_step() -> None:
+    steps, s = run(lambda q, k, v: (-(q @ k.mT) * SCALE).softmax(-1) @ v)
+    signs, scale = steps.row("scale"), steps.row("scale 2")
+    assert signs.equation == "s[i, j] ← −s[i, j]"
+    assert torch.allclose(torch.tensor(scale.corner), torch.tensor(corner_of(-s)))
+    assert not steps.missing
+
+
+def test_a_sum_of_scores_and_a_function_of_them_is_no_bias() -> None:
+    steps, _ = run(lambda q, k, v: ((s := scores_of(q, k)) + s.tanh()).softmax(-1) @ v)
+    assert [name.split(" at ")[0] for name in steps.missing] == ["add"]
+    assert "bias" not in [row.step for row in steps.rows]
