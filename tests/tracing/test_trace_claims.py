@@ -108,3 +108,41 @@ def test_a_sum_of_scores_and_a_function_of_them_is_no_bias() -> None:
     steps, _ = run(lambda q, k, v: ((s := scores_of(q, k)) + s.tanh()).softmax(-1) @ v)
     assert [name.split(" at ")[0] for name in steps.missing] == ["add"]
     assert "bias" not in [row.step for row in steps.rows]
+
+
+class TwoValues(Written):
+    """One product of queries and keys, whose weights mix two projections of values."""
+
+    def __init__(self, *, reverse: bool) -> None:
+        super().__init__()
+        self.to_u = nn.Linear(24, 24)
+        self.reverse = reverse
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        u = self.to_u(x).unflatten(-1, (3, 8)).transpose(1, 2)
+        p = scores_of(q, k).softmax(-1)
+        first, second = [p @ values for values in (v, u)]
+        out = second.tanh() + first if self.reverse else first + second.tanh()
+        return self.to_out(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_two_values_of_one_weight_are_no_further_heads(reverse: bool) -> None:
+    steps, _ = run(TwoValues(reverse=reverse))
+    assert steps.held
+    assert "layer" not in steps.title
+    assert steps.row("scores").axes == {"B": 2, "H": 3, "Q": 7, "K": 7}
+    assert steps.row("scores").note is None
+    assert steps.row("concatenation").equation == "o = concat(o₁, …, o₃)"
+    assert list(steps.missing) == ["head outputs 2"]
+
+
+@pytest.mark.parametrize(("rest", "held"), [(0.1 / 7, True), (0.2 / 7, False)])
+def test_weights_that_are_smoothed_are_judged_at_the_end(rest: float, held: bool) -> None:
+    steps, s = run(lambda q, k, v: (0.9 * scores_of(q, k).softmax(-1) + rest) @ v)
+    row = steps.row("scale after the softmax")
+    assert row.corner == corner_of(0.9 * s.softmax(-1))
+    assert row.held is steps.held is held
+    assert "check:" not in (row.note or "")
+    assert "1.1" not in row.invariant if held else row.invariant.endswith("the sums are 1.1 to 1.1")

@@ -9,6 +9,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from headscope.tracing._written.operations import keeps_places
 from headscope.tracing._written.origins import NONE, Field, Mixing, Origins, span_of
 from headscope.tracing._written.tape import Event
 
@@ -73,10 +74,47 @@ def root_ids(origins: Origins, ids: Tensor) -> Tensor:
         ids = torch.where(more, parents, ids)
 
 
-def group_mixings(origins: Origins) -> list[list[Mixing]]:
+def find_twins(origins: Origins) -> dict[int, Mixing]:
+    """Return products whose weights an earlier product has, too, by the number of their event, with that product.
+
+    Their results are combined place by place, as in p v + tanh(p u): they are not further heads.
+    """
+    twins: dict[int, Mixing] = {}
+    for at, later in enumerate(origins.mixings):
+        for first in origins.mixings[:at]:
+            if first.event.index in twins or first.p.shape != later.p.shape:
+                continue
+            same = torch.equal(root_ids(origins, first.p), root_ids(origins, later.p))
+            if same and _are_combined(origins, first, later):
+                twins[later.event.index] = first
+                break
+    return twins
+
+
+def _are_combined(origins: Origins, first: Mixing, later: Mixing) -> bool:
+    """Return whether an operation takes the results of both, place by place."""
+    for event in origins.tape.events[later.event.index + 1 :]:
+        if event.is_move or len(event.inputs) < 2 or not keeps_places(event.name):
+            continue
+        mixed = [set(origins.of(Field.MIXED_BY, ids).unique().tolist()) for ids in event.inputs]
+        if {first.event.index} in mixed and {later.event.index} in mixed:
+            return True
+    return False
+
+
+def place_twin(table: Tensor, first: Mixing, later: Mixing) -> None:
+    """Note where the results of a product belong that has the weights of an earlier one."""
+    for coordinate in (Coordinate.BATCH, Coordinate.HEAD, Coordinate.TIME):
+        table[coordinate, later.out] = table[coordinate, first.out][..., :1].expand(later.out.shape)
+    table[Coordinate.WIDTH, later.out] = torch.arange(later.out.shape[-1]).expand(later.out.shape)
+
+
+def group_mixings(origins: Origins, twins: Mapping[int, Mixing]) -> list[list[Mixing]]:
     """Return the products with values, those of one attention together: a loop over heads has several."""
     groups: list[list[Mixing]] = []
     for mixing in origins.mixings:
+        if mixing.event.index in twins:
+            continue
         for group in groups:
             if _belongs(origins, group, mixing):
                 group.append(mixing)

@@ -366,11 +366,18 @@ class AttentionRows:
 
     def _scale_after(self, step: Step, note: str | None) -> None:
         factor = step.factor or 1.0
-        sums = step.after.sum(-1)
-        check = Check(
-            "each row still sums to 1 over the keys", f"the sums are {float(sums.nan_to_num(0).max()):.4g}", False
-        )
-        text = unusual(f"the weights are multiplied by {factor:.4g} after the softmax", "scaled-after-softmax")
+        sums, final = step.after.sum(-1), self.tape.values(self.attention.p).sum(-1)
+        text = f"the weights are multiplied by {factor:.4g} after the softmax"
+        if bool(((final - 1).abs() <= 1e-4)[sums != 0].all()):
+            check = Check("the weights that the values are multiplied by sum to 1 in each row again", None, True)
+        elif any(each.kind == "other" for each in self.steps[self.steps.index(step) :]):
+            outcome = f"the sums are {float(final.min()):.4g} to {float(final.max()):.4g}"
+            claim = "the weights that the values are multiplied by sum to 1 in each row"
+            check = Check(claim, outcome, False)
+        else:
+            outcome = f"the sums are {float(sums.nan_to_num(0).max()):.4g}"
+            check = Check("each row still sums to 1 over the keys", outcome, False)
+            text = unusual(text, "scaled-after-softmax")
         self._add("scale after the softmax", step, f"p[i, j] ← p[i, j] · {factor:.4g}", check, [note, text])
 
     def _outputs(self) -> None:

@@ -28,7 +28,7 @@ class Joined:
 
 def find_joined(writer: Writer) -> Joined | None:
     """Return where the outputs of the heads are joined: as rows of a projection, or as the module's own result."""
-    own = {mixing.event.index for mixing in writer.attention.mixings}
+    own = writer.own
     last = max(own)
     later = _operands_of_others(writer, last)
     for index, projection in sorted(writer.origins.projections.items()):
@@ -63,7 +63,7 @@ def add_ending(writer: Writer, returned: Tensor | None) -> None:
 
 def _add_sum_of_heads(writer: Writer) -> bool:
     """Add the sum of the outputs of the heads, if the code sums them over heads; return whether it does."""
-    own = {mixing.event.index for mixing in writer.attention.mixings}
+    own = writer.own
     table = writer.coordinates
     for event in writer.origins.tape.events[max(own) + 1 :]:
         if event.name not in ("sum", "mean") or not event.inputs:
@@ -100,9 +100,9 @@ def _letters(writer: Writer) -> dict[Coordinate, str]:
 
 def _add_without_projection(writer: Writer, returned: Tensor | None) -> None:
     """Add the concatenation that the module returns itself."""
-    own = {mixing.event.index for mixing in writer.attention.mixings}
+    own = writer.own
     mixed = set() if returned is None else set(writer.origins.of(Field.MIXED_BY, returned).unique().tolist())
-    if returned is None or mixed != own or returned.numel() != writer.attention.out.numel():
+    if returned is None or not mixed or not mixed <= own or returned.numel() != writer.attention.out.numel():
         writer.missing["concatenation"] = "the outputs of the heads are not joined before a projection"
         writer.missing["output"] = "no projection takes the outputs of the heads"
         return

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from headscope.tracing._invariants import Check
 from headscope.tracing._row import CORNER, Row
-from headscope.tracing._written.arrangement import Arrangement, Coordinate, coordinates_of
+from headscope.tracing._written.arrangement import Arrangement, Coordinate, coordinates_of, place_twin
 from headscope.tracing._written.axes import is_same, name_axes, unique
 from headscope.tracing._written.explanations import explain_step
 from headscope.tracing._written.lines import Line
-from headscope.tracing._written.origins import Origins
+from headscope.tracing._written.origins import Mixing, Origins
 from headscope.tracing._written.tape import Event
 
 NO_STEP = "not a step of its own in this code"
@@ -37,6 +37,7 @@ class Writer:
     Attributes:
         origins: what the numbers of the tape are.
         attention: the attention, arranged by heads.
+        twins: further products of its weights, each after the product that is shown.
         rows: those so far.
         missing: steps that were not found, each with the reason.
         unusual: the names of the findings that rows mention.
@@ -44,12 +45,22 @@ class Writer:
 
     origins: Origins
     attention: Arrangement
+    twins: tuple[tuple[Mixing, Mixing], ...] = ()
     rows: list[Row] = field(default_factory=list[Row])
     missing: dict[str, str] = field(default_factory=dict[str, str])
     lines: list[Line] = field(default_factory=list[Line])
 
     def __post_init__(self) -> None:
         self.coordinates = coordinates_of(self.origins, self.attention)
+        for first, later in self.twins:
+            place_twin(self.coordinates, first, later)
+            place = "" if later.event.line is None else f" at {later.event.line.place}"
+            self.missing["head outputs 2"] = f"a further product of the weights{place} is combined with the first"
+
+    @property
+    def own(self) -> set[int]:
+        """The numbers of the events of its products with values."""
+        return {m.event.index for m in (*self.attention.mixings, *(later for _, later in self.twins))}
 
     @property
     def value_letter(self) -> str:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from headscope.module import MultiHeadAttention
 from headscope.tracing._trace import Trace
-from headscope.tracing._written.arrangement import Arrangement, arrange, group_mixings
+from headscope.tracing._written.arrangement import Arrangement, arrange, find_twins, group_mixings
 from headscope.tracing._written.attention import AttentionRows
 from headscope.tracing._written.ending import add_ending
 from headscope.tracing._written.lines import FOREIGN, LIBRARIES, Line
-from headscope.tracing._written.origins import Origins
+from headscope.tracing._written.origins import Mixing, Origins
 from headscope.tracing._written.projections import add_changes, add_inputs, add_projections, add_splits
 from headscope.tracing._written.rows import Writer
 from headscope.tracing._written.sides import read_side
@@ -52,7 +52,8 @@ def trace_module(
         raise ValueError(f"module: the parameters of {name} are on the meta device, which has no values")
     recorded = _record(module, x, context, call)
     origins = Origins(recorded.tape)
-    groups = group_mixings(origins)
+    twins = find_twins(origins)
+    groups = group_mixings(origins, twins)
     if not groups:
         raise ValueError(f"module: no attention was found in {name}: {_describe_absence(module)}")
     if not 0 <= layer < len(groups):
@@ -70,7 +71,7 @@ def trace_module(
             f"module: the weights of {name} come from several products, or from features instead of positions, and "
             "cannot be arranged by heads; trace the part of the module that computes one attention"
         )
-    writer = _write(origins, attention, recorded.labels, returned)
+    writer = _write(Writer(origins, attention, _own_twins(origins, attention, twins)), recorded.labels, returned)
     described: dict[str, Any] = {"class": name, "attentions": len(groups)}
     batch, heads, queries, keys = attention.p.shape
     described |= {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "head_dim": attention.q.shape[-1]}
@@ -78,9 +79,15 @@ def trace_module(
     return Trace(title, writer.rows, result, described, "", writer.missing, _program(writer.lines, module))
 
 
-def _write(origins: Origins, attention: Arrangement, labels: dict[int, str], returned: Tensor | None) -> Writer:
-    """Return the writer with the rows of one attention."""
-    writer = Writer(origins, attention)
+def _own_twins(origins: Origins, attention: Arrangement, twins: dict[int, Mixing]) -> tuple[tuple[Mixing, Mixing], ...]:
+    """Return the further products of the weights of an attention, each after the product that is shown."""
+    later = {mixing.event.index: mixing for mixing in origins.mixings}
+    return tuple((first, later[index]) for index, first in twins.items() if first in attention.mixings)
+
+
+def _write(writer: Writer, labels: dict[int, str], returned: Tensor | None) -> Writer:
+    """Return the writer with the rows of its attention."""
+    origins, attention = writer.origins, writer.attention
     sides = [
         read_side(origins, name, ids) for name, ids in (("q", attention.q), ("k", attention.k), ("v", attention.v))
     ]
