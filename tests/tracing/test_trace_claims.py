@@ -146,3 +146,77 @@ def test_weights_that_are_smoothed_are_judged_at_the_end(rest: float, held: bool
     assert row.held is steps.held is held
     assert "check:" not in (row.note or "")
     assert "1.1" not in row.invariant if held else row.invariant.endswith("the sums are 1.1 to 1.1")
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (3, 3, 1), (7,)], ids=str)
+def test_chunks_of_queries_are_one_attention(sizes: tuple[int, ...]) -> None:
+    steps, s = run(
+        lambda q, k, v: torch.cat([scores_of(part, k).softmax(-1) @ v for part in q.split(list(sizes), 2)], 2)
+    )
+    weights = steps.row("weights")
+    assert steps.held
+    assert weights.axes == {"B": 2, "H": 3, "Q": 7, "K": 7}
+    assert torch.allclose(torch.tensor(weights.corner).double(), torch.tensor(corner_of(s.softmax(-1))).double())
+    assert not steps.missing
+    assert "layer" not in steps.title
+    if len(sizes) > 1:
+        assert steps.row("head outputs").note == "the code computes parts of the queries one by one"
+
+
+def test_equal_chunks_of_queries_are_no_batch_entries() -> None:
+    steps, _ = run(lambda q, k, v: torch.cat([scores_of(part, k).softmax(-1) @ v for part in q.split(1, 2)], 2))
+    assert steps.row("weights").axes == {"B": 2, "H": 3, "Q": 7, "K": 7}
+    assert steps.row("head outputs").note == "the code computes the queries one by one"
+
+
+def test_chunks_with_keys_of_their_own_are_shown_one_by_one() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [(0, 4), (4, 7)]
+        rows = [scores_of(q[:, :, i:j], k[:, :, :j]).softmax(-1) @ v[:, :, :j] for i, j in parts]
+        return torch.cat(rows, 2)
+
+    steps, _ = run(attend)
+    assert steps.missing["concatenation"] == "joined with results of other products, which are not shown"
+    assert steps.missing["output"] == "it takes such results, too"
+
+
+class Latents(Written):
+    """Learned queries, whose keys are the tokens and the queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(5, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.latents.expand(len(x), -1, -1)
+        both = torch.cat([x, own], 1)
+        parts = ((self.to_q, own), (self.to_k, both), (self.to_v, both))
+        q, k, v = [f(each).unflatten(-1, (3, 8)).transpose(1, 2) for f, each in parts]
+        return self.to_out((scores_of(q, k).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_learned_queries_are_no_argument_of_the_call() -> None:
+    module = Latents()
+    steps, _ = run(module)
+    assert steps.row("input").code == "input  # a parameter or another tensor of the module"
+    assert steps.row("input").corner == module.latents[:4, :4].tolist()
+    assert steps.row("context").axes == {"B": 2, "K": 12, "E": 24}
+    assert "torch.cat([x, own], 1)" in steps.row("context").code
+    assert steps.row("queries").equation == "q = x W_qᵀ + b_q"
+    assert "change queries" not in [row.step for row in steps.rows]
+
+
+class Slots(Written):
+    """Slots that attend twice, each time with queries made of the slots before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        slots, k, v = x[:, :5], self.to_k(x), self.to_v(x)
+        for _ in range(2):
+            slots = (self.to_q(slots) @ k.mT * 24**-0.5).softmax(-1) @ v
+        return slots
+
+
+def test_queries_of_the_next_iteration_are_no_output() -> None:
+    steps, _ = run(Slots())
+    assert "output" not in [row.step for row in steps.rows]
+    assert steps.missing["output"] == "the next projection is part of a later attention"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headscope.tracing._written.operations import keeps_places
 from headscope.tracing._written.origins import NONE, Field, Mixing, Origins, span_of
+from headscope.tracing._written.places import batches_of
 from headscope.tracing._written.tape import Event
 
 
@@ -127,12 +128,17 @@ def group_mixings(origins: Origins, twins: Mapping[int, Mixing]) -> list[list[Mi
 def _belongs(origins: Origins, group: Sequence[Mixing], mixing: Mixing) -> bool:
     """Return whether a product is of the same attention as others: of the same line and sizes, and of other rows."""
     first = group[0]
-    if first.event.line != mixing.event.line or first.event.line is None or first.p.shape != mixing.p.shape:
+    if first.event.line != mixing.event.line or first.event.line is None or not _fit(first, mixing):
         return False
     if any(each.event.index in origins.ancestors[mixing.event.index] for each in group):
         return False
     rows = {row for each in group for row in _row_names(origins, each)}
     return rows.isdisjoint(_row_names(origins, mixing))
+
+
+def _fit(first: Mixing, other: Mixing) -> bool:
+    """Return whether two products have as many keys and values, and are as many; chunks may differ in their queries."""
+    return (first.p.shape[0], first.v.shape) == (other.p.shape[0], other.v.shape)
 
 
 def _row_names(origins: Origins, mixing: Mixing) -> set[tuple[int, int, int]]:
@@ -194,7 +200,7 @@ def arrange(origins: Origins, mixings: Sequence[Mixing]) -> Arrangement | None:
     rows: list[_Row] = []
     scored: list[Scored] = []
     for number, mixing in enumerate(mixings):
-        if (operands := operands_of(origins, mixing)) is None or mixing.p.shape != mixings[0].p.shape:
+        if (operands := operands_of(origins, mixing)) is None or not _fit(mixings[0], mixing):
             return None
         scored.append(operands)
         query, key, feature, value = _names(origins, mixing)
@@ -204,7 +210,7 @@ def arrange(origins: Origins, mixings: Sequence[Mixing]) -> Arrangement | None:
         for n in range(query.shape[0]):
             names = zip(query[n].tolist(), first_key[n].tolist(), feature[n].tolist(), value[n].tolist(), strict=True)
             rows += [_Row(number, n, i, q, k, (f, v, 0)) for i, (q, k, f, v) in enumerate(names)]
-    grid = _grid(rows)
+    grid = _grid(rows, _batches_of_chunks(origins, rows) if len(mixings) > 1 else None)
     return None if grid is None else _collect(origins, mixings, scored, rows, grid)
 
 
@@ -229,13 +235,22 @@ def _is_past(origins: Origins, ids: Tensor) -> bool:
     )
 
 
-def _grid(rows: Sequence[_Row]) -> list[list[list[int]]] | None:
+def _batches_of_chunks(origins: Origins, rows: Sequence[_Row]) -> list[int] | None:
+    """Return the batch entry of each row of a loop over chunks of queries with the same keys; None for others."""
+    batch = batches_of(origins, torch.tensor([[row.query] for row in rows]))
+    pairs = {(entry, row.key) for entry, row in zip(batch, rows, strict=False)}
+    return batch if len(pairs) == len(set(batch)) > 0 else None
+
+
+def _grid(rows: Sequence[_Row], chunks: list[int] | None) -> list[list[list[int]]] | None:
     """Return the numbers of the rows by batch entry, head and query; None if some are missing or there twice.
 
     Rows that are there twice are heads that share queries and values; they are told apart by their order.
+    ``chunks``: the batch entries of a loop over chunks of queries.
     """
-    for batch in (_batches_by_queries(rows), _batches_by_keys(rows)):
-        if (grid := _fill_grid(rows, batch)) is not None:
+    for batch in (chunks, _batches_by_queries(rows), _batches_by_keys(rows)):
+        grid = None if batch is None else _fill_grid(rows, batch)
+        if grid is not None:
             return grid
     batch = _batches_by_queries(rows)
     return _fill_grid(_number_copies(rows, batch), batch)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headscope.tracing._explanations import subscript
 from headscope.tracing._invariants import Check
-from headscope.tracing._written.arrangement import Coordinate, walk
+from headscope.tracing._written.arrangement import Coordinate, operands_of, walk
 from headscope.tracing._written.axes import is_same, name_axes
 from headscope.tracing._written.origins import Field, Projection
 from headscope.tracing._written.rows import NO_STEP, Result, Writer, unusual
@@ -41,10 +41,12 @@ def find_joined(writer: Writer) -> Joined | None:
 
 
 def _operands_of_others(writer: Writer, last: int) -> set[int]:
-    """Return the projections that made the values of later attentions: theirs are not the output of this one."""
+    """Return the projections that made operands of later attentions: theirs are not the output of this one."""
     origins = writer.origins
-    values = [mixing.v for mixing in origins.mixings if mixing.event.index > last]
-    return {event.index for ids in values for event in origins.tape.makers(walk(origins, ids)[-1])}
+    later = [mixing for mixing in origins.mixings if mixing.event.index > last]
+    scored = [each for mixing in later if (each := operands_of(origins, mixing)) is not None]
+    operands = [*(mixing.v for mixing in later), *(ids for each in scored for ids in (each.q, each.k))]
+    return {event.index for ids in operands for event in origins.tape.makers(walk(origins, ids)[-1])}
 
 
 def add_ending(writer: Writer, returned: Tensor | None) -> None:
@@ -103,12 +105,27 @@ def _add_without_projection(writer: Writer, returned: Tensor | None) -> None:
     own = writer.own
     mixed = set() if returned is None else set(writer.origins.of(Field.MIXED_BY, returned).unique().tolist())
     if returned is None or not mixed or not mixed <= own or returned.numel() != writer.attention.out.numel():
-        writer.missing["concatenation"] = "the outputs of the heads are not joined before a projection"
-        writer.missing["output"] = "no projection takes the outputs of the heads"
+        _describe_absence(writer, own)
         return
     note = unusual("the module returns the heads without an output projection", "no-output-projection")
     _add_concatenation(writer, returned, None, note)
     writer.missing["output"] = "there is no output projection"
+
+
+def _describe_absence(writer: Writer, own: set[int]) -> None:
+    """Note why there is neither a concatenation nor an output, in words that hold whatever the code does instead."""
+    table, last = writer.origins, max(own)
+    for index, projection in writer.origins.projections.items():
+        mixed = set(table.of(Field.MIXED_BY, projection.rows).unique().tolist()) - {-1}
+        if index > last and mixed & own:
+            if mixed - own:
+                reasons = "joined with results of other products, which are not shown", "it takes such results, too"
+            else:
+                reasons = NO_STEP, "the next projection is part of a later attention"
+            writer.missing["concatenation"], writer.missing["output"] = reasons
+            return
+    writer.missing["concatenation"] = "the outputs of the heads are not joined before a projection"
+    writer.missing["output"] = "no projection takes the outputs of the heads"
 
 
 def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note: str | None = None) -> None:

@@ -84,8 +84,9 @@ class Writer:
 
     def describe_loop(self) -> str:
         """Return what the code computes one by one."""
-        names = {Coordinate.BATCH: "the batch entries", Coordinate.HEAD: "the heads", Coordinate.TIME: "the queries"}
         first = self.attention.mixings[0].out
+        queries = "the queries" if first.shape[1] == 1 else "parts of the queries"
+        names = {Coordinate.BATCH: "the batch entries", Coordinate.HEAD: "the heads", Coordinate.TIME: queries}
         sizes = dict(zip(names, self.attention.out.shape, strict=False))
         parts = [
             name
