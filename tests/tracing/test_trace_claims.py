@@ -220,3 +220,22 @@ def test_queries_of_the_next_iteration_are_no_output() -> None:
     steps, _ = run(Slots())
     assert "output" not in [row.step for row in steps.rows]
     assert steps.missing["output"] == "the next projection is part of a later attention"
+
+
+class Local(Written):
+    """Each query sees the 5 keys around it, which ``unfold`` cuts out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        k, v = (nn.functional.pad(each, (0, 0, 2, 2)).unfold(2, 5, 1) for each in (k, v))
+        at = torch.arange(7)[:, None] + torch.arange(-2, 3)
+        s = ((q.unsqueeze(-2) @ k).squeeze(-2) * SCALE).masked_fill((at < 0) | (at > 6), -math.inf)
+        return self.to_out((v @ s.softmax(-1).unsqueeze(-1)).squeeze(-1).transpose(1, 2).flatten(2))
+
+
+def test_local_keys_are_neither_heads_nor_causal() -> None:
+    steps, _ = run(Local())
+    assert steps.row("mask").note == "hidden: 174 of 210 pairs are visible (82.9%)"
+    assert steps.row("weights").axes == {"B": 2, "N": 3, "N′": 7, "K": 5}
+    assert steps.row("concatenation").equation == "o = the outputs of all products, joined"
+    assert "heads, blocks or positions" in (steps.row("scores").note or "")

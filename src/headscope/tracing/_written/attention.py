@@ -165,7 +165,7 @@ class AttentionRows:
         attention = self.attention
         notes: list[str] = []
         if not attention.is_sound:
-            batches = "N counts the products of the code: batch entries, heads or blocks"
+            batches = "N counts the products of the code: batch entries, heads, blocks or positions"
             places = "Q and K count places in the heads of the code, which are not positions"
             return [places] if self.writer.head_letter == "H" else [places, batches]
         if (entry := _entry_of_others(attention)) is not None:

@@ -154,6 +154,8 @@ def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note
     usual = ("B", "Q", f"{writer.head_letter}·{letter}")
     heads = attention.p.shape[1]
     names = ["o₁", "…", f"o{subscript(heads)}"] if heads > 2 else ["o₁", "o₂"][:heads]
+    are_heads = writer.head_letter == "H"
+    equation = f"o = concat({', '.join(names)})" if are_heads else "o = the outputs of all products, joined"
     notes = [note] if note else []
     dropped = _dropped_heads(writer, rows)
     if dropped:
@@ -167,7 +169,7 @@ def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note
         notes += _changes_of(writer, rows)
     result = Result(out, name_axes(writer.coordinates, out, _letters(writer), usual))
     writer.add(
-        5, "concatenation", result, attention.mixings[0].event.values.dtype, equation=f"o = concat({', '.join(names)})",
+        5, "concatenation", result, attention.mixings[0].event.values.dtype, equation=equation,
         events=moves, check=check, notes=notes,
     )  # fmt: skip
 

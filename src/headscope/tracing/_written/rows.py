@@ -15,7 +15,7 @@ from headscope.tracing._written.arrangement import Arrangement, Coordinate, coor
 from headscope.tracing._written.axes import is_same, name_axes, unique
 from headscope.tracing._written.explanations import explain_step
 from headscope.tracing._written.lines import Line
-from headscope.tracing._written.origins import Mixing, Origins
+from headscope.tracing._written.origins import Field, Mixing, Origins
 from headscope.tracing._written.tape import Event
 
 NO_STEP = "not a step of its own in this code"
@@ -70,7 +70,14 @@ class Writer:
     @property
     def head_letter(self) -> str:
         """The letter of heads: N for the products of code whose batch entries and heads could not be told apart."""
-        return "H" if self.attention.is_sound or len(self.attention.p) > 1 else "N"
+        is_known = self.attention.is_sound or (len(self.attention.p) > 1 and not self._shares_parts())
+        return "H" if is_known else "N"
+
+    def _shares_parts(self) -> bool:
+        """Return whether several products of a batch entry have the same part of the values: blocks, or positions."""
+        parts = self.origins.of(Field.FEATURE, self.attention.v[0]).amin(-1)  # [N, K]
+        own = [set(row) - {-1} for row in parts.tolist()]
+        return all(len(each) == 1 for each in own) and len(set.union(*own)) < len(own)
 
     @property
     def pairs(self) -> dict[Coordinate, str]:
