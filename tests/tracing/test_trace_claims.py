@@ -239,3 +239,38 @@ def test_local_keys_are_neither_heads_nor_causal() -> None:
     assert steps.row("weights").axes == {"B": 2, "N": 3, "N′": 7, "K": 5}
     assert steps.row("concatenation").equation == "o = the outputs of all products, joined"
     assert "heads, blocks or positions" in (steps.row("scores").note or "")
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_heads_that_are_mixed_are_refused_by_name(is_after: bool) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mix = torch.eye(3, dtype=torch.float64) + 0.1
+        s = scores_of(q, k)
+        p = s.softmax(-1) if is_after else torch.einsum("bhij,hg->bgij", s, mix).softmax(-1)
+        return (torch.einsum("bhij,hg->bgij", p, mix) if is_after else p) @ v
+
+    with pytest.raises(ValueError, match=r"its softmax takes products of queries and keys, but .*\(talking heads\)"):
+        run(attend)
+
+
+class Buffers(Written):
+    """Products and a softmax that write to buffers, which torch refuses with gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        s = q.new_empty(2, 3, 7, 7)
+        torch.matmul(q, k.mT, out=s)
+        s *= SCALE
+        s[:, :, torch.ones(7, 7).triu(1).bool()] = -math.inf
+        p = torch.empty_like(s)
+        torch.softmax(s, -1, out=p)
+        return self.to_out((p @ v).transpose(1, 2).flatten(2))
+
+
+def test_products_that_write_to_buffers_are_followed() -> None:
+    steps, s = run(Buffers())
+    p = s.masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf).softmax(-1)
+    assert steps.held
+    assert not steps.missing
+    assert torch.allclose(torch.tensor(steps.row("weights").corner).double(), p[0, 0, :4, :4])
+    assert (steps.row("mask").note or "").startswith("causal")

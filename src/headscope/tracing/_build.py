@@ -149,6 +149,8 @@ def _check_other(module: object, x: object, options: dict[str, Any]) -> Tensor:
         raise TypeError(f"x: got {type(x).__name__}, expected a torch.Tensor")
     if x.is_meta:
         raise ValueError(f"x: is on the meta device, which has no values; {name} is traced by running it")
+    if not x.numel():
+        raise ValueError(f"x: has the shape {list(x.shape)}, which is empty; {name} is traced on two tokens or more")
     own_options = [key for key, value in options.items() if value is not None]
     if own_options:
         remedy = f"pass call=, for example call=lambda module, x: module({_example_arguments(module)})"

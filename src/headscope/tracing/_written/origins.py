@@ -13,7 +13,7 @@ from headscope.tracing._written.operations import WRITES, keeps_places
 from headscope.tracing._written.tape import At, Event, Tape
 
 NONE, MIXED = -1, -2  # in place of a token or a feature: there is none; there are several
-SOFTMAXES = ("_softmax", "_safe_softmax")
+SOFTMAXES = ("_softmax", "_safe_softmax", "softmax")  # the last one with out=
 CHANNELS_FIRST = ("conv", "pool", "upsample", "batch_norm", "group_norm")
 SUM_TOLERANCE = 1e-3
 

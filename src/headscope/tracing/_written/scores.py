@@ -191,7 +191,7 @@ def read_sum(origins: Origins, step: Step) -> tuple[float | None, bool]:
     scored = [bool(torch.isin(parents[:1], ids).all()) and bool((parents > 0).all()) for ids in event.inputs]
     products = set(origins.of(Field.PRODUCT, own).unique().tolist())
     others = [ids for ids, is_own in zip(event.inputs, scored, strict=True) if not is_own]
-    is_of_scores = sum(scored) > 1 or any(_depends_on(origins, ids, products) for ids in others)
+    is_of_scores = sum(scored) > 1 or any(depends_on(origins, ids, products) for ids in others)
     if event.name not in ADDITIONS or sum(scored) != 1 or float(event.options.get("alpha", 1)) != 1:
         return None, is_of_scores
     first = event.arguments[0]
@@ -199,7 +199,7 @@ def read_sum(origins: Origins, step: Step) -> tuple[float | None, bool]:
     return (-1.0 if (event.name, is_first) in NEGATING else 1.0), is_of_scores
 
 
-def _depends_on(origins: Origins, ids: Tensor, products: set[int]) -> bool:
+def depends_on(origins: Origins, ids: Tensor, products: set[int]) -> bool:
     """Return whether numbers are made from the results of these products."""
     waiting, known = [ids], set[int]()
     while waiting:

@@ -17,9 +17,10 @@ from headscope.tracing._written.arrangement import Arrangement, arrange, find_tw
 from headscope.tracing._written.attention import AttentionRows
 from headscope.tracing._written.ending import add_ending
 from headscope.tracing._written.lines import FOREIGN, LIBRARIES, Line
-from headscope.tracing._written.origins import Mixing, Origins
+from headscope.tracing._written.origins import NONE, SOFTMAXES, Field, Mixing, Origins
 from headscope.tracing._written.projections import add_changes, add_inputs, add_projections, add_splits
 from headscope.tracing._written.rows import Writer
+from headscope.tracing._written.scores import depends_on
 from headscope.tracing._written.sides import read_side
 from headscope.tracing._written.slots import arrange_slots, place_sides
 from headscope.tracing._written.tape import Event, Tape, TooLargeError
@@ -55,7 +56,7 @@ def trace_module(
     twins = find_twins(origins)
     groups = group_mixings(origins, twins)
     if not groups:
-        raise ValueError(f"module: no attention was found in {name}: {_describe_absence(module)}")
+        raise ValueError(f"module: no attention was found in {name}: {_describe_absence(module, x, origins)}")
     if not 0 <= layer < len(groups):
         raise ValueError(f"layer: got {layer}, expected 0 to {len(groups) - 1}, the attentions of {name}")
     output = _first_tensor(recorded.returned)
@@ -110,7 +111,7 @@ def _name_of(module: Any) -> str:
     return type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
 
 
-def _describe_absence(module: Any) -> str:
+def _describe_absence(module: Any, x: Tensor, origins: Origins) -> str:
     """Return why no attention was found."""
     own = (
         [name for name, part in module.named_modules() if isinstance(part, MultiHeadAttention)]
@@ -119,9 +120,17 @@ def _describe_absence(module: Any) -> str:
     )
     if own:
         return f"{own[0]} is headscope's own attention, whose kernels are not recorded; trace that module itself"
+    products = set(origins.table[Field.PRODUCT].unique().tolist()) - {NONE}
+    softmaxes = [event for event in origins.tape.events if event.name in SOFTMAXES]
+    if any(depends_on(origins, event.inputs[0], products) for event in softmaxes):
+        return (
+            "its softmax takes products of queries and keys, but scores or weights are changed in a way that is not "
+            "followed, such as a mixture of those of several heads (talking heads)"
+        )
+    short = f"; x has the shape {list(x.shape)}: if that is one token, trace two or more" if 1 in x.shape else ""
     return (
         "no product of two tensors of the input that a softmax turns into weights of a third; linear attention and "
-        "products that are written as sums have no such steps"
+        f"products that are written as sums have no such steps{short}"
     )
 
 
@@ -140,11 +149,20 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
     extra = [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
     inputs = [each for each in (x, *extra) if isinstance(each, Tensor)]
     text, run = _call_of(module, x, extra, call)
-    try:
+
+    def record(gradients: Any) -> Recorded:
         tape = Tape(constants, inputs, _files_of(module))
         labels = {event.index: "x" if n == 0 else "context" for n, event in enumerate(_inputs(tape))}
-        with _as_in_eval(module), _gradients(), _without_fast_path(), tape:
-            returned = run()
+        with _as_in_eval(module), gradients, _without_fast_path(), tape:
+            return Recorded(run(), tape, labels)
+
+    try:
+        try:
+            return record(_gradients())
+        except RuntimeError as error:
+            if "automatic differentiation" not in str(error):  # as of torch.matmul(…, out=)
+                raise
+            return record(torch.no_grad())
     except TooLargeError:
         raise ValueError(f"x: the forward pass has more than 2^26 numbers, too many to follow; {SMALLER}") from None
     except Exception as error:
@@ -152,7 +170,6 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
             raise
         problem = " ".join(str(error).split())[:200]
         raise TypeError(f"module: the call {text} failed with {type(error).__name__}: {problem}; {REMEDY}") from error
-    return Recorded(returned, tape, labels)
 
 
 def _call_of(module: Any, x: Tensor, extra: list[Any], call: Call | None) -> tuple[str, Callable[[], Any]]:
