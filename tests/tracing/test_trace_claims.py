@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -274,3 +275,39 @@ def test_products_that_write_to_buffers_are_followed() -> None:
     assert not steps.missing
     assert torch.allclose(torch.tensor(steps.row("weights").corner).double(), p[0, 0, :4, :4])
     assert (steps.row("mask").note or "").startswith("causal")
+
+
+class Keeps(Written):
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return x[keep]
+
+
+class Faulty(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        return undefined(x)  # type: ignore[name-defined]  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores_of(q, k).softmax(-1) @ v
+
+
+ERRORS: dict[str, tuple[Callable[[Tensor], Trace], type[Exception], str]] = {
+    "argument": (lambda x: trace(Keeps(), x), TypeError, "call=lambda module, x: module(x, keep)"),
+    "fault": (lambda x: trace(Faulty(), x), TypeError, "raises NameError: name 'undefined' is not defined"),
+    "width": (lambda x: trace(Written(plain), x[..., :23]), TypeError, "has 23 numbers, and the linear layers take 24"),
+    "context": (lambda x: trace(Written(plain), x, x), TypeError, "call=lambda module, x: module(x)"),
+    "no function": (lambda x: trace(Written(plain), x, call=3), TypeError, "call: got int, expected a function of"),  # type: ignore[arg-type]
+    "arity": (lambda x: trace(Written(plain), x, call=lambda m: m), TypeError, "call: got a function with the"),  # type: ignore[arg-type,misc]
+    "no call": (lambda x: trace(Written(plain), x, call=lambda m, x: None), ValueError, "call: computed nothing"),
+    "no module": (lambda x: trace(None, x), ValueError, "pass the module or function to trace x through"),
+    "empty": (lambda x: trace(Written(plain), x[:, :0]), ValueError, "x: has the shape [2, 0, 24], which is empty"),
+    "one token": (lambda x: trace(nn.Linear(24, 24), x[:, :1]), ValueError, "if that is one token, trace two or more"),
+}
+
+
+@pytest.mark.parametrize(("attempt", "kind", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors_name_what_helps(attempt: Callable[[Tensor], Trace], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)) as caught:
+        attempt(torch.randn(2, 7, 24))
+    if kind is TypeError and "call=" not in message:
+        assert "pass call=" not in str(caught.value)

@@ -15,6 +15,7 @@ from headscope.module import MultiHeadAttention
 from headscope.tracing._trace import Trace
 from headscope.tracing._written.arrangement import Arrangement, arrange, find_twins, group_mixings
 from headscope.tracing._written.attention import AttentionRows
+from headscope.tracing._written.calls import Call, arguments_of, check_call, describe_call, describe_problem, name_of
 from headscope.tracing._written.ending import add_ending
 from headscope.tracing._written.lines import FOREIGN, LIBRARIES, Line
 from headscope.tracing._written.origins import NONE, SOFTMAXES, Field, Mixing, Origins
@@ -25,8 +26,6 @@ from headscope.tracing._written.sides import read_side
 from headscope.tracing._written.slots import arrange_slots, place_sides
 from headscope.tracing._written.tape import Event, Tape, TooLargeError
 
-Call = Callable[[Any, Tensor], Any]
-REMEDY = "pass call=, for example call=lambda module, x: module(x, x, x)"
 SMALLER = "trace a shorter or smaller input, or one attention of the model, such as model.layers[0].attention"
 
 
@@ -45,16 +44,20 @@ def trace_module(
     """Run a module once, and return the steps of one attention, counted from 0 in the order in which they run.
 
     Raises:
-        TypeError: the call failed.
+        TypeError: the call failed, or ``call`` is not a function of a module and x.
         ValueError: no attention was found, no such ``layer`` ran, or the input is too large.
     """
-    name = _name_of(module)
+    name = name_of(module)
+    if call is not None:
+        check_call(call)
     if isinstance(module, nn.Module) and any(p.is_meta for p in module.parameters()):
         raise ValueError(f"module: the parameters of {name} are on the meta device, which has no values")
     recorded = _record(module, x, context, call)
     origins = Origins(recorded.tape)
     twins = find_twins(origins)
     groups = group_mixings(origins, twins)
+    if not groups and all(event.name in ("input", "constant") for event in recorded.tape.events):
+        raise ValueError(f"{'call' if call else 'module'}: computed nothing with torch; expected a call of {name}")
     if not groups:
         raise ValueError(f"module: no attention was found in {name}: {_describe_absence(module, x, origins)}")
     if not 0 <= layer < len(groups):
@@ -106,11 +109,6 @@ def _write(writer: Writer, labels: dict[int, str], returned: Tensor | None) -> W
     return writer
 
 
-def _name_of(module: Any) -> str:
-    module = getattr(module, "_orig_mod", module)
-    return type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
-
-
 def _describe_absence(module: Any, x: Tensor, origins: Origins) -> str:
     """Return why no attention was found."""
     own = (
@@ -136,7 +134,7 @@ def _describe_absence(module: Any, x: Tensor, origins: Origins) -> str:
 
 def _program(lines: list[Line], module: Any) -> str:
     """Return the lines of the traced code, in the order of the steps, each once."""
-    texts = [f"# the lines of {_name_of(module)} that compute each step"]
+    texts = [f"# the lines of {name_of(module)} that compute each step"]
     texts += [f"{line.text}  # {line.place}" for line in dict.fromkeys(lines)]
     return "\n".join(texts) + "\n"
 
@@ -148,13 +146,14 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
         constants = [*module.parameters(), *module.buffers(), *_own_tensors(module)]
     extra = [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
     inputs = [each for each in (x, *extra) if isinstance(each, Tensor)]
-    text, run = _call_of(module, x, extra, call)
+    arguments = arguments_of(module, x, extra)
 
     def record(gradients: Any) -> Recorded:
         tape = Tape(constants, inputs, _files_of(module))
         labels = {event.index: "x" if n == 0 else "context" for n, event in enumerate(_inputs(tape))}
         with _as_in_eval(module), gradients, _without_fast_path(), tape:
-            return Recorded(run(), tape, labels)
+            returned = module(*arguments) if call is None else call(module, x)
+        return Recorded(returned, tape, labels)
 
     try:
         try:
@@ -168,33 +167,8 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
     except Exception as error:
         if call is not None:
             raise
-        problem = " ".join(str(error).split())[:200]
-        raise TypeError(f"module: the call {text} failed with {type(error).__name__}: {problem}; {REMEDY}") from error
-
-
-def _call_of(module: Any, x: Tensor, extra: list[Any], call: Call | None) -> tuple[str, Callable[[], Any]]:
-    """Return the call of a module, as text and as a function."""
-    if call is not None:
-        return "call(module, x)", lambda: call(module, x)
-    name = _name_of(module)
-    shapes = [f"x {list(x.shape)}", *(f"context {list(each.shape)}" for each in extra if isinstance(each, Tensor))]
-    arguments: list[Any] = [x, *extra]
-    if not extra and _is_three_fold(module):
-        arguments, shapes = [x, x, x], [shapes[0]] * 3
-    return f"{name}({', '.join(shapes)})", lambda: module(*arguments)
-
-
-def _is_three_fold(module: Any) -> bool:
-    """Return whether a module needs query, key and value."""
-    try:
-        parameters = list(
-            inspect.signature(module.forward if isinstance(module, nn.Module) else module).parameters.values()
-        )
-    except (TypeError, ValueError):
-        return False
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    required = [each.name.lower() for each in positional if each.default is each.empty]
-    return len(required) == 3 and sorted(name.lstrip("x_")[:1] for name in required) == ["k", "q", "v"]
+        text, problem = describe_call(module, arguments), describe_problem(error, module, arguments)
+        raise TypeError(f"module: the call {text} failed{problem}") from error
 
 
 def _inputs(tape: Tape) -> Iterator[Event]:
@@ -245,7 +219,7 @@ def _run_plainly(module: Any, x: Tensor, context: Any, call: Call | None) -> Any
     """Run a module as its user does, with the fast path that the tape cannot record."""
     extra = [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
     with _as_in_eval(module), _gradients():
-        return _call_of(module, x, extra, call)[1]()
+        return module(*arguments_of(module, x, extra)) if call is None else call(module, x)
 
 
 @contextmanager
