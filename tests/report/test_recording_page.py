@@ -183,6 +183,10 @@ def test_an_image_of_tokens_is_refused() -> None:
         ({"grid": 4}, "grid: expected rows and columns of patches, each at least 1, got 4"),
         ({"grid": (4.0, 4)}, "grid: expected rows and columns of patches, each at least 1, got (4.0, 4)"),
         ({"trace": [{"step": "scores"}]}, "trace: got list, expected what headscope.trace returns"),
+        (
+            {"trace": trace(seq=3, dim=4, heads=2)},
+            r"trace: MultiHeadAttention\(4, 2\) .* has sizes only, expected values",
+        ),
         ({"strips": 5}, "strips: got 5, expected pairs of a layer and the number of a head"),
     ],
 )
@@ -190,6 +194,11 @@ def test_options_of_another_kind_are_named(options: dict[str, Any], said: str, t
     pixels = {"image": np.zeros((6, 8), np.uint8)} if {"special", "grid"} & set(options) else {}
     with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
         patches(16).save_html(tmp_path / "a.html", **{**pixels, **options})
+
+
+def test_a_trace_of_sizes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^trace: MultiHeadAttention\(4, 2\) .* has sizes only, expected values"):
+        render_recording(patches(16), trace=trace(seq=3, dim=4, heads=2))
 
 
 def test_a_page_shows_the_steps_of_a_class_with_its_lines() -> None:

@@ -167,7 +167,7 @@ def test_the_weights_of_every_style_are_those_of_its_float64_truth(name: str) ->
     with reel:
         module(*inputs)
     known = origins.Origins(reel)
-    found = arrangement.arrange(known, arrangement.group_mixings(known)[0])
+    found = arrangement.arrange(known, arrangement.group_mixings(known, {})[0])
     assert found is not None
     ours = reel.values(found.p)
     assert ours.shape == truth.shape

@@ -79,12 +79,13 @@ def render_recording(
             holds at full resolution; by default the heads that match a pattern best. They need self-attention and
             saved q and k (``Observe(keep_qk=True)``), and show the first input of the last call. A layer whose map
             holds every weight has no strips.
-        trace: what ``headscope.trace`` returned for a module of the model: the page shows it in a tab of its own.
+        trace: what ``headscope.trace`` returned for a module of the model and an input: the page shows it in a tab of
+            its own.
 
     Raises:
         TypeError: an option has the wrong type.
         ValueError: the maps do not fit one page, an image or grid does not fit the keys, the keys are tokens with
-            texts, or a head of ``strips`` does not exist.
+            texts, a head of ``strips`` does not exist, or ``trace`` has sizes only.
         WatchError: nothing has been recorded so far.
 
     Examples:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from headscope.tracing._row import RowWriter
 from headscope.tracing._setup import Context, ScoreOptions, Setting, Source, prepare_sizes, prepare_values
 from headscope.tracing._trace import Trace
 from headscope.tracing._written import trace_module
+from headscope.tracing._written.calls import example_arguments
 
 
 def trace(
@@ -149,26 +149,13 @@ def _check_other(module: object, x: object, options: dict[str, Any]) -> Tensor:
         raise TypeError(f"x: got {type(x).__name__}, expected a torch.Tensor")
     if x.is_meta:
         raise ValueError(f"x: is on the meta device, which has no values; {name} is traced by running it")
+    if not x.numel():
+        raise ValueError(f"x: has the shape {list(x.shape)}, which is empty; {name} is traced on two tokens or more")
     own_options = [key for key, value in options.items() if value is not None]
     if own_options:
-        remedy = f"pass call=, for example call=lambda module, x: module({_example_arguments(module)})"
+        remedy = f"pass call=, for example call=lambda module, x: module({example_arguments(module)})"
         raise ValueError(f"{', '.join(own_options)}: {name} has arguments of its own; {remedy}")
     return x
-
-
-def _example_arguments(module: object) -> str:
-    """Return arguments for a call with a mask, by the module's signature: ``x, x, x, mask``."""
-    function: Any = module.forward if isinstance(module, nn.Module) else module
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return "x, mask"
-    masks = [each for each in parameters if "mask" in each.name]
-    required = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    names = ["mask" if each in masks else "x" for each in required]
-    if masks and "mask" not in names:
-        names.append(f"{masks[0].name}=mask")
-    return ", ".join(names if masks else ["x", "mask"])
 
 
 def _check_arguments(
@@ -187,7 +174,7 @@ def _check_arguments(
     if x is not None and lengths:
         raise ValueError(f"{', '.join(lengths)}: x has its own; pass x or its sizes, not both")
     if x is not None and module is None:
-        raise ValueError("module: missing; pass the headscope.MultiHeadAttention to trace x through")
+        raise ValueError("module: missing; pass the module or function to trace x through, or sizes instead of x")
     if x is None and context is not None:
         raise ValueError("context: got one without x; pass x, or context_seq for sizes only")
     if x is None:

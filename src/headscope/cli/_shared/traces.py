@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 LENGTHS = (10, 7, 5, 4, 8, 16, 49, 64, 197)  # tried in this order: some modules have a fixed length
 BATCH = 2
 MOST_WIDTHS = 6
+IN_PYTHON = re.compile(r"pass call=, for example call=lambda module, x: (module\(.*\))$")
+"""The remedy of the library that the command line has in other words."""
 NUMBERS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
@@ -47,7 +50,14 @@ def trace_subject(subject: Any, sizes: dict[str, int], call: dict[str, Any]) -> 
     error = furthest or first
     if error is None:
         raise ValueError("--dim: missing; the width of the input cannot be derived without weights")
-    raise ValueError(str(error)) from error
+    raise ValueError(IN_PYTHON.sub(_remedy_of_command_line, str(error))) from error
+
+
+def _remedy_of_command_line(remedy: re.Match[str]) -> str:
+    """Return what helps on the command line: check.toml has a call of module, x and mask; Python has any other."""
+    if set(re.findall(r"\w+(?![\w=])", remedy[1])) <= {"module", "x", "mask"}:
+        return f"state it in check.toml: call = '{remedy[1]}'"
+    return "use headscope.trace in Python, whose call= is a function of the module and x"
 
 
 def _without_mask(call: Any, module: Any, x: Any) -> Any:

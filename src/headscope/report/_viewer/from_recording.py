@@ -42,6 +42,8 @@ def shown(
     check_type("title", title, str, "a str", repr)
     if trace is not None:
         check_type("trace", trace, TracedSteps, "what headscope.trace returns")
+        if all(row["corner"] is None for row in trace.to_dict()["rows"]):
+            raise ValueError(f"trace: {trace.title} has sizes only, expected values: trace(module, x)")
     stats, about = recording.stats, recording.about
     parts = list(stats.parts.values())
     if image is not None and about.texts is not None:

@@ -9,7 +9,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from headscope.tracing._written.operations import keeps_places
 from headscope.tracing._written.origins import NONE, Field, Mixing, Origins, span_of
+from headscope.tracing._written.places import batches_of
 from headscope.tracing._written.tape import Event
 
 
@@ -62,10 +64,47 @@ class Scored:
     out: Tensor
 
 
-def group_mixings(origins: Origins) -> list[list[Mixing]]:
+def find_twins(origins: Origins) -> dict[int, Mixing]:
+    """Return products whose weights an earlier product has, too, by the number of their event, with that product.
+
+    Their results are combined place by place, as in p v + tanh(p u): they are not further heads.
+    """
+    twins: dict[int, Mixing] = {}
+    for at, later in enumerate(origins.mixings):
+        for first in origins.mixings[:at]:
+            if first.event.index in twins or first.p.shape != later.p.shape:
+                continue
+            same = torch.equal(origins.roots(first.p), origins.roots(later.p))
+            if same and _are_combined(origins, first, later):
+                twins[later.event.index] = first
+                break
+    return twins
+
+
+def _are_combined(origins: Origins, first: Mixing, later: Mixing) -> bool:
+    """Return whether an operation takes the results of both, place by place."""
+    for event in origins.tape.events[later.event.index + 1 :]:
+        if event.is_move or len(event.inputs) < 2 or not keeps_places(event.name):
+            continue
+        mixed = [set(origins.of(Field.MIXED_BY, ids).unique().tolist()) for ids in event.inputs]
+        if {first.event.index} in mixed and {later.event.index} in mixed:
+            return True
+    return False
+
+
+def place_twin(table: Tensor, first: Mixing, later: Mixing) -> None:
+    """Note where the results of a product belong that has the weights of an earlier one."""
+    for coordinate in (Coordinate.BATCH, Coordinate.HEAD, Coordinate.TIME):
+        table[coordinate, later.out] = table[coordinate, first.out][..., :1].expand(later.out.shape)
+    table[Coordinate.WIDTH, later.out] = torch.arange(later.out.shape[-1]).expand(later.out.shape)
+
+
+def group_mixings(origins: Origins, twins: Mapping[int, Mixing]) -> list[list[Mixing]]:
     """Return the products with values, those of one attention together: a loop over heads has several."""
     groups: list[list[Mixing]] = []
     for mixing in origins.mixings:
+        if mixing.event.index in twins:
+            continue
         for group in groups:
             if _belongs(origins, group, mixing):
                 group.append(mixing)
@@ -78,12 +117,17 @@ def group_mixings(origins: Origins) -> list[list[Mixing]]:
 def _belongs(origins: Origins, group: Sequence[Mixing], mixing: Mixing) -> bool:
     """Return whether a product is of the same attention as others: of the same line and sizes, and of other rows."""
     first = group[0]
-    if first.event.line != mixing.event.line or first.event.line is None or first.p.shape != mixing.p.shape:
+    if first.event.line != mixing.event.line or first.event.line is None or not _fit(first, mixing):
         return False
     if any(each.event.index in origins.ancestors[mixing.event.index] for each in group):
         return False
     rows = {row for each in group for row in _row_names(origins, each)}
     return rows.isdisjoint(_row_names(origins, mixing))
+
+
+def _fit(first: Mixing, other: Mixing) -> bool:
+    """Return whether two products have as many keys and values, and are as many; chunks may differ in their queries."""
+    return (first.p.shape[0], first.v.shape) == (other.p.shape[0], other.v.shape)
 
 
 def _row_names(origins: Origins, mixing: Mixing) -> set[tuple[int, int, int]]:
@@ -141,7 +185,7 @@ def arrange(origins: Origins, mixings: Sequence[Mixing]) -> Arrangement | None:
     rows: list[_Row] = []
     scored: list[Scored] = []
     for number, mixing in enumerate(mixings):
-        if (operands := operands_of(origins, mixing)) is None or mixing.p.shape != mixings[0].p.shape:
+        if (operands := operands_of(origins, mixing)) is None or not _fit(mixings[0], mixing):
             return None
         scored.append(operands)
         query, key, feature, value = _names(origins, mixing)
@@ -151,7 +195,7 @@ def arrange(origins: Origins, mixings: Sequence[Mixing]) -> Arrangement | None:
         for n in range(query.shape[0]):
             names = zip(query[n].tolist(), first_key[n].tolist(), feature[n].tolist(), value[n].tolist(), strict=True)
             rows += [_Row(number, n, i, q, k, (f, v, 0)) for i, (q, k, f, v) in enumerate(names)]
-    grid = _grid(rows)
+    grid = _grid(rows, _batches_of_chunks(origins, rows) if len(mixings) > 1 else None)
     return None if grid is None else _collect(origins, mixings, scored, rows, grid)
 
 
@@ -175,13 +219,22 @@ def _is_past(origins: Origins, ids: Tensor) -> bool:
     )
 
 
-def _grid(rows: Sequence[_Row]) -> list[list[list[int]]] | None:
+def _batches_of_chunks(origins: Origins, rows: Sequence[_Row]) -> list[int] | None:
+    """Return the batch entry of each row of a loop over chunks of queries with the same keys; None for others."""
+    batch = batches_of(origins, torch.tensor([[row.query] for row in rows]))
+    pairs = {(entry, row.key) for entry, row in zip(batch, rows, strict=False)}
+    return batch if len(pairs) == len(set(batch)) > 0 else None
+
+
+def _grid(rows: Sequence[_Row], chunks: list[int] | None) -> list[list[list[int]]] | None:
     """Return the numbers of the rows by batch entry, head and query; None if some are missing or there twice.
 
     Rows that are there twice are heads that share queries and values; they are told apart by their order.
+    ``chunks``: the batch entries of a loop over chunks of queries.
     """
-    for batch in (_batches_by_queries(rows), _batches_by_keys(rows)):
-        if (grid := _fill_grid(rows, batch)) is not None:
+    for batch in (chunks, _batches_by_queries(rows), _batches_by_keys(rows)):
+        grid = None if batch is None else _fill_grid(rows, batch)
+        if grid is not None:
             return grid
     batch = _batches_by_queries(rows)
     return _fill_grid(_number_copies(rows, batch), batch)

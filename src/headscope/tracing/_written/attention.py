@@ -108,7 +108,8 @@ class AttentionRows:
         after = [step for step in self.steps if step.kind == "scale after"]
         if any(step.factor is None for step in scales):
             return unusual("heads have scales of their own", "scale-not-uniform")
-        total = self.q.factor * self.k.factor * math.prod(step.factor or 1.0 for step in scales)
+        signs = [step for step in self.steps if step.kind == "bias" and step.factor is not None]
+        total = self.q.factor * self.k.factor * math.prod(step.factor or 1.0 for step in (*scales, *signs))
         if any(event.name == "exp2" for step in self.steps for event in step.events):
             total *= math.log(2)  # 2^s is the exponential of s · ln 2
         if self.q.others or self.k.others:
@@ -163,7 +164,7 @@ class AttentionRows:
         attention = self.attention
         notes: list[str] = []
         if not attention.is_sound:
-            batches = "N counts the products of the code: batch entries, heads or blocks"
+            batches = "N counts the products of the code: batch entries, heads, blocks or positions"
             places = "Q and K count places in the heads of the code, which are not positions"
             return [places] if self.writer.head_letter == "H" else [places, batches]
         if (entry := _entry_of_others(attention)) is not None:
@@ -204,8 +205,8 @@ class AttentionRows:
             check = Check(f"the measured factor is the same for all scores of a head: {step.detail}", None, True)
             return self._add("scale", step, "s ← s · c[h]", check, [note])
         check = Check(f"the measured factor is {step.factor:.4g} for every score", None, True)
-        total = self._format(step.factor)
-        return self._add("scale", step, f"s[i, j] ← s[i, j] · {total}", check, [note])
+        equation = "s[i, j] ← −s[i, j]" if step.factor == -1 else f"s[i, j] ← s[i, j] · {self._format(step.factor)}"
+        return self._add("scale", step, equation, check, [note])
 
     def _cap(self, step: Step, note: str | None) -> None:
         cap = step.factor or 1.0
@@ -216,6 +217,8 @@ class AttentionRows:
         self._add("softcap", step, f"s[i, j] ← c · tanh(s[i, j] / c), c = {cap:g}", check, [note])
 
     def _bias(self, step: Step, note: str | None) -> None:
+        if step.factor is not None:
+            return self._difference(step, note)
         delta = step.after - step.before
         shown = torch.ones_like(delta, dtype=torch.bool) if step.hidden is None else ~step.hidden
         finite = delta[shown & delta.isfinite()]
@@ -231,6 +234,16 @@ class AttentionRows:
         self._add("bias", step, "s[i, j] ← s[i, j] + bias[i, j]", check, notes)
         before = torch.where(step.hidden, step.before, step.after)
         return self._mask(replace(step, before=before, factor=float(step.after[step.hidden].max())), None)
+
+    def _difference(self, step: Step, note: str | None) -> None:
+        """Add a row for scores that are taken from other numbers."""
+        total = step.before + step.after
+        finite = total[total.isfinite()]
+        low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
+        is_one = math.isclose(low, high, rel_tol=1e-5)
+        term, outcome = (f"{low:.3g}", None) if is_one else ("bias[i, j]", f"from {low:.3g} to {high:.3g}")
+        check = Check(f"every score changes its sign, and {term if is_one else 'its bias'} is added", outcome, True)
+        self._add("bias", step, f"s[i, j] ← {term} − s[i, j]", check, [note])
 
     def _mask(self, step: Step, note: str | None) -> None:
         hidden = torch.zeros_like(self.hidden) if step.hidden is None else step.hidden
@@ -352,11 +365,18 @@ class AttentionRows:
 
     def _scale_after(self, step: Step, note: str | None) -> None:
         factor = step.factor or 1.0
-        sums = step.after.sum(-1)
-        check = Check(
-            "each row still sums to 1 over the keys", f"the sums are {float(sums.nan_to_num(0).max()):.4g}", False
-        )
-        text = unusual(f"the weights are multiplied by {factor:.4g} after the softmax", "scaled-after-softmax")
+        sums, final = step.after.sum(-1), self.tape.values(self.attention.p).sum(-1)
+        text = f"the weights are multiplied by {factor:.4g} after the softmax"
+        if bool(((final - 1).abs() <= 1e-4)[sums != 0].all()):
+            check = Check("the weights that the values are multiplied by sum to 1 in each row again", None, True)
+        elif any(each.kind == "other" for each in self.steps[self.steps.index(step) :]):
+            outcome = f"the sums are {float(final.min()):.4g} to {float(final.max()):.4g}"
+            claim = "the weights that the values are multiplied by sum to 1 in each row"
+            check = Check(claim, outcome, False)
+        else:
+            outcome = f"the sums are {float(sums.nan_to_num(0).max()):.4g}"
+            check = Check("each row still sums to 1 over the keys", outcome, False)
+            text = unusual(text, "scaled-after-softmax")
         self._add("scale after the softmax", step, f"p[i, j] ← p[i, j] · {factor:.4g}", check, [note, text])
 
     def _outputs(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headscope.tracing._explanations import subscript
 from headscope.tracing._invariants import Check
-from headscope.tracing._written.arrangement import Coordinate, walk
+from headscope.tracing._written.arrangement import Coordinate, operands_of, walk
 from headscope.tracing._written.axes import is_same, name_axes
 from headscope.tracing._written.origins import Field, Projection
 from headscope.tracing._written.rows import NO_STEP, Result, Writer, unusual
@@ -28,7 +28,7 @@ class Joined:
 
 def find_joined(writer: Writer) -> Joined | None:
     """Return where the outputs of the heads are joined: as rows of a projection, or as the module's own result."""
-    own = {mixing.event.index for mixing in writer.attention.mixings}
+    own = writer.own
     last = max(own)
     later = _operands_of_others(writer, last)
     for index, projection in sorted(writer.origins.projections.items()):
@@ -41,10 +41,12 @@ def find_joined(writer: Writer) -> Joined | None:
 
 
 def _operands_of_others(writer: Writer, last: int) -> set[int]:
-    """Return the projections that made the values of later attentions: theirs are not the output of this one."""
+    """Return the projections that made operands of later attentions: theirs are not the output of this one."""
     origins = writer.origins
-    values = [mixing.v for mixing in origins.mixings if mixing.event.index > last]
-    return {event.index for ids in values for event in origins.tape.makers(origins.roots(ids))}
+    later = [mixing for mixing in origins.mixings if mixing.event.index > last]
+    scored = [each for mixing in later if (each := operands_of(origins, mixing)) is not None]
+    operands = [*(mixing.v for mixing in later), *(ids for each in scored for ids in (each.q, each.k))]
+    return {event.index for ids in operands for event in origins.tape.makers(origins.roots(ids))}
 
 
 def add_ending(writer: Writer, returned: Tensor | None) -> None:
@@ -63,7 +65,7 @@ def add_ending(writer: Writer, returned: Tensor | None) -> None:
 
 def _add_sum_of_heads(writer: Writer) -> bool:
     """Add the sum of the outputs of the heads, if the code sums them over heads; return whether it does."""
-    own = {mixing.event.index for mixing in writer.attention.mixings}
+    own = writer.own
     table = writer.coordinates
     for event in writer.origins.tape.events[max(own) + 1 :]:
         if event.name not in ("sum", "mean") or not event.inputs:
@@ -100,15 +102,30 @@ def _letters(writer: Writer) -> dict[Coordinate, str]:
 
 def _add_without_projection(writer: Writer, returned: Tensor | None) -> None:
     """Add the concatenation that the module returns itself."""
-    own = {mixing.event.index for mixing in writer.attention.mixings}
+    own = writer.own
     mixed = set() if returned is None else set(writer.origins.of(Field.MIXED_BY, returned).unique().tolist())
-    if returned is None or mixed != own or returned.numel() != writer.attention.out.numel():
-        writer.missing["concatenation"] = "the outputs of the heads are not joined before a projection"
-        writer.missing["output"] = "no projection takes the outputs of the heads"
+    if returned is None or not mixed or not mixed <= own or returned.numel() != writer.attention.out.numel():
+        _describe_absence(writer, own)
         return
     note = unusual("the module returns the heads without an output projection", "no-output-projection")
     _add_concatenation(writer, returned, None, note)
     writer.missing["output"] = "there is no output projection"
+
+
+def _describe_absence(writer: Writer, own: set[int]) -> None:
+    """Note why there is neither a concatenation nor an output, in words that hold whatever the code does instead."""
+    table, last = writer.origins, max(own)
+    for index, projection in writer.origins.projections.items():
+        mixed = set(table.of(Field.MIXED_BY, projection.rows).unique().tolist()) - {-1}
+        if index > last and mixed & own:
+            if mixed - own:
+                reasons = "joined with results of other products, which are not shown", "it takes such results, too"
+            else:
+                reasons = NO_STEP, "the next projection is part of a later attention"
+            writer.missing["concatenation"], writer.missing["output"] = reasons
+            return
+    writer.missing["concatenation"] = "the outputs of the heads are not joined before a projection"
+    writer.missing["output"] = "no projection takes the outputs of the heads"
 
 
 def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note: str | None = None) -> None:
@@ -137,6 +154,8 @@ def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note
     usual = ("B", "Q", f"{writer.head_letter}·{letter}")
     heads = attention.p.shape[1]
     names = ["o₁", "…", f"o{subscript(heads)}"] if heads > 2 else ["o₁", "o₂"][:heads]
+    are_heads = writer.head_letter == "H"
+    equation = f"o = concat({', '.join(names)})" if are_heads else "o = the outputs of all products, joined"
     notes = [note] if note else []
     dropped = _dropped_heads(writer, rows)
     if dropped:
@@ -150,7 +169,7 @@ def _add_concatenation(writer: Writer, rows: Tensor, product: Event | None, note
         notes += _changes_of(writer, rows)
     result = Result(out, name_axes(writer.coordinates, out, _letters(writer), usual))
     writer.add(
-        5, "concatenation", result, attention.mixings[0].event.values.dtype, equation=f"o = concat({', '.join(names)})",
+        5, "concatenation", result, attention.mixings[0].event.values.dtype, equation=equation,
         events=moves, check=check, notes=notes,
     )  # fmt: skip
 

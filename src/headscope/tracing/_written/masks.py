@@ -33,6 +33,8 @@ class Masked:
     @property
     def future(self) -> Tensor | None:
         """The pairs whose key is later than the query, [B, 1, Q, K]; None unless every query is one of the keys."""
+        if bool((self.query_token < 0).any()):
+            return None
         matches = self.key_token[:, None] == self.query_token[:, :, None]  # [B, Q, K]
         if not bool((matches.sum(-1) == 1).all()) or bool((self.key_token < 0).any()):
             return self._future_of_cache(matches)

@@ -13,7 +13,7 @@ from headscope.tracing._written.operations import WRITES, keeps_places
 from headscope.tracing._written.tape import At, Event, Tape
 
 NONE, MIXED = -1, -2  # in place of a token or a feature: there is none; there are several
-SOFTMAXES = ("_softmax", "_safe_softmax")
+SOFTMAXES = ("_softmax", "_safe_softmax", "softmax")  # the last one with out=
 CHANNELS_FIRST = ("conv", "pool", "upsample", "batch_norm", "group_norm")
 SUM_TOLERANCE = 1e-3
 
@@ -105,11 +105,18 @@ class Origins:
             self._read_softmax(event)
         elif event.name == "convolution" and self._read_convolution(event):
             return
+        elif self._is_condition(event):
+            return  # the result of a comparison continues neither side
         elif keeps_places(event.name) and (main := self._find_main(event)) is not None:
             self._inherit(event, main)
             self._read_exponential(event)
         elif event.depends and event.values.is_floating_point():
             self._start_anew(event, event.out)
+
+    def _is_condition(self, event: Event) -> bool:
+        """Return whether numbers are the result of a comparison, or a copy of one as numbers."""
+        sources = [event] if event.name != "_to_copy" else self.tape.makers(event.inputs[0])
+        return bool(sources) and all(source.values.dtype == torch.bool for source in sources)
 
     def _start_anew(self, event: Event, ids: Tensor) -> None:
         """Give numbers tokens of their own: the last axis has features, or axis 1 after operations of images."""
@@ -153,6 +160,8 @@ class Origins:
                 best, equal = (rank, spread), []
             if rank == best[0]:
                 equal.append(spread)
+        if event.name == "where" and len(equal) > 1:
+            return min(equal, key=lambda ids: int(ids.max()))  # the earlier one: the other is made from it
         if len(equal) == 2 and event.name in ("add", "sub"):
             return self._find_unclaimed(equal)
         return None if best is None else best[1]

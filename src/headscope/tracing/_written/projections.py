@@ -34,21 +34,20 @@ def add_inputs(writer: Writer, sides: Sequence[Side], labels: dict[int, str]) ->
     """Add stage 1: what is projected."""
     shown: list[Tensor] = []
     for side, step in zip(sides[:2], ("input", "context"), strict=True):
-        ids = _source_of(writer, side)
-        if ids is None:
+        source = _source_of(writer, side)
+        if source is None:
             if step == "input":
                 writer.missing["input"] = "the queries are not a projection of one tensor"
             continue
+        ids, maker = source
         if any(ids.shape == other.shape and torch.equal(ids, other) for other in shown):
             continue
         shown.append(ids)
-        maker = writer.origins.tape.makers(ids)[0]
         length = "Q" if step == "input" and not _reads_more_keys(writer, sides) else "K"
         letters = {Coordinate.BATCH: "B", Coordinate.TIME: length, Coordinate.WIDTH: "E"}
         axes = _input_axes(writer, side, ids, letters, length)
         values = writer.origins.tape.values(ids)
-        label = labels.get(maker.index)
-        code = None if maker.line is not None else f"{label or step}  # an argument of the call"
+        code = None if maker.line is not None else _describe_outside(maker, labels, step)
         symbol = "x" if step == "input" else "context"
         writer.add(
             1, step, Result(ids, axes), maker.values.dtype, equation=symbol, events=[maker], code=code,
@@ -64,20 +63,32 @@ def _reads_more_keys(writer: Writer, sides: Sequence[Side]) -> bool:
     )
 
 
-def _source_of(writer: Writer, side: Side) -> Tensor | None:
-    """Return the ids of the tensor that a side is projected from, in its own shape."""
+def _describe_outside(maker: Event, labels: dict[int, str], step: str) -> str:
+    """Return the code of a tensor that no line of the module has made."""
+    if maker.name == "constant":
+        return f"{step}  # a parameter or another tensor of the module"
+    if maker.index in labels:
+        return f"{labels[maker.index]}  # an argument of the call"
+    return f"{step}  # a tensor from outside of the module" if maker.name == "outside" else "# inside torch"
+
+
+def _source_of(writer: Writer, side: Side) -> tuple[Tensor, Event] | None:
+    """Return the ids of the tensor that a side is projected from, in its own shape, and the operation that made it."""
     tape = writer.origins.tape
     rows = side.projections[0].rows if side.projections else side.root
     makers = [event for event in tape.makers(rows) if event.depends or event.name == "constant"]
     if len(makers) == 1:
-        return makers[0].out
+        return makers[0].out, makers[0]
     if not side.projections:
         return None
-    projection, own = side.projections[0], rows.unique()
-    for event in reversed(tape.events[: projection.event.index]):
-        if event.is_move and event.call != projection.event.call and any(is_same(out, own) for out in event.outs):
-            return next(out for out in event.outs if is_same(out, own))
-    return rows
+    projection = side.projections[0]
+    for own in (rows.unique(), rows.flatten()):  # learned numbers may be there several times
+        for event in reversed(tape.events[: projection.event.index]):
+            if event.is_move and event.call != projection.event.call:
+                out = next((out for out in event.outs if is_same(out, own)), None)
+                if out is not None:
+                    return out, event
+    return rows, projection.event
 
 
 def _input_axes(
@@ -90,7 +101,9 @@ def _input_axes(
         for coordinate in (Coordinate.BATCH, Coordinate.TIME):
             known = where[coordinate].amax(-1)  # [N, R]
             rows = projection.rows
-            table[coordinate, rows] = known[:, :, None].expand(rows.shape)
+            spread = known[:, :, None].expand(rows.shape)
+            table[coordinate, rows] = spread
+            table[coordinate, rows[table[coordinate][rows] != spread]] = -1  # learned rows are of several entries
         table[Coordinate.WIDTH, projection.rows] = torch.arange(projection.rows.shape[-1]).expand(projection.rows.shape)
     table[:, 0] = -1
     if not side.projections:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from headscope.tracing._invariants import Check
 from headscope.tracing._row import CORNER, Row
-from headscope.tracing._written.arrangement import Arrangement, Coordinate, coordinates_of
+from headscope.tracing._written.arrangement import Arrangement, Coordinate, coordinates_of, place_twin
 from headscope.tracing._written.axes import is_same, name_axes, unique
 from headscope.tracing._written.explanations import explain_step
 from headscope.tracing._written.lines import Line
-from headscope.tracing._written.origins import Origins
+from headscope.tracing._written.origins import Field, Mixing, Origins
 from headscope.tracing._written.tape import Event
 
 NO_STEP = "not a step of its own in this code"
@@ -37,6 +37,7 @@ class Writer:
     Attributes:
         origins: what the numbers of the tape are.
         attention: the attention, arranged by heads.
+        twins: further products of its weights, each after the product that is shown.
         rows: those so far.
         missing: steps that were not found, each with the reason.
         lines: those of their code.
@@ -45,12 +46,22 @@ class Writer:
 
     origins: Origins
     attention: Arrangement
+    twins: tuple[tuple[Mixing, Mixing], ...] = ()
     rows: list[Row] = field(default_factory=list[Row])
     missing: dict[str, str] = field(default_factory=dict[str, str])
     lines: list[Line] = field(default_factory=list[Line])
 
     def __post_init__(self) -> None:
         self.coordinates = coordinates_of(self.origins, self.attention)
+        for first, later in self.twins:
+            place_twin(self.coordinates, first, later)
+            place = "" if later.event.line is None else f" at {later.event.line.place}"
+            self.missing["head outputs 2"] = f"a further product of the weights{place} is combined with the first"
+
+    @property
+    def own(self) -> set[int]:
+        """The numbers of the events of its products with values."""
+        return {m.event.index for m in (*self.attention.mixings, *(later for _, later in self.twins))}
 
     @property
     def value_letter(self) -> str:
@@ -60,7 +71,14 @@ class Writer:
     @property
     def head_letter(self) -> str:
         """The letter of heads: N for the products of code whose batch entries and heads could not be told apart."""
-        return "H" if self.attention.is_sound or len(self.attention.p) > 1 else "N"
+        is_known = self.attention.is_sound or (len(self.attention.p) > 1 and not self._shares_parts())
+        return "H" if is_known else "N"
+
+    def _shares_parts(self) -> bool:
+        """Return whether several products of a batch entry have the same part of the values: blocks, or positions."""
+        parts = self.origins.of(Field.FEATURE, self.attention.v[0]).amin(-1)  # [N, K]
+        own = [set(row) - {-1} for row in parts.tolist()]
+        return all(len(each) == 1 for each in own) and len(set.union(*own)) < len(own)
 
     @property
     def pairs(self) -> dict[Coordinate, str]:
@@ -74,8 +92,9 @@ class Writer:
 
     def describe_loop(self) -> str:
         """Return what the code computes one by one."""
-        names = {Coordinate.BATCH: "the batch entries", Coordinate.HEAD: "the heads", Coordinate.TIME: "the queries"}
         first = self.attention.mixings[0].out
+        queries = "the queries" if first.shape[1] == 1 else "parts of the queries"
+        names = {Coordinate.BATCH: "the batch entries", Coordinate.HEAD: "the heads", Coordinate.TIME: queries}
         sizes = dict(zip(names, self.attention.out.shape, strict=False))
         parts = [
             name

@@ -18,6 +18,9 @@ from headscope.tracing._written.tape import At, Event
 
 Kind = Literal["scale", "cap", "bias", "mask", "weights", "dropout", "mask after", "scale after", "convert", "other"]
 SUMS = ("add", "sub", "rsub", "copy", "minimum")
+ADDITIONS = ("add", "sub", "rsub")
+NEGATING = (("sub", False), ("rsub", True))  # a difference, and whether the scores are its first operand
+SCALES = ("mul", "div", "neg")
 FILLS = ("where", "masked_fill", "index_put", "index_fill", "masked_scatter", "scatter", "fill")
 LOW = -1000.0  # an addition below this hides a pair, if its weight is 0
 
@@ -31,7 +34,7 @@ class Step:
         event: the last of its operations.
         ids: of its result.
         before, after: the values.
-        factor: of a scale; the cap of a cap; the fill of a mask.
+        factor: of a scale; the cap of a cap; the fill of a mask; -1 of a difference from which scores are taken.
         hidden: where a mask hides.
         events: all of its operations.
         detail: what else is known of it: "part" of a softmax that is written by hand, a mask that "multiplied", …
@@ -103,14 +106,14 @@ def _classify(origins: Origins, step: Step) -> Step:
         return replace(step, kind="mask", hidden=hidden, factor=0.0) if _zeroes(before, after) else step
     if name == "tanh":
         return replace(step, kind="cap")
-    if name in ("mul", "div") and (factor := uniform_factor(before, after, step.event)) is not None:
+    if name in SCALES and (factor := uniform_factor(before, after, step.event)) is not None:
         return replace(step, kind="scale", factor=factor)
     if name in ("mul", "div") and _zeroes(before, after):
         return replace(step, kind="mask", hidden=(after == 0) & (before != 0), factor=0.0, detail="multiplied")
     if name in ("mul", "div") and (factors := _factors_of_heads(before, after, step.event)) is not None:
         return replace(step, kind="scale", detail=f"from {min(factors):.4g} to {max(factors):.4g}")
     if name in (*SUMS, *FILLS):
-        return step if _adds_own_reduction(origins, step) else _classify_sum(step)
+        return step if _adds_own_reduction(origins, step) else _classify_sum(origins, step)
     return step
 
 
@@ -151,9 +154,10 @@ def _is_noise(origins: Origins, ids: Tensor, depth: int) -> bool:
     return False
 
 
-def _classify_sum(step: Step) -> Step:
+def _classify_sum(origins: Origins, step: Step) -> Step:
     """Return a step that adds or fills with its kind: a shift of rows, a bias, a mask, or both."""
     before, after = step.before, step.after
+    sign, is_of_scores = read_sum(origins, step)
     changed = ~((before == after) | (before.isnan() & after.isnan()))
     if not bool(changed.any()):
         return replace(step, kind="mask", hidden=changed, factor=0.0, detail="hides nothing")
@@ -161,12 +165,52 @@ def _classify_sum(step: Step) -> Step:
     low = changed & ((after == -torch.inf) | (delta <= LOW))
     rest = changed & ~low
     fills = after[changed]
-    if not bool(rest.any()) or step.event.name in FILLS:
+    if not bool(rest.any()) or (step.event.name in FILLS and not is_of_scores):
         lowest = float(fills.max())
         return replace(step, kind="mask", hidden=changed, factor=lowest)
     if _is_constant_of_rows(before, after) and step.event.name == "sub":
         return replace(step, kind="weights", detail="part")
+    if is_of_scores and step.event.name in ADDITIONS:
+        factor = uniform_factor(before, after, step.event)
+        if factor is not None:
+            return replace(step, kind="scale", factor=factor)
+    if sign is None or step.event.name in FILLS or (is_of_scores and not _is_constant_of_rows(before, after)):
+        return step
+    if sign < 0:
+        return replace(step, kind="bias", factor=sign)
     return replace(step, kind="bias", hidden=low if bool(low.any()) else None)
+
+
+def read_sum(origins: Origins, step: Step) -> tuple[float | None, bool]:
+    """Return the sign of the scores in a sum or difference, and whether its other numbers depend on these scores.
+
+    None where it is not a sum or difference of the scores alone and other numbers.
+    """
+    event, table = step.event, origins.table
+    own = step.ids[(step.ids >= event.start) & (step.ids < event.start + event.size)]
+    parents = table[Field.PARENT, own]
+    scored = [bool(torch.isin(parents[:1], ids).all()) and bool((parents > 0).all()) for ids in event.inputs]
+    products = set(origins.of(Field.PRODUCT, own).unique().tolist())
+    others = [ids for ids, is_own in zip(event.inputs, scored, strict=True) if not is_own]
+    is_of_scores = sum(scored) > 1 or any(depends_on(origins, ids, products) for ids in others)
+    if event.name not in ADDITIONS or sum(scored) != 1 or float(event.options.get("alpha", 1)) != 1:
+        return None, is_of_scores
+    first = event.arguments[0]
+    is_first = isinstance(first, At) and first.number == scored.index(True)
+    return (-1.0 if (event.name, is_first) in NEGATING else 1.0), is_of_scores
+
+
+def depends_on(origins: Origins, ids: Tensor, products: set[int]) -> bool:
+    """Return whether numbers are made from the results of these products."""
+    waiting, known = [ids], set[int]()
+    while waiting:
+        for maker in origins.tape.makers(waiting.pop()):
+            if maker.index in products:
+                return True
+            if maker.index not in known and maker.index > min(products, default=0):
+                known.add(maker.index)
+                waiting += maker.inputs
+    return False
 
 
 def _is_constant_of_rows(before: Tensor, after: Tensor) -> bool:

@@ -12,7 +12,7 @@ from headscope.tracing._invariants import Check, close, rounding
 from headscope.tracing._written.arrangement import walk
 from headscope.tracing._written.axes import is_same
 from headscope.tracing._written.origins import Origins, Projection
-from headscope.tracing._written.scores import uniform_factor
+from headscope.tracing._written.scores import SCALES, uniform_factor
 from headscope.tracing._written.tape import At, Event, Tape
 
 ADDITIONS = ("add", "sub")
@@ -85,7 +85,7 @@ def read_side(origins: Origins, name: str, operand: Tensor) -> Side:
             continue
         factor = None
         x, y = tape.values(before), tape.values(after)
-        if all(event.name in ("mul", "div") for event in events):
+        if all(event.name in SCALES for event in events):
             factor = uniform_factor(x, y, events[-1])
         if not changes and bias is None and _is_bias(tape, events, projections):
             bias, projected = events[-1], after
@@ -99,14 +99,17 @@ def read_side(origins: Origins, name: str, operand: Tensor) -> Side:
 def _is_bias(tape: Tape, events: tuple[Event, ...], projections: tuple[Projection, ...]) -> bool:
     """Return whether operations add a parameter that is the same for every token."""
     for event in events:
-        others = [ids for ids in event.inputs if not any(maker.depends for maker in tape.makers(ids))]
+        others = _constants_among(tape, event)
         if event.name not in ADDITIONS or len(others) != 1 or event.out.numel() == others[0].numel():
             return False
         if others[0].numel() not in {each.out.shape[2] for each in projections}:
             return False
-        if not all(maker.name == "constant" for maker in tape.makers(others[0])):
-            return False
     return True
+
+
+def _constants_among(tape: Tape, event: Event) -> list[Tensor]:
+    """Return the inputs of an operation that are parameters; a projection of a parameter is none."""
+    return [ids for ids in event.inputs if all(maker.name == "constant" for maker in tape.makers(ids))]
 
 
 def adds_parameter(tape: Tape, projection: Projection) -> bool:
@@ -189,7 +192,7 @@ def _is_turned(event: Event, projection: Projection) -> bool:
 
 def _constant_of(tape: Tape, event: Event, ids: Tensor) -> Tensor | None:
     """Return the constant that an addition adds to each of these numbers."""
-    others = [x for x in event.inputs if not any(maker.depends for maker in tape.makers(x))]
+    others = _constants_among(tape, event)
     if (
         len(others) != 1
         or event.out.numel() < ids.numel()

@@ -10,6 +10,7 @@ from torch import Tensor
 from headscope.tracing._invariants import Check
 from headscope.tracing._written.arrangement import Arrangement, Coordinate, find_places, operands_of, walk
 from headscope.tracing._written.origins import MIXED, Field, Mixing, Origins
+from headscope.tracing._written.places import batches_of, places_of
 from headscope.tracing._written.rows import unusual
 from headscope.tracing._written.sides import Side, columns_of
 
@@ -50,27 +51,6 @@ def _mixes_without_projection(origins: Origins, ids: Tensor) -> bool:
     tokens = origins.of(Field.TOKEN, ids)
     projected = any(event.index in origins.projections for event in origins.tape.makers(origins.roots(ids)))
     return not projected and bool((tokens != tokens[..., :1]).any())
-
-
-def batches_of(origins: Origins, tokens: Tensor) -> list[int]:
-    """Return the batch entry of each row of tokens, [N, ...]; an empty list where it is not one, or not known."""
-    place = places_of(origins, tokens)
-    if place is None or bool((place[0] != place[0][:, :1]).any()):
-        return []
-    return place[0][:, 0].tolist()
-
-
-def places_of(origins: Origins, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the batch entry and the position of tokens, from the tensor that they are rows of; None if unknown."""
-    known = tokens[tokens >= 0]
-    makers = origins.tape.makers(known)
-    if len(makers) != 1 or not known.numel() or makers[0].out.ndim not in (2, 3):
-        return None
-    shape = makers[0].out.shape
-    flat, order = makers[0].out.flatten().sort()
-    at = order[torch.searchsorted(flat, tokens.contiguous()).clamp(max=len(flat) - 1)] // shape[-1]
-    length = shape[-2]
-    return torch.where(tokens >= 0, at // length, -1), torch.where(tokens >= 0, at % length, -1)
 
 
 def place_sides(origins: Origins, table: Tensor, sides: list[Side]) -> None:

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from headscope.module import MultiHeadAttention
 from headscope.tracing._trace import Trace
-from headscope.tracing._written.arrangement import Arrangement, arrange, group_mixings
+from headscope.tracing._written.arrangement import Arrangement, arrange, find_twins, group_mixings
 from headscope.tracing._written.attention import AttentionRows
+from headscope.tracing._written.calls import Call, arguments_of, check_call, describe_call, describe_problem, name_of
 from headscope.tracing._written.ending import add_ending
 from headscope.tracing._written.lines import FOREIGN, LIBRARIES, Line
-from headscope.tracing._written.origins import Origins
+from headscope.tracing._written.origins import NONE, SOFTMAXES, Field, Mixing, Origins
 from headscope.tracing._written.projections import add_changes, add_inputs, add_projections, add_splits
 from headscope.tracing._written.rows import Writer
+from headscope.tracing._written.scores import depends_on
 from headscope.tracing._written.sides import read_side
 from headscope.tracing._written.slots import arrange_slots, place_sides
 from headscope.tracing._written.tape import Event, Tape, TooLargeError
 
-Call = Callable[[Any, Tensor], Any]
-REMEDY = "pass call=, for example call=lambda module, x: module(x, x, x)"
 SMALLER = "trace a shorter or smaller input, or one attention of the model, such as model.layers[0].attention"
 
 
@@ -44,17 +44,22 @@ def trace_module(
     """Run a module once, and return the steps of one attention, counted from 0 in the order in which they run.
 
     Raises:
-        TypeError: the call failed.
+        TypeError: the call failed, or ``call`` is not a function of a module and x.
         ValueError: no attention was found, no such ``layer`` ran, or the input is too large.
     """
-    name = _name_of(module)
+    name = name_of(module)
+    if call is not None:
+        check_call(call)
     if isinstance(module, nn.Module) and any(p.is_meta for p in module.parameters()):
         raise ValueError(f"module: the parameters of {name} are on the meta device, which has no values")
     recorded = _record(module, x, context, call)
     origins = Origins(recorded.tape)
-    groups = group_mixings(origins)
+    twins = find_twins(origins)
+    groups = group_mixings(origins, twins)
+    if not groups and all(event.name in ("input", "constant") for event in recorded.tape.events):
+        raise ValueError(f"{'call' if call else 'module'}: computed nothing with torch; expected a call of {name}")
     if not groups:
-        raise ValueError(f"module: no attention was found in {name}: {_describe_absence(module)}")
+        raise ValueError(f"module: no attention was found in {name}: {_describe_absence(module, x, origins)}")
     if not 0 <= layer < len(groups):
         raise ValueError(f"layer: got {layer}, expected 0 to {len(groups) - 1}, the attentions of {name}")
     output = _first_tensor(recorded.returned)
@@ -70,7 +75,7 @@ def trace_module(
             f"module: the weights of {name} come from several products, or from features instead of positions, and "
             "cannot be arranged by heads; trace the part of the module that computes one attention"
         )
-    writer = _write(origins, attention, recorded.labels, returned)
+    writer = _write(Writer(origins, attention, _own_twins(origins, attention, twins)), recorded.labels, returned)
     described: dict[str, Any] = {"class": name, "attentions": len(groups)}
     batch, heads, queries, keys = attention.p.shape
     described |= {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "head_dim": attention.q.shape[-1]}
@@ -78,9 +83,15 @@ def trace_module(
     return Trace(title, writer.rows, result, described, "", writer.missing, _program(writer.lines, module))
 
 
-def _write(origins: Origins, attention: Arrangement, labels: dict[int, str], returned: Tensor | None) -> Writer:
-    """Return the writer with the rows of one attention."""
-    writer = Writer(origins, attention)
+def _own_twins(origins: Origins, attention: Arrangement, twins: dict[int, Mixing]) -> tuple[tuple[Mixing, Mixing], ...]:
+    """Return the further products of the weights of an attention, each after the product that is shown."""
+    later = {mixing.event.index: mixing for mixing in origins.mixings}
+    return tuple((first, later[index]) for index, first in twins.items() if first in attention.mixings)
+
+
+def _write(writer: Writer, labels: dict[int, str], returned: Tensor | None) -> Writer:
+    """Return the writer with the rows of its attention."""
+    origins, attention = writer.origins, writer.attention
     sides = [
         read_side(origins, name, ids) for name, ids in (("q", attention.q), ("k", attention.k), ("v", attention.v))
     ]
@@ -98,12 +109,7 @@ def _write(origins: Origins, attention: Arrangement, labels: dict[int, str], ret
     return writer
 
 
-def _name_of(module: Any) -> str:
-    module = getattr(module, "_orig_mod", module)
-    return type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
-
-
-def _describe_absence(module: Any) -> str:
+def _describe_absence(module: Any, x: Tensor, origins: Origins) -> str:
     """Return why no attention was found."""
     own = (
         [name for name, part in module.named_modules() if isinstance(part, MultiHeadAttention)]
@@ -112,15 +118,23 @@ def _describe_absence(module: Any) -> str:
     )
     if own:
         return f"{own[0]} is headscope's own attention, whose kernels are not recorded; trace that module itself"
+    products = set(origins.table[Field.PRODUCT].unique().tolist()) - {NONE}
+    softmaxes = [event for event in origins.tape.events if event.name in SOFTMAXES]
+    if any(depends_on(origins, event.inputs[0], products) for event in softmaxes):
+        return (
+            "its softmax takes products of queries and keys, but scores or weights are changed in a way that is not "
+            "followed, such as a mixture of those of several heads (talking heads)"
+        )
+    short = f"; x has the shape {list(x.shape)}: if that is one token, trace two or more" if 1 in x.shape else ""
     return (
         "no product of two tensors of the input that a softmax turns into weights of a third; linear attention and "
-        "products that are written as sums have no such steps"
+        f"products that are written as sums have no such steps{short}"
     )
 
 
 def _program(lines: list[Line], module: Any) -> str:
     """Return the lines of the traced code, in the order of the steps, each once."""
-    texts = [f"# the lines of {_name_of(module)} that compute each step"]
+    texts = [f"# the lines of {name_of(module)} that compute each step"]
     texts += [f"{line.text}  # {line.place}" for line in dict.fromkeys(lines)]
     return "\n".join(texts) + "\n"
 
@@ -132,49 +146,33 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
         constants = [*module.parameters(), *module.buffers(), *_own_tensors(module)]
     extra = _to_list(context)
     inputs = [each for each in (x, *extra) if isinstance(each, Tensor)]
-    text, run = _call_of(module, x, extra, call)
-    try:
+    arguments = arguments_of(module, x, extra)
+
+    def record(gradients: Any) -> Recorded:
         tape = Tape(constants, inputs, _files_of(module))
         labels = {event.index: "x" if n == 0 else "context" for n, event in enumerate(_inputs(tape))}
-        with _as_in_eval(module), _gradients(), _without_fast_path(), closing(tape.places), tape:
-            returned = run()
+        with _as_in_eval(module), gradients, _without_fast_path(), closing(tape.places), tape:
+            returned = module(*arguments) if call is None else call(module, x)
+        return Recorded(returned, tape, labels)
+
+    try:
+        try:
+            return record(_gradients())
+        except RuntimeError as error:
+            if "automatic differentiation" not in str(error):  # as of torch.matmul(…, out=)
+                raise
+            return record(torch.no_grad())
     except TooLargeError:
         raise ValueError(f"x: the forward pass has more than 2^26 numbers, too many to follow; {SMALLER}") from None
     except Exception as error:
         if call is not None:
             raise
-        problem = " ".join(str(error).split())[:200]
-        raise TypeError(f"module: the call {text} failed with {type(error).__name__}: {problem}; {REMEDY}") from error
-    return Recorded(returned, tape, labels)
+        text, problem = describe_call(module, arguments), describe_problem(error, module, arguments)
+        raise TypeError(f"module: the call {text} failed{problem}") from error
 
 
 def _to_list(context: Any) -> list[Any]:
     return [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
-
-
-def _call_of(module: Any, x: Tensor, extra: list[Any], call: Call | None) -> tuple[str, Callable[[], Any]]:
-    """Return the call of a module, as text and as a function."""
-    if call is not None:
-        return "call(module, x)", lambda: call(module, x)
-    name = _name_of(module)
-    shapes = [f"x {list(x.shape)}", *(f"context {list(each.shape)}" for each in extra if isinstance(each, Tensor))]
-    arguments: list[Any] = [x, *extra]
-    if not extra and _is_three_fold(module):
-        arguments, shapes = [x, x, x], [shapes[0]] * 3
-    return f"{name}({', '.join(shapes)})", lambda: module(*arguments)
-
-
-def _is_three_fold(module: Any) -> bool:
-    """Return whether a module needs query, key and value."""
-    try:
-        parameters = list(
-            inspect.signature(module.forward if isinstance(module, nn.Module) else module).parameters.values()
-        )
-    except (TypeError, ValueError):
-        return False
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    required = [each.name.lower() for each in positional if each.default is each.empty]
-    return len(required) == 3 and sorted(name.lstrip("x_")[:1] for name in required) == ["k", "q", "v"]
 
 
 def _inputs(tape: Tape) -> Iterator[Event]:
@@ -224,7 +222,7 @@ def _has_fast_path(module: Any) -> bool:
 def _run_plainly(module: Any, x: Tensor, context: Any, call: Call | None) -> Any:
     """Run a module as its user does, with the fast path that the tape cannot record."""
     with _as_in_eval(module), _gradients():
-        return _call_of(module, x, _to_list(context), call)[1]()
+        return module(*arguments_of(module, x, _to_list(context))) if call is None else call(module, x)
 
 
 @contextmanager
