@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from headscope import watch
-from headscope._intercept import frames, written
+from headscope._intercept import frames
+from headscope._intercept.written_masks import mask_of
 
 
 class Loops(nn.Module):
@@ -102,11 +103,11 @@ def test_operations_of_threads_that_run_no_module_are_not_followed() -> None:
 def test_a_mask_of_another_device_is_not_compared() -> None:
     scores = torch.randn(1, 2, 5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -1e9)
     try:
-        expected = written._mask(scores)
+        expected = mask_of(scores)
         (size, device), known = frames.thread.written_masks.popitem()
         assert device == scores.device
         frames.thread.written_masks[size, torch.device("meta")] = (known[0].to("meta"), *known[1:])
-        mask, real = written._mask(scores)
+        mask, real = mask_of(scores)
     finally:
         frames.thread.written_masks.clear()
     assert mask == expected[0]
