@@ -192,8 +192,13 @@ def describe_modules(modules: Mapping[str, nn.Module], names: Collection[str]) -
 
 
 def is_attention(name: str, module: nn.Module) -> bool:
-    """Return whether its class or path is named attention, and it holds a matrix; a norm's gate may be one."""
+    """Return whether its class or path is named attention, and it holds a matrix; a norm's gate may be one.
+
+    A class named output with a single matrix, such as LXMERT's LxmertAttentionOutput, is the projection after one.
+    """
     kind, called = type(module).__name__, name.rsplit(".", 1)[-1]
+    if kind.endswith("Output") and _matrices(module) == 1:
+        return False
     if not _ATTENTION.search(kind):
         named = _ATTENTION.search(called) and not _NORM.search(called)
         if not named or _BESIDE.search(f"{kind} {called}"):

@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope._provenance.arguments import (
     FACTORIES,
-    FUSED_ATTENTION,
     MOVES,
     REDUCTIONS,
     list_tensors,
 )
-from headscope._provenance.definition import attend_by_definition
+from headscope._provenance.definition import FUSED_ATTENTION, define_fused_attention
 from headscope._provenance.elementwise import follow_elementwise, follow_in_place, follow_move, follow_reduction
 from headscope._provenance.identities import Identities, Origin
 from headscope._provenance.products import copy_operand, follow_convolution, record_product
@@ -105,6 +104,5 @@ class ProvenanceMode(TorchDispatchMode):
         """Run torch's fused attention for its other results, and its definition for the output."""
         self.record.fused_calls += 1
         _, *rest = func(*args, **kwargs)
-        arguments = dict(zip(("query", "key", "value", "dropout_p", "is_causal"), args, strict=False))
         with self:
-            return (attend_by_definition(**arguments, **kwargs), *rest)
+            return (define_fused_attention(args, kwargs), *rest)

@@ -26,7 +26,7 @@ from headscope.checking._whole_model.documents import ask_documents
 from headscope.checking._whole_model.implementations import ask_flex, ask_implementations
 from headscope.checking._whole_model.inputs import read_inputs, unwrap, without_padding
 from headscope.checking._whole_model.padding import ask_padding
-from headscope.checking._whole_model.subject import prepare_model
+from headscope.checking._whole_model.subject import prepare_model, relates_entries
 
 __all__ = ["check_model"]
 
@@ -114,7 +114,12 @@ def check_model(
         whole = read_inputs(model, inputs)
         entry = without_padding(whole)
         subject, own = prepare_model(model, entry, call, whole)
-        case = ModelCase(model, subject, own, entry, options, subject.measure_noise(entry))
+        out = subject.measure_noise(entry)
+        if relates_entries(subject, entry, out):
+            for each in (subject, own):
+                if each is not None:
+                    each.pairs = True
+        case = ModelCase(model, subject, own, entry, options, out)
         _describe_call(case)
         for question in QUESTIONS:
             _ask(case, question)
@@ -156,6 +161,10 @@ def _describe_call(case: ModelCase) -> None:
     if case.entry.packed:
         case.understood.append(
             f"inputs holds a mask over pairs of tokens, {case.entry.packed}; each question passes a mask of its own"
+        )
+    if subject.pairs:
+        case.understood.append(
+            "the output relates all entries of a batch, [B, B]; that of each with itself is compared"
         )
     case.understood.append(
         f"outputs up to {subject.size:.3g}; one rounding of each weight moves them by {subject.noise:.1g}; a "

@@ -44,7 +44,7 @@ def _operands_of_others(writer: Writer, last: int) -> set[int]:
     """Return the projections that made the values of later attentions: theirs are not the output of this one."""
     origins = writer.origins
     values = [mixing.v for mixing in origins.mixings if mixing.event.index > last]
-    return {event.index for ids in values for event in origins.tape.makers(walk(origins, ids)[-1])}
+    return {event.index for ids in values for event in origins.tape.makers(origins.roots(ids))}
 
 
 def add_ending(writer: Writer, returned: Tensor | None) -> None:
@@ -178,7 +178,7 @@ def _changes_of(writer: Writer, rows: Tensor) -> list[str]:
 
 def _dropped_heads(writer: Writer, rows: Tensor) -> list[int]:
     """Return the heads whose outputs are not among joined numbers."""
-    base = walk(writer.origins, rows)[-1]
+    base = writer.origins.roots(rows)
     heads = set(writer.coordinates[Coordinate.HEAD][base].unique().tolist())
     return sorted(set(range(writer.attention.p.shape[1])) - heads)
 

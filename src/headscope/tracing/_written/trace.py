@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,13 +130,13 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
     constants: list[Tensor] = []
     if isinstance(module, nn.Module):
         constants = [*module.parameters(), *module.buffers(), *_own_tensors(module)]
-    extra = [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
+    extra = _to_list(context)
     inputs = [each for each in (x, *extra) if isinstance(each, Tensor)]
     text, run = _call_of(module, x, extra, call)
     try:
         tape = Tape(constants, inputs, _files_of(module))
         labels = {event.index: "x" if n == 0 else "context" for n, event in enumerate(_inputs(tape))}
-        with _as_in_eval(module), _gradients(), _without_fast_path(), tape:
+        with _as_in_eval(module), _gradients(), _without_fast_path(), closing(tape.places), tape:
             returned = run()
     except TooLargeError:
         raise ValueError(f"x: the forward pass has more than 2^26 numbers, too many to follow; {SMALLER}") from None
@@ -146,6 +146,10 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
         problem = " ".join(str(error).split())[:200]
         raise TypeError(f"module: the call {text} failed with {type(error).__name__}: {problem}; {REMEDY}") from error
     return Recorded(returned, tape, labels)
+
+
+def _to_list(context: Any) -> list[Any]:
+    return [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
 
 
 def _call_of(module: Any, x: Tensor, extra: list[Any], call: Call | None) -> tuple[str, Callable[[], Any]]:
@@ -219,9 +223,8 @@ def _has_fast_path(module: Any) -> bool:
 
 def _run_plainly(module: Any, x: Tensor, context: Any, call: Call | None) -> Any:
     """Run a module as its user does, with the fast path that the tape cannot record."""
-    extra = [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
     with _as_in_eval(module), _gradients():
-        return _call_of(module, x, extra, call)[1]()
+        return _call_of(module, x, _to_list(context), call)[1]()
 
 
 @contextmanager
