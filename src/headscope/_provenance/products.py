@@ -36,7 +36,10 @@ def follow_convolution(identities: Identities, out: Tensor, args: tuple[Any, ...
     x, weight, stride, padding, groups = args[0], args[1], args[3], args[4], args[8]
     plain = weight.shape[2:].numel() == 1 and groups == 1 and set(stride) == {1} and set(padding) == {0}
     shadow, last = identities.shadows.find(x), out.movedim(1, -1)  # the second has its channels last
-    if not plain or shadow is None or not shadow.ids.any() or x.ndim != weight.ndim or args[6]:
+    if shadow is None or not shadow.ids.any():
+        return
+    if not plain or x.ndim != weight.ndim or args[6]:
+        identities.record.convolved = True
         return
     if not out.is_contiguous() and not last.is_contiguous():
         return  # a copy would not share the storage

@@ -22,7 +22,9 @@ def is_size(value: object) -> bool:
 
 def is_scale(value: object) -> bool:
     """Return whether a value is a finite number above 0, also of numpy; a bool is not one."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return math.isfinite(value) and float(value) > 0
 
 
 def is_meaning(value: object) -> bool:

@@ -98,6 +98,8 @@ class _Rows:
 
 def arrange_heads(record: Provenance, batch: int, length: int) -> Arrangement:
     """Identify the heads of a forward pass over [batch, length] tokens and the faults of their layout."""
+    if not record.mixings and record.convolved:
+        return Arrangement(None, [], "a convolution computes numbers of several neighbours, which is not followed")
     if not record.mixings:
         reason = "tokens are summed, and no product of queries and keys was observed before"
         missing = "no product of attention weights with values was observed"

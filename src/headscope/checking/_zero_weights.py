@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -71,7 +71,7 @@ def _draw(gradient: Tensor) -> Tensor:
 
 
 @contextmanager
-def _changed(p: Tensor, numbers: Tensor) -> Iterator[None]:
+def _changed(p: Tensor, numbers: Tensor) -> Generator[None]:
     """Return a context in which a parameter of zeros has other numbers."""
     p.data.copy_(numbers)
     try:
