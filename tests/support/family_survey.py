@@ -125,6 +125,18 @@ DIFFERENT = {
 }
 """Families whose own weights are something else than those of each head."""
 OF_TIMM = "## Families of timm"
+REFUSED = {
+    "`TalkingHeadAttn`, `Attention2d`": "mixes the weights of heads after the softmax",
+    "`XCA`, `ChannelAttention`, `CrossCovarianceAttn`": "its softmax is over channels, not over tokens",
+    "`FactorAttnConvRelPosEnc`, `LambdaLayer`": "its softmax is over keys alone, without queries",
+    "`OutlookAttention`, `GlobalContext`": "its softmax is of a projection, not of products of queries and keys",
+    "`DiffAttention`, not fused": "subtracts one softmax from another; fused, it makes two calls",
+    "`HaloAttn`": "each block of queries has keys of its own",
+    "`ConvAttention` of NextViT": "a grouped convolution",
+    "`BilinearAttnTransform`": "products of pooled rows and columns",
+    "`Attention` of TNT and VOLO, `ClassAttention`": "`unfold` or `fold` hides which axis has the tokens",
+}
+"""Classes of timm that are refused, and why."""
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "families.md"
 
 
@@ -215,6 +227,12 @@ def render_timm(results: list[dict[str, Any]], version: str) -> str:
         "| module | family | with fused attention | without |",
         "|---|---|---|---|",
         *rows,
+        "",
+        "These classes are refused:",
+        "",
+        "| class | reason |",
+        "|---|---|",
+        *(f"| {classes} | {reason} |" for classes, reason in REFUSED.items()),
         *(["", *_wrap(f"Not built: {unbuilt}.")] if unbuilt else []),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -77,10 +78,8 @@ def build(name: str, *, fused: bool) -> Family:
     Raises:
         UnbuiltError: no size of an image was taken; the message is that of the last.
     """
-    import timm
-    from timm.layers import set_fused_attn
-
-    set_fused_attn(fused)
+    timm: Any = import_module("timm")  # optional: the tests do not require it
+    timm.layers.set_fused_attn(fused)
     options, reasons = dict(NAMES[name]), list[str]()
     least = options.pop("side", 0)
     for arguments in (options, {key: n for key, n in options.items() if key != "img_size"}, {}):
