@@ -75,9 +75,7 @@ def trace(
         steps = _trace_file(target, arguments, layer, timeout, _specified_sizes(context, target))
         _show(steps, explain=explain, as_json=as_json, html=html, force=force)
         return
-    if arguments is not None or layer:
-        option = f"--layer: got {layer}" if arguments is None else f"--args: got {arguments}"
-        raise Mistake(f"{option} without FILE.py:NAME, expected both")
+    _check_without_file(arguments, layer)
     with progress_line("loading torch"):
         from headscope import tracing
     _check_sizes(batch, seq, max(dim, heads * (head_dim or 1)), heads, context_seq)
@@ -92,6 +90,13 @@ def trace(
     except (TypeError, ValueError) as error:
         raise Mistake(name_options(str(error), ARGUMENTS)) from error
     _show(steps, explain=explain, as_json=as_json, html=html, force=force)
+
+
+def _check_without_file(arguments: str | None, layer: int) -> None:
+    """Raise unless the options of a file are at their defaults."""
+    if arguments is not None or layer:
+        option = f"--layer: got {layer}" if arguments is None else f"--args: got {arguments}"
+        raise Mistake(f"{option} without FILE.py:NAME, expected both")
 
 
 def _show(steps: Trace, *, explain: bool, as_json: bool, html: str | None, force: bool) -> None:
