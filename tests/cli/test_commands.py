@@ -116,6 +116,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "heads and width": (["trace", "--heads", "7"], "--heads: embed_dim 512 is not divisible by num_heads 7"),
     "grouped heads": (["trace", "--kv-heads", "3"], "--kv-heads: got 3, expected a divisor"),
     "more than torch can count": (["trace", "--seq", "1000000000", "--batch", "1000000000"], "sizes: a tensor would"),
+    "layer of sizes": (["trace", "--layer", "1"], "--layer: got 1 without FILE.py:NAME, expected both$"),
     "values of too much": (["trace", "--seq", "1000000", "--values"], "--values: the steps take"),
     "trace over a file": (["trace", "--html", "given.txt"], "--html: given.txt: exists and is not a page"),
     "trace twice": (["trace", "--html", "a.html", "--json"], "--json: got --html too, expected one of the two$"),
@@ -595,12 +596,24 @@ def test_trace_of_a_class_of_a_file_has_its_lines(run: Run, tmp_path: Path) -> N
     assert "unusual: scale" in shown.out
 
 
+def test_trace_of_a_file_shows_the_layer_that_is_asked_for(run: Run, tmp_path: Path) -> None:
+    both = "class Both(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    both += "        self.parts = nn.Sequential(Attention(24, 3), Attention(24, 2))\n\n"
+    both += "    def forward(self, x):\n        return self.parts(x)\n"
+    (tmp_path / "homework.py").write_text(HOMEWORK + "\n\n" + both, encoding="utf-8")
+    ran = run("trace", str(tmp_path / "homework.py") + ":Both", "--layer", "1", "--json")
+    found = answer(Ran(ran.code, ran.out, ""))
+    assert found["title"] == "Both on x [2, 10, 24], layer 1 of 0–1"
+    assert {row["step"]: row for row in found["rows"]}["weights"]["axes"] == {"B": 2, "H": 2, "Q": 10, "K": 10}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--args", "24"], "Attention: cannot be built with --args '24'"),
         (["--args", "24, 3", "--heads", "3"], "--heads: is for a trace of sizes"),
         (["--args", "24, 3", "--dim", "25"], "module: the call Attention(x [2, 10, 25]) failed"),
+        (["--args", "24, 3", "--layer", "1"], "--layer: got 1, expected 0 to 0, the attentions of Attention"),
     ],
 )
 def test_trace_of_a_file_names_the_mistake(run: Run, tmp_path: Path, arguments: list[str], message: str) -> None:

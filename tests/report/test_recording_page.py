@@ -183,10 +183,6 @@ def test_an_image_of_tokens_is_refused() -> None:
         ({"grid": 4}, "grid: expected rows and columns of patches, each at least 1, got 4"),
         ({"grid": (4.0, 4)}, "grid: expected rows and columns of patches, each at least 1, got (4.0, 4)"),
         ({"trace": [{"step": "scores"}]}, "trace: got list, expected what headscope.trace returns"),
-        (
-            {"trace": trace(seq=3, dim=4, heads=2)},
-            r"trace: MultiHeadAttention\(4, 2\) .* has sizes only, expected values",
-        ),
         ({"strips": 5}, "strips: got 5, expected pairs of a layer and the number of a head"),
     ],
 )

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 from headscope._support.progress import progress_line
 from headscope._support.text import visible
 from headscope.cli._check.processes import ask_child
-from headscope.cli._shared.console import SIZE, console, print_json, say
+from headscope.cli._shared.console import INDEX, SIZE, console, print_json, say
 from headscope.cli._shared.mistakes import Mistake, name_options
 from headscope.cli._shared.observation import FORCE
 from headscope.cli._shared.pages import write_page
@@ -25,6 +25,7 @@ MOST_BYTES = 2 << 30  # of all steps together, with --values
 @click.command(short_help="Show every step of multi-head attention, with shapes.")
 @click.argument("target", metavar="[FILE.py:NAME]", required=False)
 @click.option("--args", "arguments", metavar="ARGS", help='Arguments that build the class of a file: --args "512, 8".')
+@click.option("--layer", type=INDEX, default=0, show_default=True, help="Which attention of a class, as they run.")
 @click.option("--timeout", type=SIZE, default=60, show_default=True, help="Seconds after which a file is stopped.")
 @click.option("--batch", type=SIZE, default=32, show_default=True, help="B, sequences.")
 @click.option("--seq", type=SIZE, default=10, show_default=True, help="Q, tokens in each.")
@@ -44,6 +45,7 @@ def trace(
     context: click.Context,
     target: str | None,
     arguments: str | None,
+    layer: int,
     timeout: int,
     batch: int,
     seq: int,
@@ -70,11 +72,10 @@ def trace(
     if as_json and html is not None:
         raise Mistake("--json: got --html too, expected one of the two")
     if target is not None:
-        steps = _trace_file(target, arguments, timeout, _specified_sizes(context, target))
+        steps = _trace_file(target, arguments, layer, timeout, _specified_sizes(context, target))
         _show(steps, explain=explain, as_json=as_json, html=html, force=force)
         return
-    if arguments is not None:
-        raise Mistake(f"--args: got {arguments} without FILE.py:NAME, expected both")
+    _check_without_file(arguments, layer)
     with progress_line("loading torch"):
         from headscope import tracing
     _check_sizes(batch, seq, max(dim, heads * (head_dim or 1)), heads, context_seq)
@@ -89,6 +90,13 @@ def trace(
     except (TypeError, ValueError) as error:
         raise Mistake(name_options(str(error), ARGUMENTS)) from error
     _show(steps, explain=explain, as_json=as_json, html=html, force=force)
+
+
+def _check_without_file(arguments: str | None, layer: int) -> None:
+    """Raise unless the options of a file are at their defaults."""
+    if arguments is not None or layer:
+        option = f"--layer: got {layer}" if arguments is None else f"--args: got {arguments}"
+        raise Mistake(f"{option} without FILE.py:NAME, expected both")
 
 
 def _show(steps: Trace, *, explain: bool, as_json: bool, html: str | None, force: bool) -> None:
@@ -120,7 +128,7 @@ def _is_specified(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
-def _trace_file(target: str, arguments: str | None, timeout: int, sizes: dict[str, int]) -> Trace:
+def _trace_file(target: str, arguments: str | None, layer: int, timeout: int, sizes: dict[str, int]) -> Trace:
     """Return the steps of a class, a module or a function of a file, which runs in a process of its own.
 
     Raises:
@@ -133,11 +141,11 @@ def _trace_file(target: str, arguments: str | None, timeout: int, sizes: dict[st
     submission = list_submissions([target], None, {"args": arguments})[0]
     say(f"headscope trace: running {visible(str(submission.path))} in a separate process")
     request = submission.conventions.to_request(submission.path, submission.name, timeout)
-    request["trace"] = sizes
+    request |= {"trace": sizes, "layer": layer}
     with progress_line("tracing"):
         answer = ask_child(request, timeout)
     if "mistake" in answer:
-        raise Mistake(visible(str(answer["mistake"])))
+        raise Mistake(visible(name_options(str(answer["mistake"]), {"layer": "--layer"})))
     from headscope.cli._shared.traces import parse_trace
 
     return parse_trace(answer["trace"])

@@ -47,7 +47,7 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
         request: "path"; "name", or None for the only module class; "or_only_class", whether the only module class
             replaces a name that the file does not have, which adds a "note" to the answer; "args", "kwargs" and
             "arguments", the same as a text or None; "call", an expression, or None; and "options", the arguments of
-            ``check``, or "trace", the sizes of the input.
+            ``check``, or "trace", the sizes of the input, and "layer".
     """
     try:
         if "trace" in request:
@@ -133,7 +133,7 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
         subject = _build_without_arguments(subject, request)
 
     try:
-        return trace_subject(subject, request["trace"], _to_call(request.get("call")))
+        return trace_subject(subject, request["trace"], _to_call(request.get("call")), request.get("layer", 0))
     except (ValueError, TypeError) as error:
         raise MistakeError(str(error)) from error
 

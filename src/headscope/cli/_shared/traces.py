@@ -20,13 +20,14 @@ IN_PYTHON = re.compile(r"pass call=, for example call=lambda module, x: (module\
 NUMBERS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
-def trace_subject(subject: Any, sizes: dict[str, int], call: dict[str, Any]) -> dict[str, Any]:
+def trace_subject(subject: Any, sizes: dict[str, int], call: dict[str, Any], layer: int) -> dict[str, Any]:
     """Trace a module or function with a random input, and return the trace as ``to_dict`` has it.
 
     Args:
         subject: the module or function.
         sizes: those of the input that the user has specified: "batch", "seq" and "dim".
         call: how to call it, as a function of module, x and mask; empty: with x alone.
+        layer: which attention, in the order in which they run.
 
     Raises:
         ValueError: no input that was tried fits, or there is no attention; the message is that of the first try.
@@ -42,10 +43,12 @@ def trace_subject(subject: Any, sizes: dict[str, int], call: dict[str, Any]) -> 
     for shape in _list_shapes(subject, sizes):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         try:
-            return trace(subject, x, call=how).to_dict()
+            return trace(subject, x, call=how, layer=layer).to_dict()
         except TypeError as error:  # the call failed: another shape may fit
             first = first or error
         except ValueError as error:
+            if str(error).startswith("layer:"):
+                raise
             furthest = furthest or error
     error = furthest or first
     if error is None:
