@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -125,6 +125,8 @@ def watch(
         what = replace(what, rows=rows)
     check_type("kinds", {} if kinds is None else kinds, Mapping, "a mapping of patterns to kinds")
     kinds = dict(kinds or {})
+    if isinstance(texts, str) or not isinstance(texts, Iterable | None):
+        raise TypeError(f"texts: got {type(texts).__name__}, expected a list with a str for each token")
     texts = None if texts is None else tuple(texts)
     check(tokens, positions, kinds, unseen, alarms, texts or ())
     check_type("accelerate", accelerate, bool, "True or False")
