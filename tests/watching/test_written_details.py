@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headscope import watch
+from headscope import Observe, watch
 from headscope.watching import WatchError
 
 HEADS, WIDTH, TOKENS = 3, 7, 11
@@ -225,3 +226,23 @@ def test_as_many_tokens_as_features_are_no_second_attention(count: int) -> None:
     with warnings.catch_warnings(action="error"), torch.no_grad(), watch(model) as recording:
         model(tokens(count)[0])
     assert recording["entropy"].count.tolist() == [[count] * HEADS]
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"rows": torch.ones(2, 5, dtype=torch.bool)}, rf"q \[2, {HEADS}, {TOKENS}, {WIDTH}\]"),
+        ({"tokens": torch.zeros(3, TOKENS, dtype=torch.long)}, rf"k \[2, {HEADS}, {TOKENS}, {WIDTH}\]"),
+    ],
+)
+def test_errors_have_the_sizes_of_the_queries_and_keys(options: dict[str, Any], sizes: str) -> None:
+    model = Layer(by_name)
+    with pytest.raises(WatchError, match=f"layer Layer: .*{sizes}"), watch(model, **options):
+        model(tokens())
+
+
+@pytest.mark.parametrize("name", ["edges", "top", "map"])
+def test_more_weights_than_memory_has_are_an_error(name: str) -> None:
+    options: dict[str, Any] = {name: 10**9}
+    with pytest.raises(ValueError, match=f"{name}: got 1000000000, expected at most 16"):
+        Observe(**options)

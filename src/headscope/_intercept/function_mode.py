@@ -162,12 +162,9 @@ def _uncompiled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _is_projected(x: object) -> bool:
     """Return whether a tensor is known to be a projection, and not weights of the same shape."""
     follower = frames.thread.follower
-    return (
-        follower is not None
-        and isinstance(x, Tensor)
-        and is_followed(x)
-        and follower.table.is_projection(x, follower.scope())
-    )
+    if follower is None or not isinstance(x, Tensor) or not is_followed(x):
+        return False
+    return follower.table.is_projection(x, follower.scope())
 
 
 def note_unrecorded(operator: str | None) -> None:
