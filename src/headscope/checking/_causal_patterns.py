@@ -34,13 +34,15 @@ def _name_pattern(visible: Tensor, first: Tensor, tri: Tensor) -> str:
     if not bool((visible & free & (distance > 0)).any()):
         return ""
     if _depends_on(distance, visible, free):
-        seen = sorted(set(distance[visible & free].tolist()))
-        return f"a window of {len(seen)} keys" if seen == list(range(len(seen))) else f"keys at distances {_list(seen)}"
+        distances = sorted(set(distance[visible & free].tolist()))
+        is_window = distances == list(range(len(distances)))
+        return f"a window of {len(distances)} keys" if is_window else f"keys at distances {_list(distances)}"
     for block in range(2, len(tri) - 1):
         gap = index[:, None] // block - index // block
         if _depends_on(gap, visible, free):
-            seen = sorted(set(gap[visible & free].tolist()))
-            return f"chunks of {block} keys" if seen == [0] else f"blocks of {block} keys at distances {_list(seen)}"
+            distances = sorted(set(gap[visible & free].tolist()))
+            chunks = f"chunks of {block} keys"
+            return chunks if distances == [0] else f"blocks of {block} keys at distances {_list(distances)}"
         stride = (gap == 0) | (index % block >= block - 1)  # its own block, and the last key of each block
         if torch.equal(visible & free, stride & free):
             return f"blocks of {block} keys and the last key of each block"
