@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from headscope import Findings, check_model
-from support.model_families import IDS, KINDS, build_model
+from support.model_families import IDS, KINDS, build_config, build_model
 from support.proofs import prove
+from support.watched_models import spread
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -93,6 +95,7 @@ def test_every_finding_is_proven_by_calls_of_the_model(kind: str, family: str) -
     ("causal", "llama", "padding-leaks"), ("causal", "llama", "mask-ignored"), ("causal", "llama", "documents-mixed"),
     ("causal", "llama", "decoding-differs"), ("causal", "llama", "chunked-prefill-differs"),
     ("causal", "llama", "implementations-differ"), ("causal", "llama", "padding-changes-output"),
+    ("causal", "llama", "batch-changes-output"), ("causal", "llama", "mask-4d-ignored"),
     ("masked", "bert", "padding-leaks"), ("masked", "bert", "mask-ignored"), ("seq2seq", "t5", "fp16-overflow"),
 ])  # fmt: skip
 def test_a_sound_model_has_no_proof(kind: str, family: str, name: str) -> None:
@@ -135,3 +138,14 @@ def test_a_leak_is_one_without_check_model_too() -> None:
         first = mamba(input_ids=IDS[:1, :4], use_cache=True)
         second = mamba(input_ids=IDS[:1, 4:], cache_params=first.cache_params, use_cache=True).logits
         assert float((second - whole[:, 4:]).abs().max()) > 1
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.25])
+def test_a_batch_that_shares_the_capacity_of_its_experts_changes_its_texts(fraction: float) -> None:
+    """NLLB-MoE drops tokens of full experts; which ones are full depends on the other texts of the batch."""
+    sizes = {"encoder_sparse_step": 1, "decoder_sparse_step": 1, "moe_eval_capacity_token_fraction": fraction}
+    torch.manual_seed(0)
+    model = spread(transformers.NllbMoeForConditionalGeneration(build_config("nllb-moe", **sizes)))
+    inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "decoder_input_ids": IDS}
+    assert ("batch-changes-output" in check_model(model, inputs).names) == (fraction < 1)
+    assert prove("batch-changes-output", model, inputs) == (fraction < 1)

@@ -257,19 +257,19 @@ def test_an_output_whose_first_axis_is_not_the_batch_is_not_compared() -> None:
     assert findings.not_tested["batch size and place"] == reason
 
 
-def test_an_output_of_all_pairs_of_entries_is_not_compared() -> None:
-    class Similarities(nn.Module):
+def test_an_output_whose_sizes_change_with_the_batch_is_not_compared() -> None:
+    class Flat(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(5, 5)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x).mean(1)
-            return y @ y.mT
+            y = self.linear(x).flatten(0, 1)
+            return y.expand(x.shape[0], *y.shape)
 
-    findings = check_model(Similarities(), X)
+    findings = check_model(Flat(), X)
     assert findings.names == ()
-    assert findings.not_tested["batch size and place"] == "the output of one entry is [1, 1], of three [3, 3]"
+    assert findings.not_tested["batch size and place"] == "the output of one entry is [1, 7, 5], of three [3, 21, 5]"
 
 
 def test_a_mask_of_which_only_the_sum_counts_is_padded_on_the_right() -> None:
@@ -287,3 +287,18 @@ def test_a_mask_of_which_only_the_sum_counts_is_padded_on_the_right() -> None:
     assert findings.names == (), str(findings)
     expected = {"padding, x padded on the left": "of mask, only the sum has an effect, as a length: pad on the right"}
     assert {k: v for k, v in findings.not_tested.items() if k.startswith("padding")} == expected
+
+
+@pytest.mark.parametrize("token", [0, 1, 52])
+def test_a_later_token_is_changed_where_all_tokens_are_the_same(token: int) -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(53, 5)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = self.embed(input_ids)
+            return x + x.mean(1, keepdim=True)
+
+    findings = check_model(Mean(), {"input_ids": torch.full((1, 7), token)}, causal=True)
+    assert findings.names == ("looks-into-the-future",)

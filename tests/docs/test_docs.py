@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import importlib
 import io
 import re
 from pathlib import Path
@@ -52,6 +53,19 @@ def test_the_pages_that_hold_code_are_found() -> None:
         (10, "e\n", None),
     ]
     assert blocks("```python\na\n```\n\n```text\n1\n```\n") == [(2, "a\n", "1\n")]
+
+
+def test_lists_of_members_in_the_reference_are_complete() -> None:
+    """A page that puts names in an order of its own must not lose one."""
+    listed: dict[str, list[str]] = {}
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        blocks = re.finditer(
+            r"^::: (\S+)\n(?:    .*\n)*?      members:\n((?:        - \w+\n)+)", page.read_text(), re.MULTILINE
+        )
+        listed |= {block[1]: re.findall(r"- (\w+)", block[2]) for block in blocks}
+    assert len(listed) >= 4
+    for room, names in listed.items():
+        assert sorted(names) == sorted(importlib.import_module(room).__all__), room
 
 
 def test_every_room_is_in_the_reference() -> None:

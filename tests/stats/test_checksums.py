@@ -36,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = nn.Sequential(headscope.MultiHeadAttention(8, 2)).eval()
     what = Observe(map=3, edges=3, top=2, keep_rows=True, keep_qk=True)
-    with torch.no_grad(), watch(model, what=what, texts="abcdef") as seen:
+    with torch.no_grad(), watch(model, what=what, texts=list("abcdef")) as seen:
         model(torch.randn(1, LENGTH, 8))
     return seen.save(tmp_path_factory.mktemp("whole") / "whole.safetensors", qk=True)
 

@@ -47,7 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model, what = Both().eval(), Observe(map=3, edges=3, top=2, windows=(1, 2), keep_rows=True, keep_qk=True)
     ids = torch.arange(7) % 3
-    with torch.no_grad(), watch(model, what=what, texts="abcdefg", tokens=ids, kinds={"b": "cross"}) as seen:
+    with torch.no_grad(), watch(model, what=what, texts=list("abcdefg"), tokens=ids, kinds={"b": "cross"}) as seen:
         model(torch.randn(1, 7, 12))
     return seen.save(tmp_path_factory.mktemp("whole") / "whole.safetensors", qk=True)
 

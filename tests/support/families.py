@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from support.late_families import RECIPES
 from support.model_families import HEADS, build_config
 
 FEW = {
@@ -37,6 +38,8 @@ WIDTHS = {
     "image_size": 64, "index_n_heads": 4, "index_head_dim": 16, "max_position_embeddings": 512, "mamba_n_heads": 8,
     "mamba_d_head": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "ffn_hidden_size": 48,
 }  # fmt: skip
+LATE = frozenset(RECIPES)
+"""Families with a recipe of their own."""
 MOST_PARAMETERS = 120_000_000
 BATCH, LENGTH = 2, 13
 
@@ -61,12 +64,20 @@ def list_names() -> list[str]:
     return sorted(MODEL_MAPPING_NAMES)
 
 
-def build(name: str, most: int = MOST_PARAMETERS) -> Family:
+def build(name: str, most: int = MOST_PARAMETERS, *, late: bool = False) -> Family:
     """Return a family that runs, with so many parameters at most.
+
+    Args:
+        name: its type in transformers.
+        most: the number of parameters.
+        late: also build the families of ``LATE``. The findings that the tests of ``check_model`` list are those of the
+            others.
 
     Raises:
         UnbuiltError: no attempt ran; the message is that of the last.
     """
+    if name in LATE:
+        return _build_late(name, most, wanted=late)
     reasons: list[str] = []
     for make_config in _list_configs(name):
         try:
@@ -82,6 +93,19 @@ def build(name: str, most: int = MOST_PARAMETERS) -> Family:
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {str(error).strip()}")
     raise UnbuiltError(" | ".join(reason.splitlines()[0][:120] for reason in reasons if reason)[:600])
+
+
+def _build_late(name: str, most: int, *, wanted: bool) -> Family:
+    if not wanted:
+        raise UnbuiltError("built with late=True only")
+    try:
+        config, inputs = RECIPES[name]()
+        model = config.eval() if isinstance(config, nn.Module) else _instantiate(config, most)
+        with torch.no_grad():
+            model(**inputs)
+    except Exception as error:
+        raise UnbuiltError(f"{type(error).__name__}: {error}") from error
+    return Family(name, model, inputs)
 
 
 def _list_configs(name: str) -> list[Callable[[], Any]]:
@@ -266,3 +290,24 @@ class Spy(torch.utils._python_dispatch.TorchDispatchMode):
             elif args[0].untyped_storage()._cdata in self.softmaxes and name in ("clone", "_to_copy", "cat"):
                 self.softmaxes[out.untyped_storage()._cdata] = out
         return out
+
+
+def are_same(a: Any, b: Any) -> bool:
+    """Return whether two outputs of a model are equal, to the bit."""
+    mine, other = list(list_tensors(a)), list(list_tensors(b))
+    return len(mine) == len(other) and all(
+        torch.equal(x, y) or (x.dtype.is_floating_point and torch.equal(x.nan_to_num(), y.nan_to_num()))
+        for x, y in zip(mine, other, strict=True)
+    )
+
+
+def list_tensors(x: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, dict):
+        for each in x.values():
+            yield from list_tensors(each)
+    elif isinstance(x, (list, tuple)):
+        for each in x:
+            yield from list_tensors(each)

@@ -26,12 +26,16 @@ FEATURES = ("input_values", "input_features", "inputs_embeds")
 
 
 def output(model: Any, inputs: Inputs, **more: Any) -> Tensor:
-    """Return the logits or the last hidden state, in float64."""
+    """Return the logits, the last hidden state, or the similarity of each image and its own text, in float64."""
     names = inspect.signature(model.forward).parameters
     options = {"use_cache": False} if "use_cache" in names and "use_cache" not in more else {}
     with torch.no_grad():
         torch.manual_seed(0)
         result = model(**{**inputs, **options, **more})
+    if isinstance(result, Tensor):
+        return result.double()
+    if (similarities := getattr(result, "logits_per_image", None)) is not None:
+        return similarities.double().diagonal()[:, None]
     first = getattr(result, "logits", None)
     return (first if first is not None else result.last_hidden_state).double()
 
@@ -65,7 +69,7 @@ def padded(inputs: Inputs, fill: float, left: bool) -> tuple[dict[str, Any], int
 def real_rows(inputs: Inputs, out: Tensor, count: int, left: bool) -> Tensor:
     """Return the rows of real tokens; of an output with other rows, the one that is farthest from the padding."""
     main, _ = split(inputs)
-    if any(name.startswith("decoder") for name in inputs):
+    if out.shape[1] == inputs.get("decoder_input_ids", out[:, :0]).shape[1]:
         return out
     if out.shape[1] == inputs[main].shape[1]:
         return out[:, count:] if left else out[:, :-count]
@@ -101,7 +105,7 @@ def mask_ignored(model: nn.Module, inputs: Inputs) -> bool:
 
 
 def padding_changes_output(model: nn.Module, inputs: Inputs) -> bool:
-    """A text that is padded on the right differs from the text alone."""
+    """A text that is padded on the right differs from the text alone; an output without rows counts as a whole."""
     prefix = "decoder_" if "decoder_input_ids" in inputs else ""
     main, mask, count = f"{prefix}input_ids", f"{prefix}attention_mask", 3
     entry = one_entry(inputs)
@@ -109,7 +113,14 @@ def padding_changes_output(model: nn.Module, inputs: Inputs) -> bool:
     ids, real = entry[main].clone(), torch.ones_like(entry[main])
     ids[:, -count:], real[:, -count:] = 0, 0
     alone, whole = output(model, short), output(model, {**entry, main: ids, mask: real})
-    return float((whole[:, :-count] - alone).abs().max()) > CHANGE[dtype_of(model)]
+    whole = whole if whole.shape == alone.shape else whole[:, :-count]
+    return float((whole - alone).abs().max()) > CHANGE[dtype_of(model)]
+
+
+def batch_changes_output(model: nn.Module, inputs: Inputs) -> bool:
+    """The first entry alone differs from the same entry in a batch."""
+    one, both = output(model, one_entry(inputs)), output(model, inputs)
+    return float((one - both[:1]).abs().max()) > CHANGE[dtype_of(model)]
 
 
 def run_packed(model: nn.Module, inputs: Inputs, border: int, additive: bool, first: int) -> Tensor:
@@ -176,12 +187,14 @@ def chunked_prefill_differs(model: nn.Module, inputs: Inputs) -> bool:
 
 
 def implementations_differ(model: Any, inputs: Inputs) -> bool:
-    """The eager implementation and sdpa differ, without any padding."""
-    outs: list[Tensor] = []
+    """The eager implementation and sdpa differ, without any padding: without a mask, or with one of ones."""
+    ones = torch.ones(inputs["input_ids"].shape, dtype=torch.long) if "input_ids" in inputs else None
+    outs: list[list[Tensor]] = []
     for name in ("eager", "sdpa"):
         model.set_attn_implementation(name)
-        outs.append(output(model, inputs))
-    return not float((outs[0] - outs[1]).abs().max()) < 1e-3  # also true of NaN
+        calls = [inputs] if ones is None else [inputs, {**inputs, "attention_mask": ones}]
+        outs.append([output(model, call) for call in calls])
+    return any(not float((a - b).abs().max()) < 1e-3 for a, b in zip(*outs, strict=True))  # also true of NaN
 
 
 def random_in_eval(model: nn.Module, inputs: Inputs) -> bool:
@@ -221,6 +234,7 @@ PROOFS: dict[str, Callable[[Any, Inputs], bool]] = {
     "padding-leaks": padding_leaks,
     "mask-ignored": mask_ignored,
     "padding-changes-output": padding_changes_output,
+    "batch-changes-output": batch_changes_output,
     "documents-mixed": documents_mixed,
     "mask-4d-ignored": mask_4d_ignored,
     "decoding-differs": decoding_differs,

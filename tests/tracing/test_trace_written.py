@@ -437,6 +437,18 @@ def test_a_pass_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         trace(seed_modules.SixSteps(20, 4), torch.randn(2, 7, 20))
 
 
+def test_parameters_that_are_parts_of_one_buffer_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = seed_modules.SixSteps(20, 4), torch.randn(2, 7, 20)
+    expected = trace(model, x).to_json()
+    parameters = [*model.parameters()]
+    sizes = [each.numel() for each in parameters]
+    buffer = torch.cat([each.detach().flatten() for each in parameters])
+    for parameter, part in zip(parameters, buffer.split(sizes), strict=True):
+        parameter.data = part.view(parameter.shape)  # as optimisers that flatten parameters do
+    monkeypatch.setattr(tape, "MOST_NUMBERS", 10_000)  # of these, the buffer has 1,680
+    assert trace(model, x).to_json() == expected
+
+
 def test_a_value_that_is_not_a_tensor_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"x: got list, expected a torch\.Tensor"):
         trace(nn.Linear(4, 4), [1.0])  # type: ignore[arg-type]

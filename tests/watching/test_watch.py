@@ -54,7 +54,7 @@ def test_layers_are_named_by_path_in_the_order_of_the_model() -> None:
 def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
     model = Small()
     options: Any = {"tokens": torch.arange(7), "kinds": {"their*": "cross"}}
-    with watch(model, what=Observe(map=3), rows=4, texts="abcdefg", **options) as seen:
+    with watch(model, what=Observe(map=3), rows=4, texts=list("abcdefg"), **options) as seen:
         model(input_of(model))
     path = seen.save(tmp_path / "seen.safetensors")
     again = Recording.load(path)

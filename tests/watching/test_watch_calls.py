@@ -808,6 +808,13 @@ def test_stand_ins_for_tensors_are_refused() -> None:
         ({"layers": [3]}, r"layers: got \[3\], expected names or patterns"),
         ({"layers": []}, "layers: got none, expected at least one; omit layers= for all"),
         ({"what": 3}, "what: got int"),
+        ({"texts": "abcdefg"}, "texts: got str, expected a list with a str for each token"),
+        ({"texts": 3}, "texts: got int, expected a list with a str for each token"),
+        ({"layers": "Atention"}, "which has Attention; the nearest name is 'Attention'"),
+        (
+            {"layers": lambda name: name},
+            r"layers: got a function with the arguments \(name\), expected one of name and",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(arguments: Any, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -210,3 +211,19 @@ def test_wrappers_and_other_modules_are_no_edit_of_attention(
             model(x).sum().backward()
     expected = {f"layers.{n}.self_attn": 42 if n < layers else 14 for n in range(3)}
     assert rows_of(recording) == expected
+
+
+def test_a_watch_around_one_that_raises_ends_its_pass(x: Tensor) -> None:
+    model = Deep()
+    inner = watch(model, layers="layers.1*")
+
+    def replace_a_layer() -> None:
+        model.layers[1] = Deep().layers[1]
+
+    with (
+        warnings.catch_warnings(action="error"),
+        watch(model, layers="layers.0*") as seen,
+        pytest.raises(WatchError, match="were replaced or added"),
+    ):
+        run(inner, lambda: model(x), replace_a_layer, lambda: model(x))
+    assert seen.about.ran == 2

@@ -94,7 +94,10 @@ def test_attentions_of_other_tokens_are_not_heads_of_one_layer() -> None:
     [
         (slice(None), slice(None), "self"),
         (slice(3, None), slice(None), "self"),  # as with a cache
+        (slice(9, None), slice(None), "self"),  # the last one only
         (slice(3), slice(None), "cross"),
+        (slice(1), slice(None), "cross"),  # as a CLS token
+        (slice(8, 9), slice(None), "cross"),
         (slice(None), slice(3), "cross"),
         (slice(5), slice(5, None), "cross"),
         (slice(None), slice(None, None, 2), "cross"),

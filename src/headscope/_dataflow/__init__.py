@@ -5,6 +5,7 @@ from headscope._dataflow.axes import Axis, Piece, Source
 from headscope._dataflow.completion import same_tokens
 from headscope._dataflow.follow import Follower
 from headscope._dataflow.roles import Product, Tokens
+from headscope._dataflow.table import are_of_several_models, is_followed
 
 __all__ = [
     "Axis",
@@ -14,6 +15,8 @@ __all__ = [
     "Source",
     "Tokens",
     "WrittenAttention",
+    "are_of_several_models",
+    "is_followed",
     "joined_heads",
     "same_tokens",
 ]

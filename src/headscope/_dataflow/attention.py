@@ -28,6 +28,9 @@ class WrittenAttention:
         sinks: [H], logits beside those of the keys, whose weights were cut off; None: none.
         out: the product with the values; None if dropout changed the weights before it.
         has_logits: whether ``scores`` are the input of the softmax.
+        from_weights: whether ``scores`` are the logarithms of weights.
+        before: the input of a softmax whose result was changed to these weights, [B, H, Q, K]; None: not known.
+        has_maximum: whether code has computed the largest of the scores, perhaps to subtract it.
         from_exponentials: whether the weights are exponentials of scores that were divided by their sum.
         query_tokens, key_tokens: which tokens the queries and the keys are.
         scope: what encloses its operations from the scores on, the outermost first.
@@ -45,6 +48,9 @@ class WrittenAttention:
     sinks: Tensor | None
     out: Tensor | None
     has_logits: bool
+    from_weights: bool
+    before: Tensor | None
+    has_maximum: bool
     from_exponentials: bool
     query_tokens: Tokens
     key_tokens: Tokens

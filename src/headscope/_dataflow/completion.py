@@ -11,7 +11,7 @@ from torch import Tensor
 from headscope._dataflow.attention import Roles, WrittenAttention, arrange, assign_roles, sizes
 from headscope._dataflow.axes import Axis, Piece, is_of_tokens, size_of, sources
 from headscope._dataflow.order import are_in_order, count_beside
-from headscope._dataflow.roles import Product, Tokens, Weights
+from headscope._dataflow.roles import Product, Softmax, Tokens, Weights
 
 
 class Refusal:
@@ -22,22 +22,24 @@ REFUSAL = Refusal()
 
 
 def complete(
-    role: Weights, p: Tensor, p_axes: Sequence[Axis], v: Tensor, out: Tensor, is_left: bool, scope: tuple[Any, ...],
+    role: Weights, p: Tensor, p_axes: Sequence[Axis], v: Tensor, value_keys: Axis, out: Tensor, is_left: bool,
+    scope: tuple[Any, ...],
 ) -> WrittenAttention | Refusal | None:  # fmt: skip
     """Return the attention that a product completes; None if it is something else.
 
     Args:
         role, p, p_axes: the weights and their axes.
         v, out: the values, and the product.
+        value_keys: the axis of the values that is summed over.
         is_left: whether the weights are the left operand.
         scope: where it is computed.
     """
     product = role.product
     contracted, rows = p_axes[-1 if is_left else -2], p_axes[-2 if is_left else -1]
-    softmax = None if role.changed or role.softmax is None or role.softmax.scores is None else role.softmax
+    softmax = _unchanged_softmax(role)
     axes, key_axis = (p_axes, p.ndim - (1 if is_left else 2)) if softmax is None else (softmax.axes, softmax.axis)
     keys = axes[key_axis]
-    rows_are_keys = _rows_are_keys(role, keys, contracted)
+    rows_are_keys = _rows_are_keys(role, keys, contracted, p)
     if rows_are_keys is None:
         return None
     queries = product.columns if rows_are_keys else product.rows
@@ -48,8 +50,7 @@ def complete(
     roles = assign_roles(axes, key_axis, queries, product.is_folded, product.outside)
     if roles is None:
         return REFUSAL
-    inner = {*roles.queries, *roles.heads}
-    if not set(roles.queries) <= set(rows) or not (set(rows) <= inner or (p.ndim == 2 and not roles.outer)):
+    if not _are_rows(rows, roles, p.ndim):
         return None  # values that depend on the query, or that all sequences share
     groups = (roles.batch, roles.heads, roles.queries, roles.keys)
     scores = _log_weights(role, p, p_axes, groups, key_axis) if softmax is None else softmax.scores
@@ -62,8 +63,7 @@ def complete(
     is_whole = p.numel() == logits.numel()
     if not is_whole and (softmax is None or not _is_part(role, p, roles)):
         return REFUSAL
-    own_heads = [piece for axis in p_axes[:-2] for piece in axis if piece.source in sources(roles.heads)]
-    shared = (roles.batch, roles.heads if is_whole else own_heads)
+    shared = (roles.batch, roles.heads if is_whole else _own_heads(p_axes, roles))
     if not is_left:
         v, out = v.transpose(-2, -1), out.transpose(-2, -1)
     query_tokens, key_tokens = _tokens(product, rows_are_keys)
@@ -77,6 +77,9 @@ def complete(
         sinks=sinks,
         out=None if role.dropped else _output(out, p_axes, is_left, shared, roles.queries),
         has_logits=has_logits,
+        from_weights=softmax is None,
+        before=_before(role, groups, logits.shape),
+        has_maximum=bool(product.reduced & {"amax", "max"}),
         from_exponentials=role.over is None,
         query_tokens=query_tokens,
         key_tokens=key_tokens,
@@ -84,12 +87,12 @@ def complete(
         needed_scope=enclosing([within, *product.scopes, *(each.scope for each in sources(roles.heads) if each.scope)]),
         heads=roles.heads,
         is_whole=is_whole,
-        is_in_order=are_in_order(roles.queries, roles.keys, query_tokens == key_tokens),
+        is_in_order=are_in_order(roles.queries, roles.keys, value_keys, query_tokens == key_tokens),
         beside=count_beside(key_tokens) if query_tokens != key_tokens else 0,
     )
 
 
-def _rows_are_keys(role: Weights, keys: Axis, contracted: Axis) -> bool | None:
+def _rows_are_keys(role: Weights, keys: Axis, contracted: Axis, p: Tensor) -> bool | None:
     """Return whether the keys are the rows of the product; None if a product does not sum over the keys of weights."""
     own, product = frozenset(sources(keys)), role.product
     if not contracted and size_of(keys) == 2 and own == role.over and not (product.rows and product.columns):
@@ -98,7 +101,7 @@ def _rows_are_keys(role: Weights, keys: Axis, contracted: Axis) -> bool | None:
     if own != frozenset(sources(contracted)) or (role.over is not None and own != role.over):
         return None
     if not own:  # perhaps one key
-        is_single = role.over is not None and not (product.rows and product.columns)
+        is_single = (role.over is not None or bool((p == 1).all())) and not (product.rows and product.columns)
         return bool(product.columns) if is_single else None
     if _shares(keys, product.rows):
         return True
@@ -121,6 +124,31 @@ def _log_weights(
         return None
     weights = arrange(p, axes, groups)
     return None if weights is None else weights.log()
+
+
+def _before(role: Weights, groups: Sequence[Sequence[Piece]], shape: torch.Size) -> Tensor | None:
+    """Return the input of the softmax that weights were before they were changed, in the order of the weights."""
+    softmax = role.softmax
+    if not role.changed or softmax is None or softmax.scores is None:
+        return None
+    scores = arrange(softmax.scores.detach(), softmax.axes, groups)
+    return scores if scores is not None and scores.shape == shape else None
+
+
+def _are_rows(rows: Axis, roles: Roles, ndim: int) -> bool:
+    """Return whether the rows of weights of 2 or 3 axes are queries, perhaps of several heads."""
+    inner = {*roles.queries, *roles.heads}
+    return set(roles.queries) <= set(rows) and (set(rows) <= inner or (ndim == 2 and not roles.outer))
+
+
+def _unchanged_softmax(role: Weights) -> Softmax | None:
+    """Return the softmax of which weights are the result, while its input is known."""
+    softmax = role.softmax
+    return None if role.changed or softmax is None or softmax.scores is None else softmax
+
+
+def _own_heads(axes: Sequence[Axis], roles: Roles) -> list[Piece]:
+    return [piece for axis in axes[:-2] for piece in axis if piece.source in sources(roles.heads)]
 
 
 def _is_part(role: Weights, p: Tensor, roles: Roles) -> bool:
@@ -181,6 +209,8 @@ def same_tokens(queries: Tokens, keys: Tokens) -> bool:
     if len(apart) != 1 or len(others) != 1:
         return False
     (a,), (b,) = apart, others
+    if not isinstance(a, Piece) and isinstance(b, Piece):  # one query
+        return a == (b.source, b.start + b.step * (b.size - 1))
     if not isinstance(a, Piece) or not isinstance(b, Piece) or a.source is not b.source or a.step != b.step:
         return False
     return a.start > b.start and a.start + a.step * a.size == b.start + b.step * b.size

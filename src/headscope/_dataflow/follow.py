@@ -19,18 +19,8 @@ from headscope._dataflow.elementwise import combined_place, combined_role
 from headscope._dataflow.joining import joined_product
 from headscope._dataflow.moves import joined_axes, moved_axes, note_part
 from headscope._dataflow.operands import Operation
-from headscope._dataflow.products import multiply
-from headscope._dataflow.roles import (
-    NOISE,
-    PARAMETER,
-    HeadOutput,
-    Lost,
-    Product,
-    Role,
-    Scores,
-    Softmax,
-    Weights,
-)
+from headscope._dataflow.products import Result, attend_one_key, multiply
+from headscope._dataflow.roles import NOISE, PARAMETER, HeadOutput, Lost, Product, Role, Scores, Softmax, Weights
 from headscope._dataflow.table import Table, is_followed
 from headscope._support.torch_operations import PRODUCTS
 
@@ -158,7 +148,7 @@ class Follower(TorchDispatchMode):
         elif name in ("_softmax", "_safe_softmax", "_log_softmax"):
             self._note_softmax(name, out, args)
         elif name in operands.REDUCTIONS:
-            self._note_reduction(out, args)
+            self._note_reduction(name, out, args)
         elif name == "bernoulli":
             self.table.assign(out, self.table.axes(out, self.scope()), NOISE)
         elif name == "native_dropout":
@@ -210,9 +200,13 @@ class Follower(TorchDispatchMode):
             self.table.assign(out, fresh_axes(out, self.scope(), range(out.ndim)), PARAMETER)
         elif lost := self._lost(args, kwargs):
             self.table.assign(out, fresh_axes(out, self.scope()), lost)
-        elif any(self._has_heads(x) for x in tensors):  # which axis of the result has them is not known
-            axes = [fresh_axis(n, "joined", self.scope()) for n in out.shape[:-1]]
-            self.table.assign(out, [*axes, *(fresh_axis(n, "feature", self.scope()) for n in out.shape[-1:])])
+        elif any(self._has_heads(x) for x in tensors):
+            self.table.assign(out, self._unknown_axes(out))
+
+    def _unknown_axes(self, out: Tensor) -> list[Axis]:
+        """Return axes of which it is not known which ones have heads."""
+        axes = [fresh_axis(n, "joined", self.scope()) for n in out.shape[:-1]]
+        return [*axes, *(fresh_axis(n, "feature", self.scope()) for n in out.shape[-1:])]
 
     def _has_heads(self, x: Tensor) -> bool:
         """Return whether an axis of a tensor other than the last one may be one of heads."""
@@ -231,17 +225,22 @@ class Follower(TorchDispatchMode):
                 return role
         return None
 
-    def _note_reduction(self, out: Tensor, args: tuple[Any, ...]) -> None:
+    def _note_reduction(self, name: str, out: Tensor, args: tuple[Any, ...]) -> None:
         """Note one number for each row, such as its largest score; a sum over heads is lost."""
         x, axes = args[0], args[1] if len(args) > 1 else []
         axes = [axes] if isinstance(axes, int) else axes
+        own_role = self.table.role(x) if is_followed(x) else None
+        if isinstance(own_role, Scores):
+            own_role.product.reduced.add(name)
         lost = self._lost(args[:1], {})
         if not isinstance(axes, (list, tuple)) or not axes or not is_followed(x) or self.table.find(x) is None:
             return
         place = self.table.place(x, self.scope())
         reduced = {at % x.ndim for at in axes}
         own = {source for at in reduced for source in sources(place.axes[at])}
-        if lost is not None and own & {*sources(lost.product.rows), *sources(lost.product.columns)}:
+        if lost is not None and not own and x.numel() == out.numel():  # of one number each, such as that of one key
+            lost = own_role.altered() if isinstance(own_role, Weights) else own_role
+        elif lost is not None and own & {*sources(lost.product.rows), *sources(lost.product.columns)}:
             return
         others = [axis for at, axis in enumerate(place.axes) if at not in reduced]
         if out.ndim == x.ndim:
@@ -293,7 +292,9 @@ class Follower(TorchDispatchMode):
         if not is_followed(left) or not is_followed(right):
             return
         self._drop_expired()
-        result = multiply(self.table, left, right, out, self.scope())
+        self._note_result(out, multiply(self.table, left, right, out, self.scope()))
+
+    def _note_result(self, out: Tensor, result: Result) -> None:
         role = result.role
         self.completions += result.attends
         if result.refused is not None:
@@ -376,7 +377,7 @@ class Follower(TorchDispatchMode):
         follows = isinstance(role, (Scores, Weights))
         axes = moved_axes(name, args, place.axes, out, self.scope(), ordered=follows)
         if axes is None or (name == "index" and sum(each is not None for each in args[1]) != 1):
-            axes = fresh_axes(out, self.scope())
+            axes = self._unknown_axes(out) if self._has_heads(x) else fresh_axes(out, self.scope())
             self.table.assign(out, axes, self._lost(args[:1], {}))
             return
         if isinstance(role, Weights) and name not in operands.COPIES:
@@ -436,6 +437,10 @@ class Follower(TorchDispatchMode):
         if NOISE in roles and name == "mul":
             roles = [self._before_dropout(x) for x in tensors]
         numbers = [x for x in args if isinstance(x, (int, float)) and not isinstance(x, bool)]
+        one_key = attend_one_key(self.table, tensors, roles, out, self.scope()) if name == "mul" else None
+        if one_key is not None:
+            self._note_result(out, one_key)
+            return
         role = combined_role(name, out, tensors, roles, bool(numbers))
         place = combined_place(self.table, out, tensors, entries, self.scope())
         self.table.assign(out, place.axes, role, place.fixed)

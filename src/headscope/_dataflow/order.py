@@ -78,14 +78,19 @@ def _places(name: str, args: Sequence[Any], at: int, axis: Axis) -> Places:
     return tuple(base.tolist()) if base.ndim == 1 else UNKNOWN
 
 
-def are_in_order(queries: Sequence[Piece], keys: Sequence[Piece], same: bool) -> bool:
+def are_in_order(queries: Sequence[Piece], keys: Sequence[Piece], value_keys: Sequence[Piece], same: bool) -> bool:
     """Return whether queries and keys are tokens in their order.
 
     Args:
         queries, keys: the pieces of their axes.
+        value_keys: the pieces of the keys' axis of the values: where only these, and the weights, are in another order,
+            so are the keys.
         same: whether they are the same tokens: then they may both have been rolled, as in a shifted window.
     """
     places = [piece.source.places for piece in (*queries, *keys) if piece.source is not None]
+    of_keys = [piece.source.places for piece in keys if piece.source is not None]
+    if any(piece.source.places not in (None, *of_keys) for piece in value_keys if piece.source is not None):
+        return False
     return all(each is None or (same and _is_rolled(each)) for each in places)
 
 

@@ -63,7 +63,8 @@ def multiply(table: Table, left: Tensor, right: Tensor, out: Tensor, scope: tupl
         if isinstance(role, Weights):
             own_outer = outer and [_merged(place.axes[0], other.axes[0])]  # the heads of the weights, not of the values
             own = Place([*own_outer, *place.axes[-2:]], place.fixed)
-            return _completed(role, p, own, v, out, is_left, scope, values)
+            value_keys = other.axes[-2 if is_left else -1]
+            return _completed(role, p, own, v, value_keys, out, is_left, scope, values)
         if isinstance(role, Lost):
             return Result(values, refused=role.product if _may_attend(role.product, p, is_left) else None)
     factors = Factors(left.detach(), right.detach().mT, outer)
@@ -148,15 +149,44 @@ def _may_attend(product: Product, p: Tensor, is_left: bool) -> bool:
     return any(size_of(axis) == size for axis in (product.rows, product.columns)) and not product.is_other
 
 
+def attend_one_key(
+    table: Table, tensors: Sequence[Tensor], roles: Sequence[Role | None], out: Tensor, scope: tuple[Any, ...]
+) -> Result | None:
+    """Return what a product of the weights of one query and one key with its values computes; None if it is another.
+
+    ``einsum`` multiplies them number by number.
+    """
+    for at in range(2 if len(tensors) == 2 else 0):
+        role, p, v = roles[at], tensors[at], tensors[1 - at]
+        if not isinstance(role, Weights) or role.product.rows or role.product.columns or p.ndim != v.ndim:
+            continue
+        if roles[1 - at] == PARAMETER or isinstance(roles[1 - at], (Scores, Weights, Lost)):
+            continue
+        wide = [n for n, (a, b) in enumerate(zip(p.shape, v.shape, strict=True)) if a != b]
+        if len(wide) != 1 or p.shape[wide[0]] != 1:
+            continue
+        weights, values = table.place(p, scope), table.place(v, scope)
+        axes = [weights.axes[n] if n not in wide else values.axes[n] for n in range(p.ndim)]
+        outer = tuple(piece for axis in weights.axes for piece in axis)
+        p, values_of_key, result = (
+            each.movedim(wide[0], -1).reshape(-1, 1, each.shape[wide[0]]) for each in (p, v, out)
+        )
+        own, whole = Place([outer, (), ()], weights.fixed), Place(axes, weights.fixed | values.fixed)
+        done = _completed(role, p, own, values_of_key, (), result, True, scope, whole)
+        if done.attends:
+            return done
+    return None
+
+
 def _completed(
-    role: Weights, p: Tensor, place: Place, v: Tensor, out: Tensor, is_left: bool, scope: tuple[Any, ...],
-    result: Place,
+    role: Weights, p: Tensor, place: Place, v: Tensor, value_keys: Axis, out: Tensor, is_left: bool,
+    scope: tuple[Any, ...], result: Place,
 ) -> Result:  # fmt: skip
     """Return what a product of weights with values computes."""
     softmax = role.softmax
     if role.use.is_done:
         return Result(result, attends=True)
-    completion = complete(role, p, place.axes, v, out, is_left, scope)
+    completion = complete(role, p, place.axes, v, value_keys, out, is_left, scope)
     if isinstance(completion, Refusal):
         return Result(result, refused=role.product)
     if completion is None:

@@ -53,6 +53,7 @@ class Product:
         scope: where it was computed.
         scopes: where the features come from that it sums over.
         factors: its tensors; None: it stands for several products that were joined.
+        reduced: the names of reductions of the scores, such as "amax", that code has computed so far.
     """
 
     rows: Axis
@@ -65,6 +66,7 @@ class Product:
     scope: tuple[Any, ...]
     scopes: tuple[tuple[Any, ...], ...]
     factors: Factors | None
+    reduced: set[str] = field(default_factory=set[str])
 
 
 @dataclass(frozen=True, eq=False)

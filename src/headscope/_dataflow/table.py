@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from headscope._dataflow.axes import Axis, Fixed, Layout, Piece, Place, Source, fresh_axes, layout_of, resolve
+from headscope._dataflow.axes import (
+    Axis,
+    Fixed,
+    Layout,
+    Piece,
+    Place,
+    Source,
+    fresh_axes,
+    is_of,
+    is_of_tokens,
+    layout_of,
+    resolve,
+)
 from headscope._dataflow.roles import PARAMETER, Role, Weights
 
 SWEEP = 256  # entries between two searches for storages that are gone
@@ -60,9 +73,12 @@ class Table:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._entries: dict[int, Entry] = {}
         self._next_sweep = SWEEP
-        self._parameters = [x for x in parameters if is_followed(x)]
+        self._parameters = [_unwrapped(x) for x in parameters if is_followed(x)]
         self._derived: dict[tuple[Source, object], Source] = {}
         for parameter in self._parameters:
+            if self.find(parameter) is not None:  # one of a buffer's, as optimisers make them: its numbers are one axis
+                size = parameter.untyped_storage().nbytes() // parameter.element_size()
+                parameter = parameter.detach().as_strided((size,), (1,), 0)
             self.assign(parameter, fresh_axes(parameter, (), range(parameter.ndim)), PARAMETER)
         self._next_sweep += len(self._entries)
 
@@ -74,6 +90,14 @@ class Table:
         """Return the role of a tensor's numbers."""
         entry = self.find(x)
         return None if entry is None else entry.role
+
+    def is_projection(self, x: Tensor, scope: tuple[Any, ...]) -> bool:
+        """Return whether the last axis of a tensor has the features of a projection, and is not one of tokens."""
+        entry = self.find(x)
+        if entry is None or entry.role is not None or x.ndim == 0:
+            return False
+        last = self.place_in(entry, x, scope).axes[-1]
+        return is_of(last, "feature") and not is_of_tokens(last)
 
     def place(self, x: Tensor, scope: tuple[Any, ...]) -> Place:
         """Return where a tensor's numbers come from; one that comes from outside gets new axes."""
@@ -161,6 +185,23 @@ class Table:
         """Forget storages that are gone, with the tensors that their roles hold."""
         self._entries = {at: entry for at, entry in self._entries.items() if not entry.storage.expired()}
         self._next_sweep = len(self._entries) + SWEEP
+
+
+def _unwrapped(x: Tensor) -> Tensor:
+    """Return the tensor beneath those of torch.func, which have no storage."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def are_of_several_models(parameters: Iterable[Tensor]) -> bool:
+    """Return whether parameters are those of several models at once, by ``torch.func.vmap``."""
+    for x in parameters:
+        while is_functorch_wrapped_tensor(x):
+            if is_batchedtensor(x):
+                return True
+            x = get_unwrapped(x)
+    return False
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}

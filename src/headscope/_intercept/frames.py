@@ -145,8 +145,11 @@ class Frame:
         return self._arguments
 
     def release(self) -> None:
-        """Let go of the arguments, at the end of the module: what was noted of its operations may hold the frame."""
+        """Let go of all tensors, at the end of the module: what was noted of its operations may hold the frame."""
         self.args, self.kwargs, self._arguments = (), {}, None
+        for each in self.written:
+            each.attention = None
+        self.written, self.refused = [], []
 
     def quietly(self) -> _Quiet:
         """Return a context without observation, for calls within this module's attention, or headscope's."""
@@ -259,7 +262,8 @@ class _Thread(threading.local):
     Attributes:
         stack: the modules that run, the outermost first.
         follower: follows operations, while it is on; see ``written``.
-        written_masks: by shape: visible pairs, their mask, and which keys are visible to some query; see ``written``.
+        written_masks: by shape and device: visible pairs, their mask, and which keys are visible to some query; see
+            ``written``.
         masks: see ``Frame.converted``.
     """
 
@@ -267,7 +271,7 @@ class _Thread(threading.local):
         self.stack: list[Frame] = []
         self.follower: Follower | None = None
         # with the tensor, because ids are reused, and with its fingerprint
-        self.written_masks: dict[torch.Size, tuple[Tensor, Mask, Tensor]] = {}
+        self.written_masks: dict[tuple[torch.Size, torch.device], tuple[Tensor, Mask, Tensor]] = {}
         self.masks: dict[Any, tuple[Tensor, Fingerprint, Mask | None, Tensor | None]] = {}
 
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from headscope import nn_compat
 from headscope._attend.attention import run_attention
+from headscope._dataflow import is_followed
 from headscope._intercept import frames, fused, intercepted_call, softmax, torch_modules
 from headscope._intercept.intercepted_call import InterceptedCall
 from headscope.cache import Cache
@@ -150,10 +151,20 @@ def _uncompiled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if function in softmax.UNTRACED_SOFTMAX:
         softmax.wait(frame.softmaxes, function, args, kwargs)
     elif frame.softmaxes and function in softmax.JOINED:
+        if function in softmax.CUT and args and _is_projected(args[0]):
+            return out
         softmax.join(frame.softmaxes, function, args, kwargs, out)
     elif name is not None:
         note_unrecorded(name)
     return out
+
+
+def _is_projected(x: object) -> bool:
+    """Return whether a tensor is known to be a projection, and not weights of the same shape."""
+    follower = frames.thread.follower
+    if follower is None or not isinstance(x, Tensor) or not is_followed(x):
+        return False
+    return follower.table.is_projection(x, follower.scope())
 
 
 def note_unrecorded(operator: str | None) -> None:

@@ -30,6 +30,8 @@ COMPILED = (
 )
 
 
+BY_VISIBILITY = {"normalized_entropy", "chance", "self", "previous", "next", "duplicate", "induction"}
+"""The row quantities that depend on whether a key of weight 0 is visible."""
 AT_ONCE = 1 << 22  # entries of a mask that are read at once
 
 
@@ -94,8 +96,9 @@ class InterceptedCall:
         kind: "self", "cross", or None if the call does not determine it.
         tokens: ids of the keys.
         has_logits: whether the logits are those of the call, and not the logarithms of its weights.
-        from_exponentials: whether the weights are exponentials of logits that were divided by their sum, so that the
-            logits follow from q and k.
+        is_visibility_known: whether it is known which keys of weight 0 are visible; if not, they count as such.
+        from_exponentials: whether the weights are exponentials of logits divided by their sum, or the largest logit was
+            subtracted, so that the logits follow from q and k.
         is_written: whether a module has written it out: then q and k are 0, and its scores are the bias.
         factors: the queries and keys of such a call, [B, H, Q, D] and [B, H, K, D]; None: unknown.
     """
@@ -124,6 +127,7 @@ class InterceptedCall:
     again: Callable[[], tuple[Tensor, Tensor | None]] | None = None
     own: Callable[[], InterceptedCall] | None = None
     has_logits: bool = True
+    is_visibility_known: bool = True
     from_exponentials: bool = False
     is_written: bool = False
     factors: tuple[Tensor, Tensor] | None = None
@@ -157,6 +161,8 @@ def measure(call: InterceptedCall, what: Observe) -> LayerStats:
         part = _of_tokens(part, call)
     if not call.has_logits:
         part = _without(part, {"lse", "max_logit"})
+    if not call.is_visibility_known:
+        part = _without_first(replace(_without(part, BY_VISIBILITY), eligible=None))
     return _without_first(part) if call.late or _forgotten(call) else part
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import jit, nn
@@ -64,6 +66,7 @@ def select_modules(modules: Mapping[str, nn.Module], layers: Choice | None) -> f
     if layers is None:
         return frozenset(modules)
     if callable(layers):
+        _check_predicate(layers)
         names = {name for name, module in modules.items() if layers(name, module)}
         if not names:
             raise ValueError("layers: the predicate does not match any module of the model")
@@ -74,6 +77,25 @@ def select_modules(modules: Mapping[str, nn.Module], layers: Choice | None) -> f
     if not patterns:
         raise ValueError("layers: got none, expected at least one; omit layers= for all of them")
     return frozenset(name for pattern in patterns for name in match_modules(modules, pattern, "layers"))
+
+
+def _check_predicate(function: Callable[..., object]) -> None:
+    """Check that a function takes a name and a module.
+
+    Raises:
+        TypeError: it does not.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a built-in one may have none
+        return
+    try:
+        signature.bind("", None)
+    except TypeError as error:
+        raise TypeError(
+            f"layers: got a function with the arguments {signature}, expected one of name and module, such as "
+            'lambda name, module: name.endswith("attn")'
+        ) from error
 
 
 def _are_texts(values: object) -> bool:
@@ -88,8 +110,11 @@ def match_modules(modules: Mapping[str, nn.Module], pattern: str, argument: str)
     """
     fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in enclosing_paths(name))]
     if not fits:
+        paths = dict.fromkeys(path for name in modules for path in enclosing_paths(name))
+        near = get_close_matches(pattern, paths, n=1)
         raise ValueError(
             f"{argument}: {pattern!r} does not match any module of the model, which has {summarize_names(modules)}"
+            + (f"; the nearest name is {near[0]!r}" if near else "")
         )
     return fits
 
@@ -192,8 +217,13 @@ def describe_modules(modules: Mapping[str, nn.Module], names: Collection[str]) -
 
 
 def is_attention(name: str, module: nn.Module) -> bool:
-    """Return whether its class or path is named attention, and it holds a matrix; a norm's gate may be one."""
+    """Return whether its class or path is named attention, and it holds a matrix; a norm's gate may be one.
+
+    A class named output with a single matrix, such as LXMERT's LxmertAttentionOutput, is the projection after one.
+    """
     kind, called = type(module).__name__, name.rsplit(".", 1)[-1]
+    if kind.endswith("Output") and _matrices(module) == 1:
+        return False
     if not _ATTENTION.search(kind):
         named = _ATTENTION.search(called) and not _NORM.search(called)
         if not named or _BESIDE.search(f"{kind} {called}"):

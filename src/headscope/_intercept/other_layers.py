@@ -13,7 +13,7 @@ from torch import nn
 
 from headscope._intercept.module_names import find_unobserved, is_attention, is_within
 
-# the end of a class's name -> what it is; the first match counts. Classes of transformers 5.23, of mamba-ssm and of
+# the end of a class's name -> what it is; the first match counts. Classes of transformers 5.23, timm 1.0, mamba-ssm and
 # flash-linear-attention. Kimi Linear's "LinearAttention" is its attention with a softmax.
 _KINDS = [
     (re.compile(pattern), what)
@@ -33,6 +33,9 @@ _KINDS = [
         (r"(Short|Long)Conv(olution)?$|^Hyena\w*$", "a convolution over tokens"),
         (r"PoolFormerPooling$", "a pooling of neighbours"),
         (r"PatchTSMixerGatedAttention$", "a gate of features"),
+        (r"^(Effective)?S(E|queezeExcite)(Module|Cl)?$|^C?EcaModule$", "a gate of channels"),
+        (r"^(Split|SelectiveKernel)Attn$", "a softmax over branches"),
+        (r"EfficientAdditiveAttention$", "an additive attention, which weights tokens by themselves"),
         (r"Multi[sS]cale(Deformable)+Attention$", "a deformable attention, which weights sampled places without keys"),
     )
 ]

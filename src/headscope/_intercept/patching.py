@@ -131,23 +131,34 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return _run_under_mode(original, Frame(self, args, kwargs), entries)
 
 
+def _enter(frame: Frame, entries: Entries) -> list[tuple[Watcher, Forward]]:
+    """Tell the watchers of a module that it starts to run; return the forward passes that begin with it."""
+    begun: list[tuple[Watcher, Forward]] = []
+    try:
+        for watcher, name in entries:
+            outer = None
+            for above in reversed(frames.thread.stack):
+                if watcher in above.forwards:
+                    outer = above.forwards[watcher][0]
+                    break
+            if outer is None:
+                outer = watcher.begin()
+                begun.append((watcher, outer))
+            frame.forwards[watcher] = (outer, name)
+            if outer.active and outer.enter(name, frame.module):
+                frame.accelerate = True
+    except BaseException:  # such as of a watch whose layers were replaced
+        for watcher, forward in begun:
+            watcher.end(forward, finished=False)
+        raise
+    return begun
+
+
 def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
     """Call a module with its frame on the stack; the outermost watched one under a function mode that observes SDPA."""
-    begun: list[tuple[Watcher, Forward]] = []
-    finished = False
     stack = frames.thread.stack
-    for watcher, name in entries:
-        outer = None
-        for above in reversed(stack):
-            if watcher in above.forwards:
-                outer = above.forwards[watcher][0]
-                break
-        if outer is None:
-            outer = watcher.begin()
-            begun.append((watcher, outer))
-        frame.forwards[watcher] = (outer, name)
-        if outer.active and outer.enter(name, frame.module):
-            frame.accelerate = True
+    begun = _enter(frame, entries)
+    finished = False
     mode, follower = nullcontext(), nullcontext()
     if frame.active and not function_mode.is_on():
         mode = function_mode.MODE if _len_torch_function_stack() == 0 else function_mode.beneath()

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from headscope._attend.blocks import slices
 from headscope._intercept.intercepted_call import AT_ONCE, InterceptedCall
+from headscope._intercept.written_masks import LEAST, mask_of
 from headscope.masks import as_mask
 
 ROUNDINGS = 8
 """How many roundings of ‖q‖ and the largest ‖k‖ a score may differ from their product."""
 ROWS = 64
 """How many rows the scale is computed from."""
+SURELY_POSITIVE, SURELY_ZERO = -60.0, -85.0
+"""Above and below these logarithms, a weight of float32 is not 0, or may be rounded to 0."""
 NEAR = 1e-3  # relative difference of a fitted scale from the usual ones
 
 
@@ -24,6 +27,8 @@ def by_product(call: InterceptedCall) -> InterceptedCall | None:
 
     All of the scores are compared. Where only the weights are known, so are the scores up to a number for each row.
     """
+    if not call.is_visibility_known:
+        return _by_product_of_either(call)
     scores = call.bias
     if call.factors is None or scores is None or 0 in scores.shape or (call.sinks is not None and not call.has_logits):
         return None
@@ -33,6 +38,25 @@ def by_product(call: InterceptedCall) -> InterceptedCall | None:
         return None
     has_logits = call.has_logits or call.from_exponentials
     return replace(call, q=q, k=k, bias=None, scale=scale, has_logits=has_logits, is_written=False)
+
+
+def _by_product_of_either(call: InterceptedCall) -> InterceptedCall | None:
+    """Return the same call by its queries and keys, if these show which keys of weight 0 are visible; else None.
+
+    Such a key is masked if its weight would not be 0, and visible if its exponential is too small for the dtype.
+    """
+    if call.bias is None:
+        return None
+    zero = call.bias == LEAST
+    mask, real = mask_of(call.bias.masked_fill(zero, -math.inf))
+    masked = by_product(replace(call, mask=mask, real=real, bias=call.bias, is_visibility_known=True))
+    if masked is None or masked.scale is None:
+        return None
+    logits = masked.scale * masked.q @ masked.k.mT
+    shares = (logits - logits.masked_fill(call.bias <= LEAST, -math.inf).logsumexp(-1, keepdim=True))[zero]
+    if float(shares.amin()) > SURELY_POSITIVE:
+        return masked
+    return replace(masked, mask=call.mask, real=call.real) if float(shares.amax()) < SURELY_ZERO else None
 
 
 def _scale(call: InterceptedCall, scores: Tensor, q: Tensor, k: Tensor) -> float | None:

@@ -1,9 +1,9 @@
-"""Attention that a module writes out: a softmax over keys whose result is multiplied with values.
+"""Attention that a module writes out, by the functions that it calls: a softmax whose result multiplies values.
 
-``watch`` cannot record such a call yet, so it warns. What counts is the shape: a product contracts the softmax's last
-axis, and the other operand does not have the softmax's second last axis. So a gate or a router, which weights each
-token's own components, does not count. Neither does a product with a parameter. Slices and concatenations of weights
-are weights too (``join``). docs/guides/watch.md lists which attention is detected and which is not.
+``written`` records such attention by following the operations beneath. If it does not, ``watch`` warns of what is found
+here. What counts is the shape: a product contracts the softmax's last axis, and the other operand does not have the
+softmax's second last axis. So a gate or a router, which weights each token's own components, does not count. Neither
+does a product with a parameter. Slices and concatenations of weights are weights too (``join``).
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _contracts(weights: Weights, a: Any, b: Any, axis_a: int, axis_b: int) -> bo
 
 def _over_keys(weights: Weights, p: Tensor, axis: int, values: Tensor, axis_of_values: int) -> bool:
     """Return whether p holds the softmax's weights, or one head's, transposed or not, contracted over its keys."""
-    if isinstance(values, nn.Parameter) or isinstance(values._base, nn.Parameter):
+    if any(isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) for x in (p, values)):
         return False
     size, queries, keys = weights
     axis = axis - p.ndim if axis >= 0 else axis

@@ -24,18 +24,16 @@ from headscope._dataflow import (
     Source,
     Tokens,
     WrittenAttention,
+    are_of_several_models,
     joined_heads,
     same_tokens,
 )
 from headscope._intercept import frames
 from headscope._intercept.frames import Frame
 from headscope._intercept.intercepted_call import InterceptedCall, Kind
-from headscope._intercept.masks import HIDDEN, to_rule
-from headscope.masks import Mask
+from headscope._intercept.written_masks import mask_of, with_visible_zeros
 
 MOST_SCORES = 1 << 26  # numbers in scores of single heads that wait for the module around them to end
-ROUNDING = 0.9
-"""A mask of -1e9 added to a score may be rounded to a little more."""
 
 
 @dataclass(eq=False)
@@ -70,7 +68,11 @@ def is_to_be_followed(frame: Frame) -> bool:
 
 @contextmanager
 def followed(frame: Frame) -> Generator[None]:
-    """Return a context in which the operations of a module are followed."""
+    """Return a context in which the operations of a module are followed, unless it stands for several models."""
+    parameters = list(frame.module.parameters())
+    if are_of_several_models(parameters):
+        yield
+        return
     thread = frames.thread
     all_pending: dict[int, PendingAttention] = {}
 
@@ -95,8 +97,12 @@ def followed(frame: Frame) -> Generator[None]:
         for pending in joint:
             pending.joint = joint
 
+    def is_paused() -> bool:
+        stack = thread.stack  # empty in threads of autograd and TorchScript, in which the mode is on, too
+        return not stack or stack[-1].quiet
+
     follower = Follower(
-        list(frame.module.parameters()), lambda: tuple(thread.stack), lambda: thread.stack[-1].quiet, report,
+        parameters, lambda: tuple(thread.stack), is_paused, report,
         lambda scope, product: _refuse_product(scope[-1], product), join,
     )  # fmt: skip
     thread.follower = follower
@@ -212,6 +218,7 @@ def _settle_group(group: list[PendingAttention], frame: Frame) -> None:
         first.is_refused = any(each.is_refused for each in group)
         for each in group[1:]:
             frame.written.remove(each)
+            each.attention = None
         _measure(first, _joined(singles))
         return
     tokens = {each.tokens for each in group}
@@ -240,16 +247,33 @@ def _has_room(around: Frame, pending: PendingAttention) -> bool:
 
 def _joined(attentions: list[WrittenAttention]) -> WrittenAttention:
     """Return one attention with the heads of all."""
-    first = attentions[0]
-    names = ("q", "k", "v", "out")
-    tensors = {name: joined_heads([getattr(each, name) for each in attentions]) for name in names}
-    return replace(first, scores=torch.cat([each.scores for each in attentions], 1), **tensors)
+    names = ("q", "k", "v", "out", "before")
+    return replace(
+        attentions[0],
+        scores=torch.cat([each.scores for each in attentions], 1),
+        sinks=_joined_sinks(attentions),
+        has_logits=all(each.has_logits for each in attentions),
+        **{name: joined_heads([getattr(each, name) for each in attentions]) for name in names},
+    )
+
+
+def _joined_sinks(attentions: list[WrittenAttention]) -> Tensor | None:
+    """Return the logits beside the keys of all heads, [H]; minus infinity for a head without one; None: none has."""
+    if all(each.sinks is None for each in attentions):
+        return None
+    return torch.cat(
+        [each.scores.new_full((1,), -math.inf) if each.sinks is None else each.sinks for each in attentions]
+    )
 
 
 def as_call(attention: WrittenAttention) -> InterceptedCall:
     """Return the call of an attention whose scores exist: with no queries and keys, and the scores as its bias."""
     scores = attention.scores.detach()
-    mask, real = _mask(scores)
+    is_visibility_known = True
+    if attention.from_weights:
+        scores, is_visibility_known = with_visible_zeros(scores, attention.before)
+    mask, real = mask_of(scores)
+    is_shifted = attention.has_logits and attention.has_maximum and scores.numel() > 0 and float(scores.amax()) == 0
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     batch, heads, queries, keys = scores.shape
     kind = _kind(attention)
@@ -265,8 +289,9 @@ def as_call(attention: WrittenAttention) -> InterceptedCall:
         sinks=None if attention.sinks is None else attention.sinks.to(scores.dtype),
         kind=kind,
         out=attention.out,
-        has_logits=attention.has_logits,
-        from_exponentials=attention.from_exponentials,
+        has_logits=attention.has_logits and not is_shifted,
+        is_visibility_known=is_visibility_known,
+        from_exponentials=attention.from_exponentials or is_shifted,
         is_written=True,
         factors=None if attention.q is None or attention.k is None else (attention.q, attention.k),
     )
@@ -292,21 +317,3 @@ def _places(queries: int, keys: int, beside: int, device: torch.device) -> dict[
     at = torch.arange(keys - beside, dtype=torch.float64, device=device)
     k_pos = torch.cat([at, at.new_full((beside,), torch.nan)])
     return {"q_pos": at[len(at) - queries :], "k_pos": k_pos, "beside": beside}
-
-
-def _mask(scores: Tensor) -> tuple[Mask | None, Tensor]:
-    """Return the mask that scores show, and which keys are visible to some query, boolean [B or 1, K].
-
-    Masked is what is at or below -1e9, or below half of the dtype's least number.
-    """
-    limit = max(ROUNDING * HIDDEN, torch.finfo(scores.dtype).min / 2)
-    least = math.inf if 0 in scores.shape else float(scores.amin())
-    if least > limit:
-        return None, torch.ones(1, scores.shape[-1], dtype=torch.bool, device=scores.device)
-    visible = scores.amax(1, keepdim=True) > limit  # to some head; two reductions are faster than comparing all
-    if math.isnan(least) or not torch.equal(visible, scores.amin(1, keepdim=True) > limit):
-        visible = scores > limit
-    known = frames.thread.written_masks.get(visible.shape)  # most layers have the mask of the one before
-    if known is None or not torch.equal(known[0], visible):
-        known = frames.thread.written_masks[visible.shape] = (visible, to_rule(visible), visible.any(2).any(1))
-    return known[1:]

@@ -16,7 +16,6 @@ REDUCTIONS = {
     *("sum", "mean", "amax", "amin", "max", "min", "logsumexp", "norm", "linalg_vector_norm", "var", "std", "argmax"),
     *("prod", "any", "all", "mv", "dot", "addmv", "convolution", "cumsum", "sort", "topk", "embedding"),
 }
-FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 FACTORIES = {"empty", "zeros", "full", "new_zeros", "new_empty", "zeros_like", "empty_like", "new_full", "ones"}
 
 

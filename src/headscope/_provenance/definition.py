@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
-def attend_by_definition(
+
+def define_fused_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the output of a call of ``FUSED_ATTENTION``, computed by its definition."""
+    return _attend(**dict(zip(("query", "key", "value", "dropout_p", "is_causal"), args, strict=False)), **kwargs)
+
+
+def _attend(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> Tensor:  # fmt: skip

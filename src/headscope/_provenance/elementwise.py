@@ -33,6 +33,8 @@ def follow_elementwise(
         if ids is None or factors is None:
             ids, factors, rank = one, scale, order
         else:
+            if name in ("add", "sub"):
+                _record_summed_pairs(identities, one, ids)
             summed = (one > 0) & (ids > 0) & (name in ("add", "sub")) & ((scale == 1) | (factors == 1))
             factors = torch.where(summed, 1.0, torch.where(order > rank, scale, factors))
             ids, rank = torch.where(order > rank, one, ids), torch.maximum(rank, order)
@@ -48,6 +50,16 @@ def follow_elementwise(
     if by is None and name in ("mul", "div"):
         _record_unit_rows(identities, out)
         _record_row_scales(identities, name, args)
+
+
+def _record_summed_pairs(identities: Identities, one: Tensor, other: Tensor) -> None:
+    """Record scores of different pairs of tokens that are added."""
+    record = identities.record
+    both = (one > 0) & (other > 0) & (one != other)
+    a, b = one[both], other[both]
+    if len(a) and record.holds_scores(a) and record.holds_scores(b):
+        differ = (record.token[a] != record.token[b]) | (record.other_token[a] != record.other_token[b])
+        record.pairs_summed = record.pairs_summed or bool(differ.any())
 
 
 def follow_move(identities: Identities, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -16,15 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope._provenance.arguments import (
     FACTORIES,
-    FUSED_ATTENTION,
     MOVES,
     REDUCTIONS,
     list_tensors,
 )
-from headscope._provenance.definition import attend_by_definition
+from headscope._provenance.definition import FUSED_ATTENTION, define_fused_attention
 from headscope._provenance.elementwise import follow_elementwise, follow_in_place, follow_move, follow_reduction
 from headscope._provenance.identities import Identities, Origin
-from headscope._provenance.products import copy_operand, record_product
+from headscope._provenance.products import copy_operand, follow_convolution, record_product
 from headscope._provenance.record import INPUT, Provenance
 from headscope._provenance.shadows import is_followed
 from headscope._support.torch_operations import PRODUCTS, is_composite
@@ -76,6 +75,8 @@ class ProvenanceMode(TorchDispatchMode):
         out = func(*args, **kwargs)
         if operands is not None:
             record_product(self._identities, out, *operands)
+        elif sources and name == "convolution":
+            follow_convolution(self._identities, out, args)
         elif name.endswith("_") and not name.startswith("_") and isinstance(out, Tensor):
             follow_in_place(self._identities, name, out, args)
         elif sources:
@@ -103,6 +104,5 @@ class ProvenanceMode(TorchDispatchMode):
         """Run torch's fused attention for its other results, and its definition for the output."""
         self.record.fused_calls += 1
         _, *rest = func(*args, **kwargs)
-        arguments = dict(zip(("query", "key", "value", "dropout_p", "is_causal"), args, strict=False))
         with self:
-            return (attend_by_definition(**arguments, **kwargs), *rest)
+            return (define_fused_attention(args, kwargs), *rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,23 @@ def copy_operand(identities: Identities, x: Tensor) -> Operand:
     if x.ndim == 3:
         return Operand(values, ids, factors)
     return Operand(values[None], None if ids is None else ids[None], None if factors is None else factors[None])
+
+
+def follow_convolution(identities: Identities, out: Tensor, args: tuple[Any, ...]) -> None:
+    """Record a convolution of width 1 as the projection that it is; others mix neighbours and are not followed."""
+    x, weight, stride, padding, groups = args[0], args[1], args[3], args[4], args[8]
+    plain = weight.shape[2:].numel() == 1 and groups == 1 and set(stride) == {1} and set(padding) == {0}
+    shadow, last = identities.shadows.find(x), out.movedim(1, -1)  # the second has its channels last
+    if shadow is None or not shadow.ids.any():
+        return
+    if not plain or x.ndim != weight.ndim or args[6]:
+        identities.record.convolved = True
+        return
+    if not out.is_contiguous() and not last.is_contiguous():
+        return  # a copy would not share the storage
+    rows = out.flatten(2).mT if out.is_contiguous() else last.flatten(1, -2)  # [B, T, features]
+    left = Operand(*(each.detach().flatten(2).mT.clone() for each in (x, *shadow)))
+    record_product(identities, rows, left, copy_operand(identities, weight.flatten(1).mT[None]))
 
 
 def record_product(identities: Identities, out: Tensor, left: Operand, right: Operand) -> None:

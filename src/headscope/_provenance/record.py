@@ -97,6 +97,8 @@ class Provenance:
         fused_calls: how often a fused kernel computed attention.
         averaged_weights: weights, summed or averaged over heads.
         heads_summed: the outputs of the heads were summed over heads, before a projection.
+        convolved: a convolution of neighbours was not followed.
+        pairs_summed: scores or weights of different pairs of tokens were added.
         tokens_summed: a product was summed over tokens before there were weights.
         out_ids: the ids of the output.
     """
@@ -116,6 +118,8 @@ class Provenance:
     fused_calls: int = 0
     averaged_weights: list[Tensor] = field(default_factory=list[Tensor])
     heads_summed: bool = False
+    convolved: bool = False
+    pairs_summed: bool = False
     tokens_summed: bool = False
     out_ids: Tensor | None = None
 

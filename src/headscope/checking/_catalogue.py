@@ -106,8 +106,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "values-are-keys": CatalogueEntry(
         "wrong",
-        "A token then passes on exactly the vector it is matched by; one of the projections is unused.",
-        "Project the values with weights of their own.",
+        "A token then passes on exactly the vector it is matched by.",
+        "Project the values with weights of their own, unless all heads share one latent vector.",
         "v = self.v(x)",
     ),
     "values-not-projected": CatalogueEntry(
@@ -130,7 +130,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "input-ignored": CatalogueEntry(
         "wrong",
-        "Queries, keys or values are computed from another input than the one the caller passed.",
+        "Queries, keys or values are not computed from the input that the caller passed.",
         "Project each from its own input.",
         "q, k, v = self.q(query), self.k(key), self.v(value)",
     ),
@@ -266,8 +266,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "cannot-see-itself": CatalogueEntry(
         "wrong",
-        "A token does not attend to itself, and the first has no visible key, which gives NaN or an even average "
-        "of the future.",
+        "A token does not attend to itself; unless the first one may, it has no visible key, which gives NaN or an "
+        "even average of the future.",
         "Start the mask at diagonal 1, not 0.",
         "hidden = torch.ones(T, T, dtype=torch.bool).triu(1)",
     ),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headscope._support.user_line import describe_error
+from headscope.checking._arguments import check_options
 from headscope.checking._case import Case, MaskMeans, Observation, Options, follow_forward_passes
 from headscope.checking._catalogue import CATALOGUE
 from headscope.checking._choice import Choice
@@ -37,6 +38,7 @@ from headscope.checking._probes.open_masks import probe_open_masks
 from headscope.checking._probes.softmax import probe_softmax_and_scale, probe_sums
 from headscope.checking._probes.training import probe_training
 from headscope.checking._subject import prepare_subject
+from headscope.checking._zero_weights import move_weights_off_zero
 
 __all__ = ["CheckError", "Finding", "Findings", "check"]
 
@@ -92,8 +94,8 @@ def check(
         The findings, causes first, and the tests that could not be run with their reasons.
 
     Raises:
-        TypeError: ``module`` is not callable.
-        ValueError: ``ignore``, ``only`` or ``refuse`` has a name that no finding has.
+        TypeError: ``module`` is not callable, or an argument is of the wrong type.
+        ValueError: an argument has an impossible value, such as a name in ``ignore`` that no finding has.
         CheckError: no call pattern works.
 
     Examples:
@@ -102,6 +104,11 @@ def check(
         >>> print(check(torch.nn.MultiheadAttention(24, 3), heads=4)["heads-not-split"].seen)
         3 heads of width 8, expected 4
     """
+    check_options(
+        embed_dim=embed_dim, heads=heads, causal=causal, batch_first=batch_first, mask_means=mask_means, scale=scale,
+        length=length, inputs=inputs, call=call, decode=decode, reproducible=reproducible, strict=strict,
+        ignore=ignore, only=only, refuse=refuse,
+    )  # fmt: skip
     choice = Choice.of(ignore, only, refuse)
     options = Options(heads, causal, batch_first, mask_means, scale, length, decode, reproducible)
     with (
@@ -113,6 +120,8 @@ def check(
     ):
         case = Case(prepare_subject(module, call, embed_dim, inputs), options)
         case.understood.append(f"called as {case.subject.pattern.text} with E = {case.subject.embed_dim}")
+        if moved := move_weights_off_zero(case.subject):
+            case.understood.append(moved)
         for probe in PROBES:
             _run_probe(case, probe)
     name = getattr(module, "__name__", None) or type(module).__name__
@@ -203,7 +212,7 @@ EXPLAINS_DECODING = {"batch-and-length-swapped"}
 def _sort_findings(case: Case, names: Container[str]) -> tuple[Finding, ...]:
     """Return the findings with one of the names that do not follow from another of them, the most severe first."""
     observations = dict(case.observations)
-    for name in ("no-output-projection", "values-not-projected"):
+    for name in ("no-output-projection", "values-not-projected", "values-are-keys"):
         if {name, "unused-parameter"} <= observations.keys():  # then it was not intended
             evidence = f"{observations[name].evidence}; {observations['unused-parameter'].evidence}"
             observations[name] = Observation("wrong", evidence)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import nn
 
 from headscope._support.arguments import check_type
 from headscope._support.user_line import describe_error
-from headscope.checking._copies import CODE_ERRORS
+from headscope.checking._arguments import check_options
+from headscope.checking._copies import CODE_ERRORS, list_tensors
 from headscope.checking._findings import SEVERITIES, Finding, Findings
 from headscope.checking._whole_model.batches import ask_batches
 from headscope.checking._whole_model.behaviour import ask_causal, ask_finite, ask_random
@@ -25,7 +26,7 @@ from headscope.checking._whole_model.documents import ask_documents
 from headscope.checking._whole_model.implementations import ask_flex, ask_implementations
 from headscope.checking._whole_model.inputs import read_inputs, unwrap, without_padding
 from headscope.checking._whole_model.padding import ask_padding
-from headscope.checking._whole_model.subject import prepare_model
+from headscope.checking._whole_model.subject import prepare_model, relates_entries
 
 __all__ = ["check_model"]
 
@@ -80,8 +81,8 @@ def check_model(
         The findings, causes first, and the questions that could not be asked with their reasons.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``inputs`` is of another type.
-        ValueError: ``inputs`` has no tensor with a batch axis, or no real token.
+        TypeError: ``model`` is not a module, or an argument is of another type.
+        ValueError: ``inputs`` has no tensor with a batch axis, no real token, or NaN; another argument is impossible.
         CheckError: the model cannot be copied, has no values, or the call fails.
 
     Examples:
@@ -99,6 +100,8 @@ def check_model(
         (('weights-discarded',), 'attention returns weights [1, 5, 5] that nothing reads: need_weights is True')
     """
     check_type("model", model, nn.Module, "an nn.Module")
+    check_options(causal=causal, length=length, flex=flex, reproducible=reproducible, call=call)
+    _check_finite(inputs)
     options = ModelOptions(causal, length, flex, reproducible)
     with (
         torch.random.fork_rng(devices=[]),
@@ -111,11 +114,28 @@ def check_model(
         whole = read_inputs(model, inputs)
         entry = without_padding(whole)
         subject, own = prepare_model(model, entry, call, whole)
-        case = ModelCase(model, subject, own, entry, options, subject.measure_noise(entry))
+        out = subject.measure_noise(entry)
+        if relates_entries(subject, entry, out):
+            for each in (subject, own):
+                if each is not None:
+                    each.pairs = True
+        case = ModelCase(model, subject, own, entry, options, out)
         _describe_call(case)
         for question in QUESTIONS:
             _ask(case, question)
     return Findings(type(model).__name__, _sort_findings(case), tuple(case.understood), case.not_tested)
+
+
+def _check_finite(inputs: Any) -> None:
+    """Raise if an input has NaN, or numbers beyond a mask are infinite: the output of any model would be NaN."""
+    named = dict(inputs).items() if isinstance(inputs, Mapping) else (("", inputs),)
+    for name, value in named:
+        for tensor in list_tensors(value):
+            limit = "NaN" if "mask" in str(name) or "bias" in str(name) else "NaN or infinity"
+            wrong = tensor.isnan() if limit == "NaN" else ~tensor.isfinite()
+            if bool(wrong.any()):
+                where = f"inputs[{str(name)!r}]" if name else "inputs"
+                raise ValueError(f"{where}: got {limit}, expected finite numbers, such as torch.randn(2, 7, 24)")
 
 
 @contextmanager
@@ -141,6 +161,10 @@ def _describe_call(case: ModelCase) -> None:
     if case.entry.packed:
         case.understood.append(
             f"inputs holds a mask over pairs of tokens, {case.entry.packed}; each question passes a mask of its own"
+        )
+    if subject.pairs:
+        case.understood.append(
+            "the output relates all entries of a batch, [B, B]; that of each with itself is compared"
         )
     case.understood.append(
         f"outputs up to {subject.size:.3g}; one rounding of each weight moves them by {subject.noise:.1g}; a "

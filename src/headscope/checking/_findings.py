@@ -13,6 +13,9 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from headscope.checking._catalogue import Severity
 from headscope.checking._render import FindingsTable, render_html, render_text
 
+ATTENTION = "attention"
+"""The key of ``Findings.not_tested`` of a module in which no attention was observed."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -110,11 +113,12 @@ class Findings:
 
     @property
     def summary(self) -> str:
-        """The number of findings of each severity, in one line, and whether masks were not tested but required."""
+        """The number of findings of each severity, in one line, and whether attention or required masks are missing."""
         counts = [(sum(f.severity == kind for f in self), kind) for kind in SEVERITIES]
         text = ", ".join(f"{count} {kind}" for count, kind in counts if count)
         untested = "; masks were not tested, although mask_means (--mask-means) is specified" if self.missing else ""
-        return f"{self.subject}: {text or 'nothing found'}{untested}"
+        absent = "; no attention was observed" if ATTENTION in self.not_tested else ""
+        return f"{self.subject}: {text or 'nothing found'}{absent}{untested}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the findings as plain lists, numbers and strings."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headscope._provenance import INPUT, MIXED, NONE, SUMMED, Mixing, Provenance
+from headscope.checking._catalogue import Severity
 
 OUT_OF_PLACE = ("heads-split-wrong", "batches-mixed", "values-misplaced")
 """Faults after which the heads cannot be identified."""
@@ -21,11 +23,13 @@ class Fault:
         name: the name of the finding.
         evidence: the numbers and positions that show it.
         merge: whether the merge of the heads can still be checked.
+        severity: that of the finding; None = as in the catalogue.
     """
 
     name: str
     evidence: str
     merge: bool = True
+    severity: Severity | None = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Heads:
     Attributes:
         p: the weights the values were multiplied by, [B, H, Q, K].
         raw: the bare products of the operands of the scores, [B, H, Q, K].
-        factor: the factor that scaled those operands after their projection, [B, H, Q, K].
+        factor: the factor that scaled those operands after their projection, [B, H, Q, K]; of a pair without a
+            product, the largest of its head.
         unattributed: weight of keys that do not belong to a token, [B, H, Q].
         width: D.
         queries, keys, values: the first feature of each head's operands; one number for one row of some weights.
@@ -93,6 +98,8 @@ class _Rows:
 
 def arrange_heads(record: Provenance, batch: int, length: int) -> Arrangement:
     """Identify the heads of a forward pass over [batch, length] tokens and the faults of their layout."""
+    if not record.mixings and record.convolved:
+        return Arrangement(None, [], "a convolution computes numbers of several neighbours, which is not followed")
     if not record.mixings:
         reason = "tokens are summed, and no product of queries and keys was observed before"
         missing = "no product of attention weights with values was observed"
@@ -105,6 +112,8 @@ def arrange_heads(record: Provenance, batch: int, length: int) -> Arrangement:
     faults = _find_misplaced(rows, length) or _find_layout_faults(record, rows)
     if all(fault.merge for fault in faults):
         faults += _find_merge_faults(record)
+    if record.pairs_summed and any(fault.name in OUT_OF_PLACE for fault in faults):
+        return Arrangement(None, [], "weights or scores of several pairs of tokens are added")
     if any(fault.name in OUT_OF_PLACE for fault in faults):
         return Arrangement(None, faults, "tokens are out of place")
     heads = _collect_heads(rows, batch, length, record)
@@ -247,16 +256,17 @@ def _find_layout_faults(record: Provenance, rows: list[_Rows]) -> list[Fault]:
     faults: list[Fault] = []
     projected = bool((record.kind != INPUT)[record.operands[0].left].any()) if record.operands else False
     query, key, value = (torch.cat(each) for each in zip(*(_features_of(part) for part in rows), strict=True))
-    if projected:
+    if projected and not _are_zero(record, key):
         if torch.equal(query, key):
             faults.append(
                 Fault("keys-are-queries", "queries and keys are projected by the same rows of the same weights")
             )
         if torch.equal(key, value) or torch.equal(query, value):
             other = "keys" if torch.equal(key, value) else "queries"
-            faults.append(
-                Fault("values-are-keys", f"values and {other} are projected by the same rows of the same weights")
-            )
+            latent = other == "keys" and len(key.unique()) == 1 < len(query.unique())
+            shared = ", one vector for all heads, as in latent attention" if latent else ""
+            evidence = f"values and {other} are projected by the same rows of the same weights{shared}"
+            faults.append(Fault("values-are-keys", evidence, severity="unusual" if latent else None))
         elif bool((record.kind[record.mixings[0].values] == INPUT).all()):
             faults.append(Fault("values-not-projected", "the values are the input itself"))
     faults += _find_interleaved(record)
@@ -268,6 +278,12 @@ def _find_layout_faults(record: Provenance, rows: list[_Rows]) -> list[Fault]:
     elif len(set(keys)) < len(keys) and keys != sorted(keys):
         faults.append(Fault("kv-heads-tiled", evidence))
     return faults
+
+
+def _are_zero(record: Provenance, features: Tensor) -> bool:
+    """Return whether these are features of projections by zeros, whose rows are the same without being shared."""
+    used = [each.weights for each in record.projections if bool(torch.isin(features, each.features).any())]
+    return bool(used) and not any(bool(weights.any()) for weights in used)
 
 
 def _find_interleaved(record: Provenance) -> list[Fault]:
@@ -322,7 +338,7 @@ def _collect_heads(rows: list[_Rows], batch: int, length: int, record: Provenanc
     keyed = [list(zip(*(x.tolist() for x in _features_of(part)), strict=True)) for part in rows]
     order = sorted({key for keys in keyed for key in keys})
     shape = (batch, len(order), length, length)
-    p, raw, factor = torch.zeros(shape).double(), torch.zeros(shape).double(), torch.ones(shape).double()
+    p, raw, factor = torch.zeros(shape).double(), torch.zeros(shape).double(), torch.full(shape, -math.inf).double()
     unattributed, filled = torch.zeros(shape[:3]).double(), torch.zeros(shape[:3])
     number = {key: h for h, key in enumerate(order)}
     for part, keys in zip(rows, keyed, strict=True):
@@ -336,6 +352,7 @@ def _collect_heads(rows: list[_Rows], batch: int, length: int, record: Provenanc
         filled.index_put_((b, h, i), torch.ones(len(b)), accumulate=True)
     if not bool((filled == 1).all()):
         return None
+    factor = torch.where(factor.isfinite(), factor, factor.amax((0, 2, 3), keepdim=True)).nan_to_num(1.0, 1.0, 1.0)
     firsts = (tuple(key[n] for key in order) for n in range(3))
     products = {frozenset(keys) for keys in keyed}
     sizes = {len(each) for each in products}

@@ -84,6 +84,7 @@ class Subject:
             and of flags that request a cache.
         swapped: whether its input is [T, B, E].
         stateful: whether each run needs a new copy.
+        zeros: the names of parameters that hold zeros and are trained.
     """
 
     target: Any
@@ -99,6 +100,7 @@ class Subject:
     cache_flags: tuple[str, ...]
     swapped: bool = False
     stateful: bool = False
+    zeros: frozenset[str] = frozenset()
 
     @property
     def module(self) -> nn.Module | None:
@@ -178,6 +180,7 @@ def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, input
     caches = cache_names(target), cache_flags(target)
     batch = 2 if inputs is None else max(2, inputs.shape[0])
     copied = _copy_to_cpu(_initialise_lazy_weights(target, call, embed_dim, inputs))
+    zeros = _list_zeros(target)
     failures: list[_Failure] = []
     widths = _possible_widths(copied, embed_dim, inputs)
     for dtype in (torch.float64, torch.float32):
@@ -193,10 +196,21 @@ def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, input
                 shape = f"[{batch}, {length}, {width}]"
                 failures.append(_Failure(_call_depth(error), width, pattern.text, shape, error))
             else:
-                return subject
+                return replace(subject, zeros=zeros)
     name = getattr(target, "__name__", None) or type(target).__name__
     derived = embed_dim is None and inputs is None
-    raise CheckError(f"{name}: {_describe_failures(failures, widths, derived=derived, called=call is not None)}")
+    text = _describe_failures(failures, widths, derived=derived, called=call is not None)
+    raise CheckError(f"{name}: {text}{_name_other_remedy(target, failures)}")
+
+
+def _name_other_remedy(target: Any, failures: list[_Failure]) -> str:
+    """Return a remedy that no argument of ``check`` gives: for a whole model, and for products without gradients."""
+    if any("automatic differentiation" in str(failure.error) for failure in failures):
+        return "; check follows gradients: compute without out=, as training must"
+    parts = target.modules() if isinstance(target, nn.Module) else ()
+    if any(isinstance(part, nn.Embedding) for part in parts):
+        return "; for a whole model, which takes token ids, use headscope.check_model(model, inputs)"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -295,6 +309,14 @@ def _copy_to_cpu(target: Any) -> Any:
             p.requires_grad_(True)
     separate_equal_weights(copied)
     return copied
+
+
+def _list_zeros(target: Any) -> frozenset[str]:
+    """Return the names of the parameters that hold zeros and are trained, or of all if none is trained any more."""
+    named = list(target.named_parameters()) if isinstance(target, nn.Module) else []
+    trained = [(name, p) for name, p in named if p.requires_grad] or named
+    ready = ((name, p) for name, p in trained if not is_lazy(p) and p.numel() and p.is_floating_point())
+    return frozenset(name for name, p in ready if not bool(p.detach().any()))
 
 
 def _possible_widths(target: Any, embed_dim: int | None, inputs: Tensor | None) -> list[int]:

@@ -145,12 +145,15 @@ def _are_inner_weights_of_softmax(one: Heads, two: Heads, *, all_rows: bool) -> 
 
 
 def _is_proportional(p: Tensor, x: Tensor) -> bool:
-    """Return whether the nonzero weights of each query are x times a number."""
+    """Return whether the nonzero weights of each query are x times a number, and x is not the same for all keys."""
     at = visible_pairs(p) & (x.abs() > 1e-12)
     at = at & (at.sum(-1, keepdim=True) >= 2)
     ratio = torch.where(at, p / x, 0.0)
     middle = ratio.sum(-1, keepdim=True) / at.sum(-1, keepdim=True).clamp_min(1)
-    return bool(at.any()) and bool((torch.where(at, ratio - middle, 0.0).abs() <= 1e-4 * middle.abs()).all())
+    mean = torch.where(at, x, 0.0).sum(-1, keepdim=True) / at.sum(-1, keepdim=True).clamp_min(1)
+    if not bool((torch.where(at, x - mean, 0.0).abs() > 1e-9 * mean.abs()).any()):
+        return False
+    return bool((torch.where(at, ratio - middle, 0.0).abs() <= 1e-4 * middle.abs()).all())
 
 
 def _inner_weights(p: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def kv_budget(
     if not budgets or min(budgets) < 1:
         raise ValueError(f"keys: got {tuple(keys)}, expected whole numbers from 1")
     observed = stats_of(stats)
-    parts = {layer: part for layer, part in observed.parts.items() if part.received is not None}
+    parts = {layer: part for layer, part in observed.parts.items() if _has_received(part)}
     if not parts:
         raise ValueError("kv_budget: requires the mass that keys received; observe with Observe(received=True)")
     if isinstance(kv_heads, Mapping) and (unknown := [layer for layer in kv_heads if layer not in observed.parts]):
@@ -139,6 +139,10 @@ def kv_budget(
     if missing := [layer for layer in observed.layers if layer not in parts]:
         caveat += f" Excluded, because received was not observed: {', '.join(missing)}."
     return KVBudget(basis, caveat, budgets, pooled, tuple(lines))
+
+
+def _has_received(part: LayerStats) -> bool:
+    return part.received is not None and part.eligible is not None
 
 
 def _queries(part: LayerStats) -> int:

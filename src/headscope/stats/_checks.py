@@ -16,8 +16,10 @@ from headscope.stats._quantities import quantity_of
 
 MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
 _ROUNDING = 1e-3  # exceeds any rounding of a weight, of a sum of weights, or of a row quantity
-_TOGETHER = ("lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass")
+_ALWAYS = ("entropy", "max_weight", "effective_keys", "mass")
 """Row quantities that every observed layer has, if it has any; others are derived from these."""
+_OF_LOGITS = ("lse", "max_logit")
+"""Row quantities that a layer has both, or neither: the logits of its calls may be unknown."""
 
 
 def check_complete(layer: str, names: Sequence[str]) -> None:
@@ -28,7 +30,10 @@ def check_complete(layer: str, names: Sequence[str]) -> None:
     """
     if len({*names}) < len(names):
         raise ValueError(f"layer {layer}: row quantity {Counter(names).most_common(1)[0][0]} is listed twice")
-    expected: dict[str, None] = dict.fromkeys(_TOGETHER if names else ())
+    expected: dict[str, None] = dict.fromkeys(_OF_LOGITS if {*names} & {*_OF_LOGITS} else ())
+    expected |= dict.fromkeys(_ALWAYS if names else ())
+    if "chance" in names:
+        expected["normalized_entropy"] = None
     for name in names:
         kind, _, distance = name.partition("_")
         if kind in ("window", "streaming"):

@@ -14,6 +14,7 @@ from headscope.stats._quantities import ROW_QUANTITIES
 
 __all__ = ["Observe"]
 
+MOST_EDGES, MOST_BINS = 1 << 24, 1 << 14
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -27,9 +28,9 @@ class Observe:
         row_stats: the row quantities: lse, max_logit, entropy, normalized_entropy, max_weight, effective_keys, mass,
             first, chance, and in self-attention distance, self, previous, next; value_norm if v is given.
         received: the weight that each key receives, and the number of rows to which it is visible.
-        map: n from 1: mean, max and argmax of the weights in n x n bins.
-        edges: the number of largest weights of each head to retain, from 0.
-        top: the number of largest weights of each row to retain, from 0.
+        map: n from 1 to 16384: mean, max and argmax of the weights in n x n bins.
+        edges: the number of largest weights of each head to retain, from 0 to 2²⁴.
+        top: the number of largest weights of each row to retain, from 0 to 2²⁴.
         windows: finite distances w from 0, in positions: each adds ``window_{w}``, the mass within w of the query, and
             ``streaming_{w}``, the mass within w or on the first keys.
         first: the number of first real keys in ``first`` and ``streaming_{w}``, from 1.
@@ -73,6 +74,9 @@ class Observe:
             object.__setattr__(self, "map", whole("map", self.map, 1, " or None"))
         for name, least in (("edges", 0), ("top", 0), ("first", 1)):
             object.__setattr__(self, name, whole(name, getattr(self, name), least))
+        for name, most in (("map", MOST_BINS), ("edges", MOST_EDGES), ("top", MOST_EDGES)):
+            if (value := getattr(self, name)) is not None and value > most:
+                raise ValueError(f"{name}: got {value}, expected at most {most}, because all are held in memory")
         if not _is_collection(self.windows) or isinstance(self.windows, Tensor):
             raise TypeError(f"windows: got {kind(self.windows)}, expected a tuple of distances")
         windows = tuple(number("windows", w) for w in self.windows)

@@ -168,7 +168,7 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
         "name": name,
         **{what: getattr(part, what) for what in _NUMBERS},
         "moments": list(part.moments),
-        "received": part.received is not None,
+        "received": part.received is not None and part.eligible is not None,
         **{which: getattr(part, which) is not None for which in _PARTS},
         "kept": [list(rows.values) for rows in part.kept],
         "lengths": part.lengths,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ def check(
     kinds: Mapping[str, object],
     unseen: object,
     alarms: object,
-    texts: Iterable[object],
 ) -> None:
     """Check the arguments of ``watch``.
 
@@ -63,6 +62,21 @@ def check(
         raise ValueError(f'unseen: got {unseen!r}, expected "error" or "ignore"')
     if not isinstance(alarms, (bool, Limits)):
         raise TypeError(f"alarms: got {type(alarms).__name__}, expected True, False or Limits")
-    for text in texts:
+
+
+def texts_of(texts: object) -> tuple[str, ...] | None:
+    """Return the text of each token.
+
+    Raises:
+        TypeError: it is not a collection of texts.
+    """
+    if texts is None:
+        return None
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise TypeError(f"texts: got {type(texts).__name__}, expected a list with a str for each token")
+    tokens: list[str] = []
+    for text in cast("Iterable[object]", texts):
         if not isinstance(text, str):
             raise TypeError(f"texts: got {type(text).__name__}, expected a str for each token")
+        tokens.append(text)
+    return tuple(tokens)

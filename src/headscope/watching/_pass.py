@@ -126,6 +126,7 @@ class Pass:
             return partial(self._note_observed, name)
         layer = name if number == 1 else f"{name}#{number}"
         before = watch.recording.about.kinds.get(layer)
+        call: InterceptedCall | None = None
         try:
             call = make()
             kind = kind_of_call(name, call, watch.options.kinds, before)
@@ -142,7 +143,7 @@ class Pass:
                 call = by_product(call) or call
             part = watch.verifier.measure(layer, call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise WatchError(f"watch: layer {layer}: {error}") from error
+            raise WatchError(f"watch: layer {layer}: {_own_sizes(str(error), call)}") from error
         q = call.q if call.factors is None else call.factors[0]
         widths = q.shape[-1], 0 if call.v is None else call.v.shape[-1]
         origin = partial(layer_origin, watch.modules, name, call.q.shape[-3], widths)
@@ -159,6 +160,19 @@ class Pass:
     def _note_observed(self, name: str) -> None:
         self.observed.add(name)
         self.watch.layout.attended.add(name)
+
+
+def _own_sizes(text: str, call: InterceptedCall | None) -> str:
+    """Return the text of an error with the sizes of queries and keys that a module has written out."""
+    if call is None or not call.is_written:
+        return text
+    sizes = [list(x.shape) for x in (call.q, call.k)]
+    own = (
+        [f" {[*size[:-1]]}" for size in sizes] if call.factors is None else [f" {list(x.shape)}" for x in call.factors]
+    )
+    for name, size, shown in zip("qk", sizes, own, strict=True):
+        text = text.replace(f"{name} {size}", name + shown)
+    return text
 
 
 class Again(Unfollowed, Pass):

@@ -42,7 +42,7 @@ from headscope._support.user_line import user_stacklevel
 from headscope.stats import HeadStats, Observe
 from headscope.watching._about import about_of
 from headscope.watching._monitor import Limits, Monitor, writer
-from headscope.watching._options import Options, check
+from headscope.watching._options import Options, check, texts_of
 from headscope.watching._pass import Again, Pass
 from headscope.watching._problems import check_rule, nothing_observed
 from headscope.watching._recording import Recording
@@ -125,15 +125,14 @@ def watch(
         what = replace(what, rows=rows)
     check_type("kinds", {} if kinds is None else kinds, Mapping, "a mapping of patterns to kinds")
     kinds = dict(kinds or {})
-    texts = None if texts is None else tuple(texts)
-    check(tokens, positions, kinds, unseen, alarms, texts or ())
+    check(tokens, positions, kinds, unseen, alarms)
     check_type("accelerate", accelerate, bool, "True or False")
     verify = whole("verify", verify, 0)
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
     limits = Limits() if alarms is True else alarms or None
     monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
     options = Options(what, whole("every", every), tokens, kinds, positions, accelerate, unseen, monitor, verify)
-    return Watch(model, options, layers, texts)
+    return Watch(model, options, layers, texts_of(texts))
 
 
 class Watch:

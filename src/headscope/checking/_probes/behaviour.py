@@ -7,10 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headscope._provenance import Provenance
 from headscope._support.user_line import describe_error
 from headscope.checking._call_patterns import takes_input
 from headscope.checking._case import Case
 from headscope.checking._copies import CODE_ERRORS, copy_target
+from headscope.checking._findings import ATTENTION
 from headscope.checking._subject import Subject
 
 MASK_FINDINGS = {
@@ -21,6 +23,11 @@ MASK_FINDINGS = {
 """Findings that already explain why a query attends to the wrong keys."""
 
 
+CONSTANT = (
+    "Return what the tokens give; of two factors of zeros in series, neither learns: start one of them elsewhere.",
+    "return self.out(out)",
+)
+"""The remedy of ``input-ignored`` where no token affects the output."""
 SPLIT = "q = q.view(B, T, H, D).transpose(1, 2)"
 ROUNDING = torch.finfo(torch.float32).eps  # parts of the largest output: float32 does not resolve less
 SMALLEST = 1e-9  # parts of the largest output: float64 resolves this
@@ -122,7 +129,9 @@ def probe_structure(case: Case) -> None:
         case.skip_without_heads("heads")
         return
     for fault in run.faults:
-        case.report(fault.name, fault.evidence)
+        case.report(fault.name, fault.evidence, fault.severity)
+    if run.record.pairs_summed and run.heads is None:
+        _report_sums_of_pairs(case, run.record)
     if run.heads is None:
         case.skip_without_heads("weights")
         return
@@ -140,6 +149,15 @@ def probe_structure(case: Case) -> None:
     width = record.mixings[-1].values.shape[-1]
     if ids is not None and heads.count > 1 and record.holds_heads(ids) and ids.shape[-1] > width:
         case.report("no-output-projection", "the output is the heads' outputs side by side")
+
+
+def _report_sums_of_pairs(case: Case, record: Provenance) -> None:
+    """Report weights that do not sum to 1 because those of several pairs of tokens were added."""
+    sums = torch.cat([mixing.weights.sum(-1).flatten() for mixing in record.mixings])
+    low, high = float(sums.min()), float(sums.max())
+    if max(abs(low - 1), abs(high - 1)) > 10 * case.subject.tolerance:
+        evidence = f"the weights of a query sum to {low:.4g} … {high:.4g}: those of several pairs of tokens are added"
+        case.report("rows-do-not-sum-to-one", evidence)
 
 
 def _report_number_of_heads(case: Case, split: str, expected: int) -> None:
@@ -189,11 +207,14 @@ def probe_dependence(case: Case) -> None:
     record = None if case.base is None else case.base.record
     if not known and not bool((past | future).any()) and record is not None and not record.shows_attention:
         case.understood.append("no attention was observed: no output depends on another position")
+        case.not_tested[ATTENTION] = "no output depends on another position"
         return
     if not known and not bool(future.any()):
         case.causal = True
         case.understood.append("causal: no output depends on a later position")
-    if not bool(past.any()) and not explained and length > 1:
+    if not bool(reach.any()) and "batches-mixed" not in case.observations:
+        case.report("input-ignored", "changing any token does not affect the output", remedy=CONSTANT)
+    elif not bool(past.any()) and not explained and length > 1:
         case.report("cannot-see-the-past", "no output depends on an earlier position")
     if not known and case.causal:  # a causal mask alone makes the order matter
         case.not_tested["the order of tokens"] = "the module is causal, so each output depends on its position"

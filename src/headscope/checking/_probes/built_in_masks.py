@@ -7,10 +7,17 @@ from torch import Tensor
 
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case
+from headscope.checking._causal_patterns import name_causal_pattern
 from headscope.checking._head_layout import Heads
 from headscope.checking._hidden_logits import are_later_logits_fixed, measure_later_weight
 from headscope.checking._probes.softmax import NO_SOFTMAX, NO_SOFTMAX_REASON
 from headscope.checking._weights import differ_in_pattern, visible_pairs
+
+LOCAL = (
+    "Leave the pattern if it is intended; otherwise let each query see every earlier key.",
+    "visible = torch.ones(T, T, dtype=torch.bool).tril()",
+)
+"""The remedy of ``cannot-see-the-past`` where the visible keys have a pattern."""
 
 
 def probe_built_in_mask(case: Case) -> None:
@@ -90,14 +97,23 @@ def _judge_causal_pattern(case: Case, visible: Tensor, tri: Tensor) -> None:
             case.understood.append(f"causal, with a window of {j} keys")
             return
     if bool((visible[..., 1:, :] == tri.tril(-1)[1:]).all()):
-        case.report("cannot-see-itself", "query 1 attends to key 0 and not to key 1; query 0 has no visible key")
+        first = "attends only to key 0" if bool(visible[..., 0, :].any()) else "has no visible key"
+        case.report("cannot-see-itself", f"query 1 attends to key 0 and not to key 1; query 0 {first}")
     elif bool((visible == torch.eye(size, dtype=torch.bool)).all()):
         case.report("cannot-see-the-past", "each query attends only to its own key")
     elif case.other_heads is not None and differ_in_pattern(visible, visible_pairs(case.other_heads.p)):
         case.understood.append("causal; which earlier keys are visible depends on the input")
     elif not bool((visible == tri)[..., 1:, :].all()):
         b, h, i, j = (~visible & tri).nonzero()[0].tolist()
-        case.report("cannot-see-the-past", f"query {i} of head {h} of batch entry {b} does not attend to key {j}")
+        evidence = f"query {i} of head {h} of batch entry {b} does not attend to key {j}"
+        names = [name_causal_pattern(each) for each in visible.flatten(0, 1)]
+        if any(name == "" for name in names):
+            case.report("cannot-see-the-past", evidence)
+        elif len(set(names)) == 1 and names[0].startswith("chunks"):
+            case.understood.append(f"causal, with {names[0]}")
+        else:
+            pattern = " or ".join(sorted(set(names)))
+            case.report("cannot-see-the-past", f"{evidence}: causal, with {pattern}", "unusual", LOCAL)
     else:
         case.understood.append("causal: no query attends to a later key")
 

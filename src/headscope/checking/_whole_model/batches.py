@@ -28,7 +28,7 @@ def ask_batches(case: ModelCase) -> None:
                 f"a batch of three has an output {list(out.shape)}: its first axis is not the batch"
             )
             return
-        if out.shape[1:] != case.out.shape[1:]:  # such as similarities of each image with each text
+        if out.shape[1:] != case.out.shape[1:]:  # such as masks of objects, of which each batch has another number
             case.not_tested[QUESTION] = f"the output of one entry is {list(case.out.shape)}, of three {list(out.shape)}"
             return
         off = case.gap(case.out, out[place : place + 1])

@@ -100,8 +100,10 @@ def change_tokens(entry: ModelInputs, start: int, stop: int) -> ModelInputs:
     if value.is_floating_point():
         value[:, start:stop] = part * 0.5 - 0.1
     else:
-        every = entry.values[entry.main].flatten()
-        value[:, start:stop] = torch.where(part == every.max(), every.min(), every.max())
+        low, high = (int(each) for each in torch.aminmax(value.long()))
+        if low == high:  # inputs such as torch.ones
+            low = high - 1 if high else 1
+        value[:, start:stop] = torch.where(part == high, low, high)
     return entry.with_values(**{entry.main: value})
 
 

@@ -38,6 +38,7 @@ class ModelCase:
         causal: whether no output depends on a later token; None if that is not known.
         unusable: why outputs cannot be compared; "" = they can.
         lengths: the masks of which only the sum counts; what they cover is padded on the right.
+        edges: the masks and sides, left = True, where the output is read from padding; other questions omit them.
         observations: by the name of the finding.
         understood: how the model was called and what it computes, in words.
         not_tested: question that could not be asked -> reason.
@@ -52,6 +53,7 @@ class ModelCase:
     causal: bool | None = None
     unusable: str = ""
     lengths: set[str] = field(default_factory=set[str])
+    edges: set[tuple[str, bool]] = field(default_factory=set[tuple[str, bool]])
     observations: dict[str, Observation] = field(default_factory=dict[str, Observation])
     understood: list[str] = field(default_factory=list[str])
     not_tested: dict[str, str] = field(default_factory=dict[str, str])

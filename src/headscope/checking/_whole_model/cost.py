@@ -36,7 +36,10 @@ def ask_half_precision(case: ModelCase) -> None:
         except CODE_ERRORS as error:
             case.not_tested[f"half precision, {str(dtype).removeprefix('torch.')}"] = describe_error(error)
             continue
-        if evidence:
+        lost = _find_lost_weight(case, dtype) if evidence else ""
+        if lost:
+            case.not_tested[f"half precision, {str(dtype).removeprefix('torch.')}"] = lost
+        elif evidence:
             case.report(name, evidence, "wrong" if own == dtype else None)
 
 
@@ -52,6 +55,24 @@ def _find_overflow(case: ModelCase, subject: ModelSubject) -> str:
             share = float((~torch.isfinite(out)).float().mean())
             place = f"; the first module with such an output is {record.name}" if record.name else ""
             return f"{what}, {share:.0%} of the output is NaN or infinite; in float64 all is finite{place}"
+    return ""
+
+
+def _find_lost_weight(case: ModelCase, dtype: torch.dtype) -> str:
+    """Return a weight that becomes 0 as a whole, if the output is then not finite in float64 either; "" = none.
+
+    Some weights are so small before training.
+    """
+    rounded = ModelSubject(
+        copy_model(copy_model(case.original, dtype), torch.float64), torch.float64, case.subject.call
+    )
+    avoid_kernels(rounded.model)
+    for name, weight in case.original.named_parameters():
+        if weight.is_floating_point() and bool(weight.any()) and not bool(weight.to(dtype).any()):
+            if not broken(rounded.run(case.entry)):
+                break
+            size = float(weight.detach().abs().max())
+            return f"{name} has numbers up to {size:.1g}, which become 0: load trained weights"
     return ""
 
 

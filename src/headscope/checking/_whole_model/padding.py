@@ -13,6 +13,7 @@ from headscope.checking._copies import CODE_ERRORS
 from headscope.checking._whole_model.case import ModelCase
 from headscope.checking._whole_model.hooks import broken, first_broken_module, inner_modules, observing_outputs
 from headscope.checking._whole_model.inputs import SEQUENCES, MaskGroup, ModelInputs, cut, join, pad, vary
+from headscope.checking._whole_model.subject import list_ends
 
 LEAST = 4  # tokens of a sequence that is padded
 
@@ -61,7 +62,9 @@ class PaddedText:
 
     def reference(self, out: Tensor) -> Tensor:
         """Return the same rows, of the output for the text alone."""
-        extra = 0 if self.rows or not self.border else 1
+        if self.rows:
+            return out[:, : self.short.values[self.group.tokens[0]].shape[1]]  # some models round lengths up
+        extra = 1 if self.border else 0
         return out[:, extra:] if self.left else out[:, : out.shape[1] - extra]
 
 
@@ -76,7 +79,11 @@ def list_padded(case: ModelCase) -> list[PaddedText]:
         border = count if case.aligned and rows else _count_rows(case, short)
         rows = rows and border == count
         sides = (False,) if group.mask in case.lengths else (True, False)
-        texts += [PaddedText(group, short, vary(case.entry, 1), count, left, rows, border) for left in sides]
+        texts += [
+            PaddedText(group, short, vary(case.entry, 1), count, left, rows, border)
+            for left in sides
+            if (group.mask, left) not in case.edges
+        ]
     return texts
 
 
@@ -97,15 +104,19 @@ def _count_rows(case: ModelCase, short: ModelInputs) -> int:
 
 
 def pick_fills(case: ModelCase, group: MaskGroup) -> tuple[float, float, float]:
-    """Return two tokens of ordinary text, or numbers, and what this model is padded with."""
+    """Return two tokens of ordinary text, or numbers, and what this model is padded with.
+
+    The largest token and the end of a text are not ordinary: CLIP and others read their output there.
+    """
     value = case.entry.values[group.tokens[0]]
     if value.is_floating_point():
         return 0.5, -1.5, 0.0
     config = getattr(case.subject.model, "config", None)
     padding = getattr(config, "pad_token_id", None)
     padding = 0 if not isinstance(padding, int) or padding < 0 else padding
-    tokens = [int(token) for token in value.unique() if int(token) != padding]
-    first, last = (tokens[0], tokens[-1]) if tokens else (padding, padding)
+    special = {padding, *list_ends(case.subject.model)}
+    tokens = [int(token) for token in value.unique() if int(token) not in special]
+    first, last = (tokens[0], tokens[len(tokens) // 2]) if tokens else (padding, padding)
     return first, last if last != first else padding, padding
 
 
@@ -144,10 +155,10 @@ def _ask_side(case: ModelCase, text: PaddedText, question: str) -> None:
         elif text.border or not _reads_edge(case, text, (first, second), one):
             _report_leak(case, text, first, one, leak, whole)
         elif case.differ(text.real(whole), case.subject.run(text.short)):
+            case.edges.add((text.group.mask, text.left))
             place, other = ("first", "right") if text.left else ("last", "left")
             case.not_tested[question] = (
-                f"of the padding, only the {place} token moves the output, which is read from the {place} token: pad "
-                f"on the {other}"
+                f"the {place} token is padding, and the output is read from the {place} token: pad on the {other}"
             )
         else:
             case.understood.append(f"{text.side}: equal to the text alone, if padded with {padding}")
@@ -184,7 +195,8 @@ def _report_leak(case: ModelCase, text: PaddedText, fill: float, one: Tensor, le
     """
     unmasked = _run_unmasked(case, text, fill)
     off = case.measured(leak)
-    if case.gap(text.real(one), text.real(unmasked)) <= min(case.subject.tolerance, (case.subject.noise * leak) ** 0.5):
+    limit = min(case.subject.tolerance, (case.subject.noise * leak) ** 0.5)
+    if case.gap(text.real(one), text.real(unmasked)) <= limit and _hides_nothing(case, text, fill, limit):
         evidence = f"{text.side}: other tokens under the mask move real tokens {off}; a mask that hides nothing gives "
         case.report("mask-ignored", f"{evidence}the same output")
         return
@@ -195,11 +207,25 @@ def _report_leak(case: ModelCase, text: PaddedText, fill: float, one: Tensor, le
     case.report("padding-leaks", evidence, severity)
 
 
-def _run_unmasked(case: ModelCase, text: PaddedText, fill: float) -> Tensor:
-    """Return the output for padding that the mask does not hide."""
+def _run_unmasked(case: ModelCase, text: PaddedText, fill: float, hidden: int = 0) -> Tensor:
+    """Return the output for padding that the mask does not hide, or for a mask of so many tokens of the first entry."""
     batch = text.batch(fill)
     real = torch.ones_like(batch.values[text.group.mask]).bool()
+    real[0, slice(0, hidden) if text.left else slice(real.shape[1] - hidden, None)] = False
     return case.subject.run(batch.with_values(**{text.group.mask: text.group.build(real)}))
+
+
+def _hides_nothing(case: ModelCase, text: PaddedText, fill: float, limit: float) -> bool:
+    """Return whether a mask of half of the tokens changes nothing outside of it.
+
+    Some models hide groups of tokens, such as stacked frames of audio, and padding inside of one group is visible.
+    """
+    hidden = text.longer.values[text.group.mask].shape[1] // 2
+    one, other = (_run_unmasked(case, text, fill, count)[:1] for count in (0, hidden))
+    if text.border:
+        rows = one.shape[1] // 2 + 1
+        one, other = (out[:, rows:] if text.left else out[:, : out.shape[1] - rows] for out in (one, other))
+    return case.gap(one, other) <= limit
 
 
 def _reads_length(case: ModelCase, text: PaddedText, fill: float, one: Tensor) -> bool:
@@ -210,19 +236,22 @@ def _reads_length(case: ModelCase, text: PaddedText, fill: float, one: Tensor) -
 
 
 def _reads_edge(case: ModelCase, text: PaddedText, fills: tuple[float, float], one: Tensor) -> bool:
-    """Return whether, of the padding, only the token at the edge moves an output without rows, such as of a pooler.
+    """Return whether an output without rows, such as of a pooler, is read from the padding at the edge.
 
-    With one token of padding, this is assumed. A mask without effect counts as one that does not hide anything.
+    Padding next to a real token at the edge then changes nothing. With one token of padding, this is assumed. A mask
+    without effect counts as one that does not hide anything.
     """
     if not case.differ(text.real(_run_unmasked(case, text, fills[0])), text.real(one)):
         return False
-    first, second = text.batch(fills[0]), text.batch(fills[1])
-    mixed: dict[str, Any] = {}
-    for name in text.group.tokens:
-        mixed[name] = second.values[name].clone()
-        edge = 0 if text.left else mixed[name].shape[1] - 1
-        mixed[name][:, edge] = first.values[name][:, edge]
-    return not case.differ(text.real(case.subject.run(first.with_values(**mixed))), text.real(one))
+    outs: list[Tensor] = []
+    for fill in fills:
+        batch = text.batch(fill)
+        edge = 0 if text.left else batch.values[text.group.mask].shape[1] - 1
+        changed = {name: batch.values[name].clone() for name in (*text.group.tokens, text.group.mask)}
+        for name, value in changed.items():
+            value[0, edge] = text.longer.values[name][0, edge]  # that of a text that is as long, where it is real
+        outs.append(case.subject.run(batch.with_values(**changed)))
+    return not case.differ(*(text.real(out) for out in outs))
 
 
 def _report_batch_of_one(case: ModelCase, text: PaddedText, fills: tuple[float, float]) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headscope._support.user_line import describe_error
 from headscope.checking._copies import CODE_ERRORS, CheckError, list_tensors
-from headscope.checking._whole_model.inputs import ModelInputs, argument_names, is_transformers
+from headscope.checking._whole_model.inputs import ModelInputs, argument_names, is_transformers, join, vary
 from headscope.checking._whole_model.lifting import lifted
 
 WAYS = ((torch.float64, True), (torch.float64, False), (torch.float32, False))
@@ -73,6 +73,7 @@ class ModelSubject:
         call: the caller's function that calls it, or None.
         lifts: whether casts to float32 inside the model become casts to float64.
         noise: how far outputs move if each weight moves by one rounding, and the largest output.
+        pairs: whether the output relates all entries of a batch, [B, B, ...]; that of each with itself is the output.
     """
 
     model: nn.Module
@@ -81,6 +82,7 @@ class ModelSubject:
     lifts: bool = False
     noise: float = 0.0
     size: float = 1.0
+    pairs: bool = False
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -119,7 +121,8 @@ class ModelSubject:
 
     def run(self, inputs: ModelInputs, seed: int = 0, **more: Any) -> Tensor:
         """Return the main output of a call, in float64."""
-        return main_output(self.call_with(inputs, seed, **more), inputs).double()
+        out = main_output(self.call_with(inputs, seed, **more), inputs).double()
+        return out.diagonal().movedim(-1, 0)[:, None] if self.pairs else out
 
     def measure_noise(self, inputs: ModelInputs) -> Tensor:
         """Measure how far rounding moves the output; return the output.
@@ -166,6 +169,15 @@ def main_output(result: Any, inputs: ModelInputs) -> Tensor:
         words = type(result).__name__ + (f" with {shapes}" if shapes else "")
     missing = f"tensor of real numbers with the batch of {inputs.batch} as its first axis"
     raise CheckError(f"model: the output has no {missing}, got {words}")
+
+
+def relates_entries(subject: ModelSubject, inputs: ModelInputs, out: Tensor) -> bool:
+    """Return whether the output of a batch is [B, B, ...], such as similarities of all images with all texts."""
+    if out.shape[:2] != (1, 1):
+        return False
+    with suppress(*CODE_ERRORS):
+        return subject.run(join([inputs, vary(inputs, 1)])).shape[:2] == (2, 2)
+    return False
 
 
 def is_aligned(out: Tensor, inputs: ModelInputs) -> bool:
@@ -257,6 +269,15 @@ def list_configs(model: nn.Module) -> list[Any]:
     """Return the configs of a model and of its parts, each once."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in configs if config is not None}.values())
+
+
+def list_ends(model: nn.Module) -> set[int]:
+    """Return the tokens that end a text, as the configs of a model name them."""
+    ends: set[int] = set()
+    for config in list_configs(model):
+        value = getattr(config, "eos_token_id", None)
+        ends |= {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}
+    return ends
 
 
 def avoid_kernels(model: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
+from headscope._support.option_values import MEANINGS, SCALE, SIZE, is_meaning, is_scale, is_size
 from headscope._support.text import visible
 from headscope.cli._shared.mistakes import Mistake, describe_unreadable, name_options
 
 FILE_NAME = "check.toml"
-MEANINGS = ("keep", "hide", "add")
 IN_PYTHON = {
     "give embed_dim=, inputs=, or call=lambda module, x, mask: ...": "give --embed-dim or --call, or use "
     "headscope.check with inputs=",
@@ -131,8 +130,8 @@ def _refuse(where: str, value: object, expected: str) -> Mistake:
 
 
 def _check_size(where: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**9:
-        raise _refuse(where, value, "a whole number from 1 to 1000000000")
+    if not isinstance(value, int) or not is_size(value):
+        raise _refuse(where, value, SIZE)
     return value
 
 
@@ -143,14 +142,14 @@ def _check_flag(where: str, value: object) -> bool:
 
 
 def _check_scale(where: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+    if not isinstance(value, (int, float)) or not is_scale(value):
         shown = f"{value:g}" if isinstance(value, float) else value
-        raise _refuse(where, shown, "a finite number above 0")
+        raise _refuse(where, shown, SCALE)
     return float(value)
 
 
 def _check_meaning(where: str, value: object) -> str:
-    if value not in MEANINGS:
+    if not is_meaning(value):
         raise _refuse(where, value, f"one of {', '.join(MEANINGS)}")
     return str(value)
 

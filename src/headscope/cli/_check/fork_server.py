@@ -145,8 +145,6 @@ class ForkServer:
 
     def _read_pipe(self, fork: Fork, end: int) -> bool:
         """Read a part of what a fork has written; return False where there is nothing now."""
-        if end not in fork.pipes:  # closed while this event waited
-            return False
         try:
             chunk = os.read(end, 1 << 16)
         except BlockingIOError:

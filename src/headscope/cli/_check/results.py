@@ -35,6 +35,12 @@ class Result:
     missing: tuple[str, ...] = ()
     note: str = ""
 
+    @classmethod
+    def of(cls, label: str, findings: dict[str, Any] | None, error: str, note: str) -> Result:
+        """Return a result; a submission without attention and without a mistake was not checked."""
+        absence = "" if findings is None or findings["fails"] else describe_absence(findings)
+        return cls(label, None if absence else findings, absence or error, note=note)
+
     @property
     def outcome(self) -> str:
         """One of ``OUTCOMES``."""
@@ -94,6 +100,12 @@ class Result:
         reasons: dict[str, str] = self.findings["not_tested"]
         why = [f"{test}: {visible(reason)}" for test, reason in reasons.items() if visible(test) in self.missing]
         return "\n".join([self.outcome, *findings, "", *self.list_remarks(), *why]).strip()
+
+
+def describe_absence(findings: dict[str, Any]) -> str:
+    """Return in words that no attention was observed; "" if it was."""
+    reason = findings["not_tested"].get("attention", "")
+    return f"no attention was observed: {visible(reason)}" if reason else ""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def check(targets: Sequence[str], model: str | None, config: str | None, jobs: i
     With --model, the folder is read offline; only .safetensors are read, and no code of its repository is run.
 
     The exit code is 0 if no file fails, also if one is incomplete; 1 if one fails, or could not be checked among
-    several; 2 after a mistake in the options, or if a single file could not be checked.
+    several; 2 after a mistake in the options, or if a single file could not be checked or has no attention.
     """
     from headscope.cli._check.targets import is_one_file, list_submissions
 
@@ -111,6 +111,8 @@ def check(targets: Sequence[str], model: str | None, config: str | None, jobs: i
 
 def _check_one(submission: Submission, *, as_json: bool) -> int:
     """Print the findings of a single file."""
+    from headscope.cli._check.results import describe_absence
+
     say(f"headscope check: running {visible(str(submission.path))} in a separate process")
     request = submission.conventions.to_request(submission.path, submission.name, SECONDS_OF_ONE)
     with progress_line("checking"):
@@ -124,7 +126,7 @@ def _check_one(submission: Submission, *, as_json: bool) -> int:
         print_json(findings)
     else:
         console().print(_parse_findings(findings).table())
-    return PROBLEMS if findings["fails"] else 0
+    return PROBLEMS if findings["fails"] else Mistake.exit_code if describe_absence(findings) else 0
 
 
 def _check_class(submissions: Sequence[Submission], jobs: int | None) -> ClassResults:
@@ -140,9 +142,8 @@ def _check_class(submissions: Sequence[Submission], jobs: int | None) -> ClassRe
     for index, answer in run_requests(requests, jobs):
         label, file = submissions[index].label, visible(submissions[index].path.name)
         error = one_line(name_remedies(str(answer.get("mistake", "")))).removeprefix(f"{file}: ")
-        results[index] = Result(
-            label, answer.get("findings"), error, note=one_line(str(answer.get("note", ""))).removeprefix(f"{file}: ")
-        )
+        note = one_line(str(answer.get("note", ""))).removeprefix(f"{file}: ")
+        results[index] = Result.of(label, answer.get("findings"), error, note)
         say(f"[{len(results)}/{count}] {label}: {results[index].describe()}")
     return ClassResults.of([results[index] for index in range(count)])
 

@@ -64,17 +64,6 @@ class Scored:
     out: Tensor
 
 
-def root_ids(origins: Origins, ids: Tensor) -> Tensor:
-    """Return the numbers that elementwise operations made these from, back to products."""
-    table = origins.table[Field.PARENT]
-    while True:
-        parents = table[ids]
-        more = parents > 0
-        if not bool(more.any()):
-            return ids
-        ids = torch.where(more, parents, ids)
-
-
 def find_twins(origins: Origins) -> dict[int, Mixing]:
     """Return products whose weights an earlier product has, too, by the number of their event, with that product.
 
@@ -85,7 +74,7 @@ def find_twins(origins: Origins) -> dict[int, Mixing]:
         for first in origins.mixings[:at]:
             if first.event.index in twins or first.p.shape != later.p.shape:
                 continue
-            same = torch.equal(root_ids(origins, first.p), root_ids(origins, later.p))
+            same = torch.equal(origins.roots(first.p), origins.roots(later.p))
             if same and _are_combined(origins, first, later):
                 twins[later.event.index] = first
                 break
@@ -152,17 +141,13 @@ def _names(origins: Origins, mixing: Mixing) -> tuple[Tensor, Tensor, Tensor, Te
     own, other = (Field.TOKEN, Field.FEATURE), (Field.OTHER_TOKEN, Field.OTHER_FEATURE)
     q, k = (other, own) if origins.is_transposed(p) else (own, other)
     value = origins.of(Field.FEATURE, mixing.v).amin(-1).amin(-1)  # [N]
-    feature = _first_known(origins.of(q[1], p))
+    feature = origins.of(q[1], p).amax(-1)
     return origins.query_tokens(p), origins.of(k[0], p), feature, value[:, None].expand(p.shape[:2])
-
-
-def _first_known(x: Tensor) -> Tensor:
-    return x.amax(-1)
 
 
 def operands_of(origins: Origins, mixing: Mixing) -> Scored | None:
     """Return the product that weights come from, as [N, Q, D] and [N, K, D]; None if they come from several."""
-    roots = root_ids(origins, mixing.p)
+    roots = origins.roots(mixing.p)
     events = {event.index: event for event in origins.tape.makers(roots) if event.index in _products(origins, mixing.p)}
     if len(events) != 1:
         return None
@@ -230,8 +215,7 @@ def _is_sound(origins: Origins, mixing: Mixing, scored: Scored) -> bool:
 def _is_past(origins: Origins, ids: Tensor) -> bool:
     """Return whether some of these numbers come from outside, as keys of earlier steps do."""
     return (
-        len({event.name in ("input", "outside", "constant") for event in origins.tape.makers(root_ids(origins, ids))})
-        == 2
+        len({event.name in ("input", "outside", "constant") for event in origins.tape.makers(origins.roots(ids))}) == 2
     )
 
 
@@ -319,7 +303,7 @@ def _collect(
         return torch.cat([x.flatten(0, 1) for x in parts])[index]
 
     p = by_row([each.p for each in mixings])
-    place = find_places(root_ids(origins, p), scored)
+    place = find_places(origins.roots(p), scored)
     if place is None or bool((place[0] != place[0][..., :1]).any()):
         return None
     q = torch.cat([each.q.flatten(0, 1) for each in scored])[place[0][..., 0]]

@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headscope._support.torch_operations import PRODUCTS
 from headscope.tracing._explanations import quantity
 from headscope.tracing._invariants import Check, close, equal, rounding
-from headscope.tracing._written.arrangement import Arrangement, Coordinate, walk
+from headscope.tracing._written.arrangement import Arrangement, Coordinate
 from headscope.tracing._written.axes import name_axes
 from headscope.tracing._written.masks import Masked, describe_mask
 from headscope.tracing._written.origins import SOFTMAXES, Field, Softmax
@@ -19,7 +20,7 @@ from headscope.tracing._written.projections import letters_of
 from headscope.tracing._written.rows import Writer, unusual
 from headscope.tracing._written.scale import format_scale, judge_scale
 from headscope.tracing._written.scores import LOW, Step, added_by_product, read_steps
-from headscope.tracing._written.sides import Side
+from headscope.tracing._written.sides import Change, Side
 
 POWERS = {"pow", "exp", "exp2", "expm1", "sigmoid"}  # a softmax may be made of them
 USUAL = ("B", "H", "Q", "K")
@@ -39,9 +40,8 @@ class AttentionRows:
         self.tape = writer.origins.tape
         self.q, self.k, self.v = sides
         self.width = width
-        self.products = self.tape.makers(walk(self.origins, self.attention.p)[-1])
-        self.products = [event for event in self.products if event.name in ("mm", "bmm", "addmm", "baddbmm")]
-        self.root = walk(self.origins, self.attention.p)[-1]
+        self.root = self.origins.roots(self.attention.p)
+        self.products = [event for event in self.tape.makers(self.root) if event.name in PRODUCTS]
         self.steps = self._synthesise() + read_steps(self.origins, self.attention.p)
         self.hidden = torch.zeros(self.attention.p.shape, dtype=torch.bool)
         self.dtype = self.products[0].values.dtype
@@ -74,7 +74,7 @@ class AttentionRows:
         """Add every step from the scores to the outputs of the heads."""
         scales = [step for step in self.steps if step.kind == "scale"]
         before = [change for side in (self.q, self.k) for change in side.changes if change.factor is not None]
-        note = self._judge(scales, before)
+        note = self._judge(scales)
         early = bool(before) and not scales
         for change in before:
             self._scale_operand(change, note if early and change is before[-1] else None)
@@ -101,7 +101,7 @@ class AttentionRows:
         """Whether every operation before the weights was identified."""
         return all(step.kind != "other" for step in self._before_weights())
 
-    def _judge(self, scales: Sequence[Step], before: Sequence[object]) -> str | None:
+    def _judge(self, scales: Sequence[Step]) -> str | None:
         """Return the note on the scale, if it is not the usual one."""
         if not self.is_certain:
             return None
@@ -125,18 +125,17 @@ class AttentionRows:
     def _format(self, factor: float) -> str:
         return format_scale(factor, self.attention.q.shape[-1], self.width, self.dtype)
 
-    def _scale_operand(self, change: object, note: str | None) -> None:
+    def _scale_operand(self, change: Change, note: str | None) -> None:
         side = self.q if change in self.q.changes else self.k
-        own = next(each for each in side.changes if each is change)
         letters = letters_of(self.writer, side.name)
         usual = tuple(letters[each] for each in (Coordinate.BATCH, Coordinate.HEAD, Coordinate.TIME, Coordinate.WIDTH))
-        result, dtype = self.writer.result_of(own.events, own.ids, letters, usual)
-        factor = own.factor or 1.0
+        result, dtype = self.writer.result_of(change.events, change.ids, letters, usual)
+        factor = change.factor or 1.0
         check = Check(f"the measured factor is {factor:.4g} for every number", None, True)
         equation = f"{side.name} ← {side.name} · {self._format(factor)}"
         notes = [f"on the {'queries' if side is self.q else 'keys'}, before their product", *([note] if note else [])]
         notes = notes[::-1] if note else notes
-        self.writer.add(4, "scale", result, dtype, equation=equation, events=own.events, check=check, notes=notes)
+        self.writer.add(4, "scale", result, dtype, equation=equation, events=change.events, check=check, notes=notes)
 
     def _scores(self, note: str | None) -> None:
         q, k = self.tape.values(self.attention.q), self.tape.values(self.attention.k).transpose(-2, -1)
@@ -294,7 +293,7 @@ class AttentionRows:
         outside = int(((p < 0) | (p > 1 + 4 * unit)).sum())
         if outside:
             check = Check(claim, f"{outside:,} weights lie outside [0, 1]", False)
-        notes = [note, *self._note_softmax(softmax, p)]
+        notes = [note, *self._note_softmax(softmax)]
         names = {event.name for event in step.events}
         if "exp" in names and not names & {"sub", "rsub", "_log_softmax", *SOFTMAXES}:
             text = "exp without subtracting the largest score of a row: it overflows where scores are large"
@@ -318,7 +317,7 @@ class AttentionRows:
         share = total - step.after.sum(-1)
         return share if bool((share > 1e-9).any()) else None
 
-    def _note_softmax(self, softmax: Softmax | None, p: Tensor) -> list[str]:
+    def _note_softmax(self, softmax: Softmax | None) -> list[str]:
         if softmax is None or not self.is_certain:
             return []
         notes: list[str] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -65,16 +64,6 @@ def _name_axis(coordinates: Tensor, ids: Tensor, at: int, letters: Letters) -> s
     if not changing:
         return UNKNOWN
     return "·".join(letter for _, letter in sorted(changing, key=lambda each: each[0]))
-
-
-def arranged_axes(sizes: Sequence[int], letters: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the letters of a tensor that is in the usual order."""
-    return list(zip(letters, sizes, strict=True))
-
-
-def multiply(sizes: Sequence[int]) -> int:
-    """Return the number of elements."""
-    return math.prod(sizes)
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:

@@ -46,7 +46,7 @@ def _operands_of_others(writer: Writer, last: int) -> set[int]:
     later = [mixing for mixing in origins.mixings if mixing.event.index > last]
     scored = [each for mixing in later if (each := operands_of(origins, mixing)) is not None]
     operands = [*(mixing.v for mixing in later), *(ids for each in scored for ids in (each.q, each.k))]
-    return {event.index for ids in operands for event in origins.tape.makers(walk(origins, ids)[-1])}
+    return {event.index for ids in operands for event in origins.tape.makers(origins.roots(ids))}
 
 
 def add_ending(writer: Writer, returned: Tensor | None) -> None:
@@ -197,7 +197,7 @@ def _changes_of(writer: Writer, rows: Tensor) -> list[str]:
 
 def _dropped_heads(writer: Writer, rows: Tensor) -> list[int]:
     """Return the heads whose outputs are not among joined numbers."""
-    base = walk(writer.origins, rows)[-1]
+    base = writer.origins.roots(rows)
     heads = set(writer.coordinates[Coordinate.HEAD][base].unique().tolist())
     return sorted(set(range(writer.attention.p.shape[1])) - heads)
 

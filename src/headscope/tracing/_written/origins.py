@@ -168,7 +168,7 @@ class Origins:
 
     def _find_unclaimed(self, terms: list[Tensor]) -> Tensor:
         """Return the term that a sum of two numbers of one product continues: a rotation makes two sums of two."""
-        roots = [self._roots(ids) for ids in terms]
+        roots = [self.roots(ids) for ids in terms]
         makers = [self.tape.makers(ids) for ids in roots]
         if makers[0] != makers[1] or len(makers[0]) != 1 or torch.equal(roots[0], roots[1]):
             return terms[0]
@@ -176,7 +176,8 @@ class Origins:
         self.claimed[roots[place]] = True
         return terms[place]
 
-    def _roots(self, ids: Tensor) -> Tensor:
+    def roots(self, ids: Tensor) -> Tensor:
+        """Return the numbers that elementwise operations made these from, back to products."""
         while bool(((parents := self.table[Field.PARENT, ids]) > 0).any()):
             ids = torch.where(parents > 0, parents, ids)
         return ids
@@ -314,9 +315,9 @@ class Origins:
             return  # attention between features, over all positions
         shape = out.shape
         self.table[Field.TOKEN, out] = _common(self.of(Field.TOKEN, q))[:, :, None].expand(shape)
-        self.table[Field.FEATURE, out] = _least(self.of(Field.FEATURE, q))[:, :, None].expand(shape)
+        self.table[Field.FEATURE, out] = self.of(Field.FEATURE, q).amin(-1)[:, :, None].expand(shape)
         self.table[Field.OTHER_TOKEN, out] = _common(self.of(Field.TOKEN, k))[:, None].expand(shape)
-        self.table[Field.OTHER_FEATURE, out] = _least(self.of(Field.FEATURE, k))[:, None].expand(shape)
+        self.table[Field.OTHER_FEATURE, out] = self.of(Field.FEATURE, k).amin(-1)[:, None].expand(shape)
         self.table[Field.PRODUCT, out] = event.index
 
     def _compares_features(self, rows: Tensor) -> bool:
@@ -415,10 +416,6 @@ def _common(x: Tensor) -> Tensor:
     """Return the value that is everywhere the same along the last axis; MIXED where there are several."""
     low, high = x.amin(-1), x.amax(-1)
     return torch.where(low == high, low, MIXED)
-
-
-def _least(x: Tensor) -> Tensor:
-    return x.amin(-1)
 
 
 def _varies(x: Tensor) -> bool:

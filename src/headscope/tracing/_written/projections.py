@@ -59,9 +59,7 @@ def _reads_more_keys(writer: Writer, sides: Sequence[Side]) -> bool:
     """Return whether queries and keys come from one tensor, in which there are more keys than queries."""
     rows = [{each.event.index for each in side.projections} for side in sides[:2]]
     return (
-        rows[0] == rows[1]
-        and len(rows[0]) > 0
-        and writer.attention.q.shape[2] < without_past(writer, sides[1]).root.shape[2]
+        rows[0] == rows[1] and len(rows[0]) > 0 and writer.attention.q.shape[2] < without_past(sides[1]).root.shape[2]
     )
 
 
@@ -100,7 +98,7 @@ def _input_axes(
     """Return the axes of an input, from which of its rows became which query or key."""
     table = writer.coordinates
     for projection in side.projections[:1]:
-        own, where = projection.out, table[:, projection.out]  # [6, N, R, F]
+        where = table[:, projection.out]  # [6, N, R, F]
         for coordinate in (Coordinate.BATCH, Coordinate.TIME):
             known = where[coordinate].amax(-1)  # [N, R]
             rows = projection.rows
@@ -108,7 +106,6 @@ def _input_axes(
             table[coordinate, rows] = spread
             table[coordinate, rows[table[coordinate][rows] != spread]] = -1  # learned rows are of several entries
         table[Coordinate.WIDTH, projection.rows] = torch.arange(projection.rows.shape[-1]).expand(projection.rows.shape)
-        assert own.numel()
     table[:, 0] = -1
     if not side.projections:
         letters = {**letters, Coordinate.HEAD: "H"}
@@ -231,7 +228,7 @@ def add_splits(writer: Writer, sides: Sequence[Side], product: Event) -> None:
                 "its heads and positions could not be told apart"  # rows of several heads are not a fault of queries
             )
             continue
-        if not side.projections or len(side.projections) > 1 or (writer.is_loop and len(side.projections) > 1):
+        if len(side.projections) != 1:
             writer.missing.setdefault(step, _describe_own_projections(writer, side))
             continue
         _add_split(writer, side, step, product)
@@ -249,11 +246,11 @@ def _describe_own_projections(writer: Writer, side: Side) -> str:
 def _add_split(writer: Writer, side: Side, step: str, product: Event) -> None:
     letters = letters_of(writer, side.name)
     usual = tuple(letters[each] for each in (Coordinate.BATCH, Coordinate.HEAD, Coordinate.TIME, Coordinate.WIDTH))
-    columns = columns_of(writer.origins, side)
+    columns = columns_of(side)
     whole = side.root.shape[2]
     if columns is None:
-        side = without_past(writer, side)
-        columns = columns_of(writer.origins, side)
+        side = without_past(side)
+        columns = columns_of(side)
     if columns is None:
         writer.missing[step] = "its numbers come from several products"
         return
@@ -311,7 +308,7 @@ def _cuts_of_loop(writer: Writer, side: Side) -> list[Event]:
     return cuts[:3]
 
 
-def without_past(writer: Writer, side: Side) -> Side:
+def without_past(side: Side) -> Side:
     """Return a side without the positions that do not come from its projection: those of a cache, or learned ones."""
     known = torch.zeros(side.root.shape, dtype=torch.bool)
     for projection in side.projections:

@@ -40,7 +40,8 @@ class Writer:
         twins: further products of its weights, each after the product that is shown.
         rows: those so far.
         missing: steps that were not found, each with the reason.
-        unusual: the names of the findings that rows mention.
+        lines: those of their code.
+        coordinates: where each number belongs, [6, ids].
     """
 
     origins: Origins
@@ -158,10 +159,6 @@ class Writer:
         if self.is_loop or not own:
             return Result(ids, [*zip(unique(list(usual)), ids.shape, strict=True)]), event.values.dtype
         return Result(own[-1], name_axes(self.coordinates, own[-1], letters, usual)), event.values.dtype
-
-    def result_from(self, ids: Tensor, letters: dict[Coordinate, str], usual: Sequence[str]) -> Result:
-        """Return a tensor of the code with named axes."""
-        return Result(ids, name_axes(self.coordinates, ids, letters, usual))
 
 
 def join_places(lines: Sequence[Line]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -37,6 +37,7 @@ class Step:
         factor: of a scale; the cap of a cap; the fill of a mask; -1 of a difference from which scores are taken.
         hidden: where a mask hides.
         events: all of its operations.
+        detail: what else is known of it: "part" of a softmax that is written by hand, a mask that "multiplied", …
     """
 
     kind: Kind
@@ -66,7 +67,7 @@ def read_steps(origins: Origins, p: Tensor) -> list[Step]:
         if not events:
             continue
         steps.append(Step("other", events[-1], after, tape.values(before), tape.values(after), events=tuple(events)))
-    return _merge(origins, [_classify(origins, step) for step in steps])
+    return _merge([_classify(origins, step) for step in steps])
 
 
 def _order_levels(origins: Origins, p: Tensor) -> list[Tensor]:
@@ -249,7 +250,7 @@ def _factors_of_heads(before: Tensor, after: Tensor, event: Event) -> list[float
     return [each for each in factors if each is not None] if None not in factors else None
 
 
-def _merge(origins: Origins, steps: Sequence[Step]) -> list[Step]:
+def _merge(steps: Sequence[Step]) -> list[Step]:
     """Return steps of which those that belong together are one: softmax by hand, a cap, a mask of two operations."""
     return _merge_masks(_merge_caps(_merge_softmax([step for step in steps if step.kind != "convert"])))
 
@@ -326,9 +327,3 @@ def added_by_product(event: Event, origins: Origins) -> tuple[float, Tensor | No
     assert isinstance(place, At)
     added = origins.tape.values(event.inputs[place.number]) * beta
     return alpha, added.expand(event.out.shape)
-
-
-def iterate_lines(steps: Sequence[Step]) -> Iterator[Event]:
-    """Yield the operations of steps."""
-    for step in steps:
-        yield from step.events

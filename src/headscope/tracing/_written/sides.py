@@ -11,7 +11,7 @@ from torch import Tensor
 from headscope.tracing._invariants import Check, close, rounding
 from headscope.tracing._written.arrangement import walk
 from headscope.tracing._written.axes import is_same
-from headscope.tracing._written.origins import Field, Origins, Projection
+from headscope.tracing._written.origins import Origins, Projection
 from headscope.tracing._written.scores import SCALES, uniform_factor
 from headscope.tracing._written.tape import At, Event, Tape
 
@@ -204,7 +204,7 @@ def _constant_of(tape: Tape, event: Event, ids: Tensor) -> Tensor | None:
     return added.flatten()[ids - event.start]
 
 
-def columns_of(origins: Origins, side: Side) -> Tensor | None:
+def columns_of(side: Side) -> Tensor | None:
     """Return the column of its projection that each number of a side is, in the shape of its ids; None if unknown."""
     result = torch.full(side.root.shape, -1)
     for projection in side.projections:
@@ -233,8 +233,3 @@ def find_split(tape: Tape, side: Side, numbers: Tensor, product: Event) -> list[
         and any(is_same(out, ids) for out in event.outs)
     ]  # fmt: skip
     return [event for event in moves if event.line != product.line] or moves
-
-
-def token_tensor(origins: Origins, ids: Tensor) -> Tensor:
-    """Return the token of each row of operands."""
-    return origins.of(Field.TOKEN, ids)[..., 0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headscope.tracing._invariants import Check
-from headscope.tracing._written.arrangement import Arrangement, Coordinate, find_places, operands_of, root_ids, walk
+from headscope.tracing._written.arrangement import Arrangement, Coordinate, find_places, operands_of, walk
 from headscope.tracing._written.origins import MIXED, Field, Mixing, Origins
 from headscope.tracing._written.places import batches_of, places_of
 from headscope.tracing._written.rows import unusual
@@ -26,7 +26,7 @@ def arrange_slots(origins: Origins, mixings: Sequence[Mixing]) -> Arrangement | 
     for mixing, each in zip(mixings, scored, strict=True):
         if each is None or mixing.p.shape != (n, queries, keys):
             return None
-        place = find_places(root_ids(origins, mixing.p), [each])
+        place = find_places(origins.roots(mixing.p), [each])
         if place is None or any(bool((x != x[first]).any()) for x, first in zip(place, SAME, strict=True)):
             return None
         if any(_mixes_without_projection(origins, x) for x in (each.q, each.k)):
@@ -49,14 +49,14 @@ def arrange_slots(origins: Origins, mixings: Sequence[Mixing]) -> Arrangement | 
 def _mixes_without_projection(origins: Origins, ids: Tensor) -> bool:
     """Return whether a row of an operand that is not projected holds numbers of several tokens: of one feature."""
     tokens = origins.of(Field.TOKEN, ids)
-    projected = any(event.index in origins.projections for event in origins.tape.makers(root_ids(origins, ids)))
+    projected = any(event.index in origins.projections for event in origins.tape.makers(origins.roots(ids)))
     return not projected and bool((tokens != tokens[..., :1]).any())
 
 
 def place_sides(origins: Origins, table: Tensor, sides: list[Side]) -> None:
     """Note of queries, keys and values to which position and which part of their projection they belong."""
     for side in sides:
-        columns, place = columns_of(origins, side), places_of(origins, origins.of(Field.TOKEN, side.root))
+        columns, place = columns_of(side), places_of(origins, origins.of(Field.TOKEN, side.root))
         if columns is None or place is None:
             continue
         width = side.operand.shape[-1]
@@ -85,7 +85,7 @@ def _is_cut_once(origins: Origins, side: Side) -> bool:
     Windows repeat numbers, padding is not from a projection, and keys that are pooled mix positions before the split.
     """
     rows = [origins.of(Field.TOKEN, each.rows) for each in side.projections]
-    if columns_of(origins, side) is None or any(bool((tokens != tokens[..., :1]).any()) for tokens in rows):
+    if columns_of(side) is None or any(bool((tokens != tokens[..., :1]).any()) for tokens in rows):
         return False
     return len(side.root.unique()) == side.root.numel()
 

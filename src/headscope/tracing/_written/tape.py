@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headscope._provenance import attend_by_definition
-from headscope._support.torch_operations import PRODUCTS, is_composite
-from headscope.tracing._written.lines import Line, current_place
-from headscope.tracing._written.operations import INDEXED, MOVES, is_factory, is_in_place, is_view, name_of
+from headscope._provenance import FUSED_ATTENTION, define_fused_attention
+from headscope._support.torch_operations import PRODUCTS, is_composite, is_factory, is_in_place, is_view, name_of
+from headscope.tracing._written.lines import Line, Places
+from headscope.tracing._written.operations import INDEXED, MOVES
 
-MOST_NUMBERS = 1 << 26  # of one forward pass; each takes some 20 bytes
-FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+MOST_NUMBERS = 1 << 26  # of one forward pass; each takes some 20 bytes here, and 73 in ``Origins``
 FUSED_LABEL = "scaled_dot_product_attention"
 
 
@@ -91,7 +89,6 @@ class _Shadow:
     """The ids of a storage, and whether any of its numbers depends on the input."""
 
     ids: Tensor
-    storage: Any
     depends: bool = False
 
 
@@ -110,20 +107,17 @@ class Tape(TorchDispatchMode):
     def __init__(self, constants: Iterable[Tensor], inputs: Sequence[Tensor], own_files: frozenset[str]) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self._own_files = own_files
+        self.places = Places(own_files)
         self._shadows: dict[int, _Shadow] = {}
         self._starts: list[int] = [0]
         self._makers: list[Event | None] = [None]
-        self._alive: list[Any] = []
+        self._storages: list[Any] = []  # held, so that no other storage has the address of one
         self._count = 1
-        self._calls = 0
-        self._last_call: tuple[int, int, int] = (0, 0, 0)
         self._inside = ""
-        for x in constants:
-            self._add_outside("constant", x)
-        for x in inputs:
-            if x.untyped_storage()._cdata not in self._shadows:
-                self._add_outside("input", x)
+        for name, tensors in (("constant", constants), ("input", inputs)):
+            for x in tensors:
+                if _is_recorded(x) and x.untyped_storage()._cdata not in self._shadows:  # parts of one buffer share it
+                    self._add_outside(name, x)
 
     # ---------------------------------------------------------------- ids
 
@@ -134,10 +128,6 @@ class Tape(TorchDispatchMode):
             self._add_outside("outside", x)
             shadow = self._shadows[x.untyped_storage()._cdata]
         return _view(shadow.ids, x)
-
-    def maker(self, number: int) -> Event | None:
-        """Return the event that made a number."""
-        return self._makers[bisect.bisect_right(self._starts, number) - 1]
 
     def makers(self, ids: Tensor) -> list[Event]:
         """Return the events that made these numbers, in order; numbers of padding have none."""
@@ -177,8 +167,8 @@ class Tape(TorchDispatchMode):
             size = -(-storage.nbytes() // _width(x))
             if size > MOST_NUMBERS:
                 raise TooLargeError
-            self._shadows[storage._cdata] = _Shadow(torch.zeros(size, dtype=torch.long), StorageWeakRef(storage))
-            self._alive.append(storage)
+            self._shadows[storage._cdata] = _Shadow(torch.zeros(size, dtype=torch.long))
+            self._storages.append(storage)
         return _view(self._shadows[storage._cdata].ids, x)
 
     def _allot(self, x: Tensor) -> tuple[Tensor, int, int]:
@@ -226,7 +216,7 @@ class Tape(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         name = name_of(func)
-        if name == FUSED:
+        if name == FUSED_ATTENTION:
             return self._run_fused(func, args, kwargs)
         if is_composite(func):
             with self:
@@ -262,18 +252,15 @@ class Tape(TorchDispatchMode):
         else:
             first, start, size = self._allot(outs[0])
             ids = [first, *(self._allot_rest(x) for x in outs[1:])]
-        place = current_place(self._own_files)
-        if place.call != self._last_call:
-            self._calls, self._last_call = self._calls + 1, place.call
+        place = self.places.current()
         for x in outs:
             shadow = self._shadows[x.untyped_storage()._cdata]
             shadow.depends = shadow.depends or depends
         values = outs[0].detach() if start == 0 else outs[0].detach().clone(memory_format=torch.contiguous_format)
-        self._alive.append(outs)
         self._append(
             Event(
                 len(self.events), name, inputs, arguments, options, tuple(x.clone() for x in ids), start, size, values,
-                copies, place.line, self._calls, depends, self._inside,
+                copies, place.line, place.call, depends, self._inside,
             )
         )  # fmt: skip
 
@@ -298,7 +285,7 @@ class Tape(TorchDispatchMode):
             ids = self._create(out)
             ids.copy_(inputs[1].expand(ids.shape))
             return ids
-        if name not in MOVES or not tensors or any(x.dtype != out.dtype for x in _moved(name, args)):
+        if name not in MOVES or not tensors or any(x.dtype != out.dtype for x in _moved(args)):
             return None
         if any(x.is_complex() for x in tensors) or self._is_looked_up(name, tensors):
             return None
@@ -323,11 +310,10 @@ class Tape(TorchDispatchMode):
     def _run_fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run torch's fused attention, and record its definition, whose last product has the fused result."""
         out, *rest = func(*args, **kwargs)
-        arguments = dict(zip(("query", "key", "value", "dropout_p", "is_causal"), args, strict=False))
         self._inside = FUSED_LABEL
         try:
             with self:
-                defined = attend_by_definition(**arguments, **kwargs)
+                defined = define_fused_attention(args, kwargs)
         finally:
             self._inside = ""
         ids = self.ids(defined)
@@ -365,7 +351,7 @@ def _placed(value: Any, tensors: list[Tensor]) -> Any:
     return value
 
 
-def _moved(name: str, args: tuple[Any, ...]) -> list[Tensor]:
+def _moved(args: tuple[Any, ...]) -> list[Tensor]:
     """Return the tensors whose numbers a move moves; not its indices."""
     first = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     return [x for x in first if isinstance(x, Tensor)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,14 +157,14 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
     constants: list[Tensor] = []
     if isinstance(module, nn.Module):
         constants = [*module.parameters(), *module.buffers(), *_own_tensors(module)]
-    extra = [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
+    extra = _to_list(context)
     inputs = [each for each in (x, *extra) if isinstance(each, Tensor)]
     arguments = arguments_of(module, x, extra)
 
     def record(gradients: Any) -> Recorded:
         tape = Tape(constants, inputs, _files_of(module))
         labels = {event.index: "x" if n == 0 else "context" for n, event in enumerate(_inputs(tape))}
-        with _as_in_eval(module), gradients, _without_fast_path(), tape:
+        with _as_in_eval(module), gradients, _without_fast_path(), closing(tape.places), tape:
             returned = module(*arguments) if call is None else call(module, x)
         return Recorded(returned, tape, labels)
 
@@ -182,6 +182,10 @@ def _record(module: Any, x: Tensor, context: Any, call: Call | None) -> Recorded
             raise
         text, problem = describe_call(module, arguments), describe_problem(error, module, arguments)
         raise TypeError(f"module: the call {text} failed{problem}") from error
+
+
+def _to_list(context: Any) -> list[Any]:
+    return [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
 
 
 def _inputs(tape: Tape) -> Iterator[Event]:
@@ -230,9 +234,8 @@ def _has_fast_path(module: Any) -> bool:
 
 def _run_plainly(module: Any, x: Tensor, context: Any, call: Call | None) -> Any:
     """Run a module as its user does, with the fast path that the tape cannot record."""
-    extra = [] if context is None else [*context] if isinstance(context, (list, tuple)) else [context]
     with _as_in_eval(module), _gradients():
-        return module(*arguments_of(module, x, extra)) if call is None else call(module, x)
+        return module(*arguments_of(module, x, _to_list(context))) if call is None else call(module, x)
 
 
 @contextmanager
