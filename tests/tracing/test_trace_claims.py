@@ -250,8 +250,24 @@ def test_heads_that_are_mixed_are_refused_by_name(is_after: bool) -> None:
         p = s.softmax(-1) if is_after else torch.einsum("bhij,hg->bgij", s, mix).softmax(-1)
         return (torch.einsum("bhij,hg->bgij", p, mix) if is_after else p) @ v
 
-    with pytest.raises(ValueError, match=r"its softmax takes products of queries and keys, but .*\(talking heads\)"):
+    with pytest.raises(
+        ValueError, match=r"a softmax takes products of two tensors of the input, but .*\(talking heads\)"
+    ):
         run(attend)
+
+
+class Router(Written):
+    """Experts that a softmax weights, before another softmax: no attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        experts = torch.stack([self.to_q(x), self.to_k(x)], -2)
+        mixed = (self.to_v(x)[..., :2].softmax(-1).unsqueeze(-2) @ experts).squeeze(-2)
+        return self.to_out(mixed).softmax(-1)
+
+
+def test_a_router_has_no_scores() -> None:
+    with pytest.raises(ValueError, match="no product of two tensors of the input that a softmax turns into weights"):
+        run(Router())
 
 
 class Buffers(Written):
@@ -311,3 +327,22 @@ def test_errors_name_what_helps(attempt: Callable[[Tensor], Trace], kind: type[E
         attempt(torch.randn(2, 7, 24))
     if kind is TypeError and "call=" not in message:
         assert "pass call=" not in str(caught.value)
+
+
+class Registers(Written):
+    """Learned tokens before the others: queries, keys and values are of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registers = nn.Parameter(torch.randn(3, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.registers.expand(len(x), -1, -1), x], 1)
+        q, k, v = self.heads(x)
+        return self.to_out(plain(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_learned_tokens_before_others_are_one_input() -> None:
+    steps, _ = run(Registers())
+    assert steps.row("input").axes == {"B": 2, "Q": 10, "E": 24}
+    assert "context" not in [row.step for row in steps.rows]

@@ -82,9 +82,10 @@ def _source_of(writer: Writer, side: Side) -> tuple[Tensor, Event] | None:
     if not side.projections:
         return None
     projection = side.projections[0]
+    calls = {each.event.call for each in writer.origins.projections.values()}  # each makes a view of its input
     for own in (rows.unique(), rows.flatten()):  # learned numbers may be there several times
         for event in reversed(tape.events[: projection.event.index]):
-            if event.is_move and event.call != projection.event.call:
+            if event.is_move and event.call not in calls:
                 out = next((out for out in event.outs if is_same(out, own)), None)
                 if out is not None:
                     return out, event

@@ -118,18 +118,31 @@ def _describe_absence(module: Any, x: Tensor, origins: Origins) -> str:
     )
     if own:
         return f"{own[0]} is headscope's own attention, whose kernels are not recorded; trace that module itself"
-    products = set(origins.table[Field.PRODUCT].unique().tolist()) - {NONE}
-    softmaxes = [event for event in origins.tape.events if event.name in SOFTMAXES]
-    if any(depends_on(origins, event.inputs[0], products) for event in softmaxes):
+    if _hides_scores(origins):
         return (
-            "its softmax takes products of queries and keys, but scores or weights are changed in a way that is not "
-            "followed, such as a mixture of those of several heads (talking heads)"
+            "a softmax takes products of two tensors of the input, but in a way that is not followed, such as scores "
+            "or weights that mix several heads (talking heads)"
         )
     short = f"; x has the shape {list(x.shape)}: if that is one token, trace two or more" if 1 in x.shape else ""
     return (
         "no product of two tensors of the input that a softmax turns into weights of a third; linear attention and "
         f"products that are written as sums have no such steps{short}"
     )
+
+
+def _hides_scores(origins: Origins) -> bool:
+    """Return whether a softmax depends on a product of two tensors of the input, neither of them a mixture of experts.
+
+    A router's weights are of a softmax, too; their product with the results of experts is not one of queries and keys.
+    """
+    events = origins.tape.events
+    softmaxes = [event for event in events if event.name in SOFTMAXES]
+    made = {event.index for event in softmaxes}
+    products = {
+        index for index in origins.table[Field.PRODUCT].unique().tolist()
+        if index != NONE and not any(depends_on(origins, ids, made) for ids in events[index].inputs)
+    }  # fmt: skip
+    return any(depends_on(origins, event.inputs[0], products) for event in softmaxes)
 
 
 def _program(lines: list[Line], module: Any) -> str:
