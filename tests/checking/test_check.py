@@ -294,7 +294,7 @@ def test_every_kind_of_finding_is_tested() -> None:
         *("kv-heads-tiled", "values-misplaced", "unused-parameter", "input-ignored", "rows-do-not-sum-to-one"),
         *("returned-weights-differ", "scale-unusual", "mask-applied-wrong", "not-finite", "quadratic-memory"),
         *("not-permutation-equivariant", "training-differs", "softmax-twice", "logits-changed", "scale-not-uniform"),
-        *("dropout-not-rescaled", "batch-variant", "place-variant"),
+        *("dropout-not-rescaled", "batch-variant", "place-variant", "layers-not-registered"),
     }
     assert {*BUGS.values(), *elsewhere} == CATALOGUE.keys()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from headscope import check
 from headscope.cli._check.results import Result
@@ -288,3 +290,22 @@ def test_a_module_without_attention_does_not_pass() -> None:
     assert (attends.outcome, attends.error) == ("passed", "")
     wrong = {**findings.to_dict(), "fails": True}
     assert Result.of("hw.py", wrong, "", "").outcome == "failed"
+
+
+class InList(nn.Module):
+    """Attention whose layers are in a plain list, or in one of torch's."""
+
+    def __init__(self, holder: Any) -> None:
+        super().__init__()
+        self.parts = holder(nn.Linear(15, 15) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (3, 5)).transpose(1, 2) for part in [*self.parts][:3])
+        return self.parts[3](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_layers_in_a_plain_list_are_not_registered() -> None:
+    found = check(InList(list), embed_dim=15)
+    assert found.names == ("layers-not-registered",)
+    assert "not in parameters(): 8 parameters of parts" in str(found)
+    assert check(InList(nn.ModuleList), embed_dim=15).names == ()

@@ -97,7 +97,11 @@ def _compare(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
             errors.append(min(fitting))
     if not errors:
         return {"eager": "weights of other layers"}
-    return {"eager": f"{len(errors)} weights", "error": max(errors), "unmatched": sum(e > TOLERANCE for e in errors)}
+    return {
+        "eager": f"{len(errors)} weights",
+        "error": max(errors),
+        "unmatched": sum(not e <= TOLERANCE for e in errors),
+    }
 
 
 def _survey_in_time(name: str, of_timm: bool = False) -> dict[str, Any]:
@@ -285,7 +289,10 @@ def _verdict(result: dict[str, Any]) -> str:
         return f"{text}; {DIFFERENT[result['name']]}"
     if result.get("unmatched"):
         return f"{text}; **{result['unmatched']} differ from its own weights**"
-    return f"{text}, equal to its own weights" if "error" in result else text
+    if "error" not in result:
+        return text
+    is_equal = result["error"] <= TOLERANCE  # not if it is NaN
+    return f"{text}, {'equal to' if is_equal else 'UNLIKE'} its own weights"
 
 
 def main() -> int:

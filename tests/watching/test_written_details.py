@@ -246,3 +246,28 @@ def test_more_weights_than_memory_has_are_an_error(name: str) -> None:
     options: dict[str, Any] = {name: 10**9}
     with pytest.raises(ValueError, match=f"{name}: got 1000000000, expected at most 16"):
         Observe(**options)
+
+
+def test_one_block_of_tokens_beside_two_of_padding_has_no_positions() -> None:
+    """As LongT5 attends to a short text: the keys are the blocks before, of and after the queries."""
+
+    def three(x: Tensor) -> Tensor:
+        blocks = F.pad(x, (0, 0, 0, 0, 0, 0, 1, 1))  # [B, 3, T, H, D]
+        return torch.cat([blocks[:, at : at + 1] for at in range(3)], 2)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2).unsqueeze(1) for x in (q, k, v))  # [B, blocks, T, H, D]
+        scores = torch.einsum("bnqhd,bnkhd->bnhqk", q, three(k))
+        hidden = torch.arange(3 * TOKENS) // TOKENS != 1
+        p = scores.masked_fill(hidden, -1e10).softmax(-1)
+        every.append(p)
+        return torch.einsum("bnhqk,bnkhd->bnqhd", p, three(v)).squeeze(1).transpose(1, 2)
+
+    every: list[Tensor] = []
+    model = Layer(attend)
+    with watch(model) as seen:
+        model(tokens())
+    truth = torch.special.entr(every[0].detach().double()).sum(-1).mean((0, 1, 3))
+    torch.testing.assert_close(seen["entropy"].mean[0], truth, rtol=1e-5, atol=0)
+    assert seen["entropy"].count.tolist() == [[2 * TOKENS] * HEADS]
+    assert set(seen.kinds.values()) == {"cross"}

@@ -30,6 +30,7 @@ class Source:
         is_outside: whether it is of a tensor that no followed operation has made.
         projected: the steps of its pieces along which a projection was applied to each number: they may be tokens.
         last: the axis of the last part, if tokens were concatenated.
+        last_fixed: what was selected along other axes for the last part.
         end: where its tokens end: what follows are parameters, or zeros; 0: it is tokens to the end.
         places: where its tokens were before code reversed, rolled, sorted or selected them; None: they are in order.
     """
@@ -39,6 +40,7 @@ class Source:
     is_outside: bool = False
     projected: set[int] = field(default_factory=set[int])
     last: Axis = ()
+    last_fixed: Fixed = frozenset()
     end: int = 0
     places: Places = None
 

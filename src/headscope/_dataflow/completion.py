@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headscope._dataflow.attention import Roles, WrittenAttention, arrange, assign_roles, sizes
-from headscope._dataflow.axes import Axis, Piece, is_of_tokens, size_of, sources
+from headscope._dataflow.axes import Axis, Fixed, Piece, is_of_tokens, size_of, sources
 from headscope._dataflow.order import are_in_order, count_beside
 from headscope._dataflow.roles import Product, Softmax, Tokens, Weights
 
@@ -87,7 +87,8 @@ def complete(
         needed_scope=enclosing([within, *product.scopes, *(each.scope for each in sources(roles.heads) if each.scope)]),
         heads=roles.heads,
         is_whole=is_whole,
-        is_in_order=are_in_order(roles.queries, roles.keys, value_keys, query_tokens == key_tokens),
+        is_in_order=are_in_order(roles.queries, roles.keys, value_keys, query_tokens == key_tokens)
+        and not _are_elsewhere(query_tokens, key_tokens),
         beside=count_beside(key_tokens) if query_tokens != key_tokens else 0,
     )
 
@@ -189,6 +190,16 @@ def _factors(product: Product, rows_are_keys: bool, roles: Roles, count: int) ->
     return queries, arrange(k, [*factors.outer, key_axis, width], groups, roles.outer)
 
 
+def _of_rows(fixed: Fixed) -> Fixed:
+    return frozenset(each for each in fixed if each[0].kind != "feature")
+
+
+def _are_elsewhere(queries: Tokens, keys: Tokens) -> bool:
+    """Return whether the last of joined keys are at another place than the queries, such as the next block."""
+    places = [_of_rows(each.source.last_fixed) for each in keys if isinstance(each, Piece) and each.source is not None]
+    return any(not place <= queries for place in places)
+
+
 def same_tokens(queries: Tokens, keys: Tokens) -> bool:
     """Return whether queries and keys are the same tokens, or the queries are the last of the keys."""
     if not queries or queries == keys:
@@ -202,6 +213,7 @@ def same_tokens(queries: Tokens, keys: Tokens) -> bool:
             and each.start + each.step * each.size >= each.source.end
         ):
             last = each.source.last
+            newest = newest.union(_of_rows(each.source.last_fixed) if last else ())
         newest = newest.union(last or [each])
     if newest == queries:
         return True

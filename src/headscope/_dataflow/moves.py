@@ -87,7 +87,7 @@ def joined_axes(
     before = {piece.source for part in known for axis in part.axes for piece in axis}
     for piece in axes[at]:
         if piece.source is not None and piece.source not in before:
-            piece.source.last = known[-1].axes[at]
+            piece.source.last, piece.source.last_fixed = known[-1].axes[at], known[-1].fixed
             piece.source.end = out.shape[at] - after if after and name == "cat" else 0
             if any(each.places is not None for part in known for each in sources(part.axes[at])):
                 piece.source.places = UNKNOWN

@@ -122,6 +122,12 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "Project the joined heads.",
         "return self.out(out.transpose(1, 2).reshape(B, T, H * D))",
     ),
+    "layers-not-registered": CatalogueEntry(
+        "wrong",
+        "A plain list of layers is not part of the module: no optimiser trains them, and no state_dict() saves them.",
+        "Hold layers in an nn.ModuleList, and parameters in an nn.ParameterList.",
+        "self.heads = nn.ModuleList(Head(E, D) for _ in range(H))",
+    ),
     "unused-parameter": CatalogueEntry(
         "wrong",
         "Weights that do not affect the output cannot learn: a step is skipped, or uses other weights.",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,9 @@ def probe_gradients(case: Case) -> None:
     if case.subject.module is None:
         case.not_tested["gradients of weights"] = "a function has no parameters"
         return
+    unregistered = _list_unregistered(case.subject.module)
+    if unregistered:
+        case.report("layers-not-registered", f"not in parameters(): {', '.join(unregistered)}")
     if case.random:
         case.skip("gradients of weights", "dropout is active", "dropout-in-eval")
         return
@@ -90,6 +94,32 @@ def probe_gradients(case: Case) -> None:
         case.report("unused-parameter", f"changing {', '.join(unused)} does not affect the output")
     if case.base is not None:
         _judge_head_usage(run, case.base.record)
+
+
+def _list_unregistered(module: nn.Module) -> list[str]:
+    """Return the attributes that hold parameters in plain containers, with how many are not the module's own."""
+    own = {id(p) for p in module.parameters()}
+    texts: list[str] = []
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            count = len({id(p) for p in _parameters_in(value)} - own)
+            if count:
+                texts.append(f"{count} parameter{'s' * (count > 1)} of {f'{path}.' * bool(path)}{name}")
+    return texts
+
+
+def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
+    """Yield the parameters in lists, tuples and dicts, and those of modules in them."""
+    if isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, (list, tuple, dict)):
+        items: Iterable[Any] = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else value
+        for each in items:
+            yield from _parameters_in(each)
 
 
 def _judge_head_usage(run: BackwardPass, record: Provenance) -> None:
