@@ -87,8 +87,7 @@ def complete(
         needed_scope=enclosing([within, *product.scopes, *(each.scope for each in sources(roles.heads) if each.scope)]),
         heads=roles.heads,
         is_whole=is_whole,
-        is_in_order=are_in_order(roles.queries, roles.keys, value_keys, query_tokens == key_tokens)
-        and not _are_elsewhere(query_tokens, key_tokens),
+        is_in_order=_are_in_order(roles, value_keys, query_tokens, key_tokens),
         beside=count_beside(key_tokens) if query_tokens != key_tokens else 0,
     )
 
@@ -192,6 +191,12 @@ def _factors(product: Product, rows_are_keys: bool, roles: Roles, count: int) ->
 
 def _of_rows(fixed: Fixed) -> Fixed:
     return frozenset(each for each in fixed if each[0].kind != "feature")
+
+
+def _are_in_order(roles: Roles, value_keys: Axis, queries: Tokens, keys: Tokens) -> bool:
+    """Return whether queries and keys are tokens in their order, and in the same block."""
+    are_sorted = are_in_order(roles.queries, roles.keys, value_keys, queries == keys)
+    return are_sorted and not _are_elsewhere(queries, keys)
 
 
 def _are_elsewhere(queries: Tokens, keys: Tokens) -> bool:
