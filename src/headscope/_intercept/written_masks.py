@@ -22,7 +22,7 @@ def mask_of(scores: Tensor) -> tuple[Mask | None, Tensor]:
 
     Masked is what is at or below -1e9, or below half of the dtype's least number.
     """
-    limit = max(ROUNDING * HIDDEN, torch.finfo(scores.dtype).min / 2)
+    limit = _limit(scores.dtype)
     least = math.inf if 0 in scores.shape else float(scores.amin())
     if least > limit:
         return None, torch.ones(1, scores.shape[-1], dtype=torch.bool, device=scores.device)
@@ -61,8 +61,13 @@ def with_visible_zeros(scores: Tensor, before: Tensor | None) -> tuple[Tensor, b
     return scores.masked_fill(other, LEAST), is_known
 
 
+def _limit(dtype: torch.dtype) -> float:
+    """Return the number at or below which a score is masked."""
+    return max(ROUNDING * HIDDEN, torch.finfo(dtype).min / 2)
+
+
 def _shown(scores: Tensor) -> Tensor:
-    return scores > max(ROUNDING * HIDDEN, torch.finfo(scores.dtype).min / 2)
+    return scores > _limit(scores.dtype)
 
 
 def _is_by_threshold(before: Tensor, other: Tensor, zero: Tensor) -> bool:

@@ -27,7 +27,7 @@ def check_options(**options: Any) -> None:
     """Check the options of ``check`` or ``check_model`` by their names; None means not specified.
 
     Raises:
-        TypeError, ValueError: a value is of the wrong type, or is none that the option can have.
+        TypeError, ValueError: a value has the wrong type, or is impossible.
     """
     for name, value in options.items():
         if name in ("reproducible", "strict", "flex"):

@@ -63,17 +63,19 @@ def _find_lost_weight(case: ModelCase, dtype: torch.dtype) -> str:
 
     Some weights are so small before training.
     """
-    rounded = ModelSubject(
-        copy_model(copy_model(case.original, dtype), torch.float64), torch.float64, case.subject.call
+    lost = (
+        (name, weight)
+        for name, weight in case.original.named_parameters()
+        if weight.is_floating_point() and bool(weight.any()) and not bool(weight.to(dtype).any())
     )
-    avoid_kernels(rounded.model)
-    for name, weight in case.original.named_parameters():
-        if weight.is_floating_point() and bool(weight.any()) and not bool(weight.to(dtype).any()):
-            if not broken(rounded.run(case.entry)):
-                break
-            size = float(weight.detach().abs().max())
-            return f"{name} has numbers up to {size:.1g}, which become 0: load trained weights"
-    return ""
+    name, weight = next(lost, ("", None))
+    if weight is None:
+        return ""
+    model = copy_model(copy_model(case.original, dtype), torch.float64)
+    avoid_kernels(model)
+    if not broken(ModelSubject(model, torch.float64, case.subject.call).run(case.entry)):
+        return ""
+    return f"{name} has numbers up to {float(weight.detach().abs().max()):.1g}, which become 0: load trained weights"
 
 
 def ask_discarded_weights(case: ModelCase) -> None:

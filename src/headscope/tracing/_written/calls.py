@@ -14,7 +14,7 @@ Call = Callable[[Any, Tensor], Any]
 OPERANDS = {"q", "k", "v", "kv", "query", "key", "value", "queries", "keys", "values"}
 
 
-def name_of(module: Any) -> str:
+def module_name(module: Any) -> str:
     """Return the name of a module's class, or of a function."""
     module = getattr(module, "_orig_mod", module)
     return type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
@@ -44,31 +44,32 @@ def describe_call(module: Any, arguments: list[Any]) -> str:
     """Return a call in words: Attention(x [2, 7, 24], context [2, 5, 24])."""
     x = arguments[0]
     shapes = [f"{'x' if each is x else 'context'} {list(each.shape)}" for each in arguments if isinstance(each, Tensor)]
-    return f"{name_of(module)}({', '.join(shapes)})"
+    return f"{module_name(module)}({', '.join(shapes)})"
 
 
-def _parameters_of(module: Any) -> list[inspect.Parameter] | None:
-    function: Any = module.forward if isinstance(module, nn.Module) else module
+def _signature_of(module: Any) -> inspect.Signature | None:
+    """Return the signature of a module's forward, or of a function; None if it has none, as some built-in functions."""
     try:
-        return list(inspect.signature(function).parameters.values())
+        return inspect.signature(module.forward if isinstance(module, nn.Module) else module)
     except (TypeError, ValueError):
         return None
 
 
 def _is_three_fold(module: Any) -> bool:
     """Return whether a module needs query, key and value."""
-    positional = [
-        each for each in _parameters_of(module) or [] if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
+    signature = _signature_of(module)
+    parameters = [] if signature is None else signature.parameters.values()
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     required = [each.name.lower() for each in positional if each.default is each.empty]
     return len(required) == 3 and sorted(name.lstrip("x_")[:1] for name in required) == ["k", "q", "v"]
 
 
 def example_arguments(module: Any, *, mask: bool = True) -> str:
     """Return arguments for a call by the module's signature, such as ``x, x, x, mask``; with a mask if ``mask``."""
-    parameters = _parameters_of(module)
-    if parameters is None:
+    signature = _signature_of(module)
+    if signature is None:
         return "x, mask" if mask else "x"
+    parameters = signature.parameters.values()
     masks = [each for each in parameters if "mask" in each.name]
     required = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
     names = [
@@ -95,14 +96,11 @@ def describe_problem(error: Exception, module: Any, arguments: list[Any]) -> str
 
 def _fits(module: Any, arguments: list[Any]) -> bool:
     """Return whether a module takes these arguments, as far as its signature tells."""
-    function: Any = module.forward if isinstance(module, nn.Module) else module
+    signature = _signature_of(module)
     try:
-        inspect.signature(function).bind(*arguments)
+        return signature is None or bool(signature.bind(*arguments))
     except TypeError:
         return False
-    except ValueError:
-        return True
-    return True
 
 
 def _remedy_for_shape(error: Exception, module: Any, x: Tensor) -> str:

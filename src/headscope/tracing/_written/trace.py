@@ -15,7 +15,14 @@ from headscope.module import MultiHeadAttention
 from headscope.tracing._trace import Trace
 from headscope.tracing._written.arrangement import Arrangement, arrange, find_twins, group_mixings
 from headscope.tracing._written.attention import AttentionRows
-from headscope.tracing._written.calls import Call, arguments_of, check_call, describe_call, describe_problem, name_of
+from headscope.tracing._written.calls import (
+    Call,
+    arguments_of,
+    check_call,
+    describe_call,
+    describe_problem,
+    module_name,
+)
 from headscope.tracing._written.ending import add_ending
 from headscope.tracing._written.lines import FOREIGN, LIBRARIES, Line
 from headscope.tracing._written.origins import NONE, SOFTMAXES, Field, Mixing, Origins
@@ -47,7 +54,7 @@ def trace_module(
         TypeError: the call failed, or ``call`` is not a function of a module and x.
         ValueError: no attention was found, no such ``layer`` ran, or the input is too large.
     """
-    name = name_of(module)
+    name = module_name(module)
     if call is not None:
         check_call(call)
     if isinstance(module, nn.Module) and any(p.is_meta for p in module.parameters()):
@@ -147,7 +154,7 @@ def _hides_scores(origins: Origins) -> bool:
 
 def _program(lines: list[Line], module: Any) -> str:
     """Return the lines of the traced code, in the order of the steps, each once."""
-    texts = [f"# the lines of {name_of(module)} that compute each step"]
+    texts = [f"# the lines of {module_name(module)} that compute each step"]
     texts += [f"{line.text}  # {line.place}" for line in dict.fromkeys(lines)]
     return "\n".join(texts) + "\n"
 
