@@ -205,6 +205,16 @@ def test_refused_findings_count_whatever_their_severity() -> None:
         check(module, refuse="fp16")
 
 
+def test_a_stated_call_of_a_class_that_requires_a_mask_gets_one_that_hides_nothing() -> None:
+    class Required(Filled):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x, mask.bool())  # None has no such method
+
+    found = check(Required(fill(-1e4)), call=lambda module, x, mask: module(x, mask), mask_means="keep")
+    assert found.names == ()
+    assert found.understood[0] == "called as its own call with a mask that hides nothing with E = 24"
+
+
 def test_a_causal_class_may_leave_the_mask_to_its_caller() -> None:
     module = Filled(fill(torch.finfo(torch.float64).min))
     findings = check(module, causal=True)

@@ -49,6 +49,11 @@ LENGTHS = (
     197,
 )  # tried in this order; inputs= is required for a module with another fixed length
 MOST_PATTERNS = 200  # tried per dtype
+OWN_CALLS = (
+    CallPattern((...,), {}, "its own call"),
+    CallPattern((..., ConstantMask("all", True)), {}, "its own call with a mask that hides nothing"),
+)
+"""The patterns of a call that the caller specified, as a function of module, x and mask."""
 
 Call = Callable[..., Any]
 
@@ -131,7 +136,8 @@ class Subject:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from the checked code
             if self.call is not None:
-                return self.call(target, x, more.get("mask"))
+                (_, *masks) = self.pattern.positional
+                return self.call(target, x, more.get("mask", masks[0].build(x) if masks else None))
             return apply_pattern(target, self.names, self.pattern, x, more)
 
     def run(self, x: Tensor, **more: Any) -> Tensor:
@@ -259,7 +265,7 @@ def _list_calls(
     """Yield lengths, widths and call patterns to try."""
     for length in LENGTHS if inputs is None else (inputs.shape[1],):
         for width in widths:
-            for pattern in list_patterns(target, width) if call is None else (CallPattern((...,), {}, "its own call"),):
+            for pattern in list_patterns(target, width) if call is None else OWN_CALLS:
                 yield length, width, pattern
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headscope._support.user_line import describe_failure
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from headscope.tracing import Trace
 
@@ -26,7 +28,8 @@ def trace_subject(subject: Any, sizes: dict[str, int], call: dict[str, Any], lay
     Args:
         subject: the module or function.
         sizes: those of the input that the user has specified: "batch", "seq" and "dim".
-        call: how to call it, as a function of module, x and mask; empty: with x alone.
+        call: how to call it, as a function of module, x and mask; empty: with x alone. The mask is None, or if the
+            call fails with that, a causal one.
         layer: which attention, in the order in which they run.
 
     Raises:
@@ -37,19 +40,22 @@ def trace_subject(subject: Any, sizes: dict[str, int], call: dict[str, Any], lay
     from headscope.tracing import trace
 
     torch.set_num_threads(1)
-    how = partial(_without_mask, call["call"]) if call else None
+    ways = [_OwnCall(call["call"], causal=causal) for causal in (False, True)] if call else [None]
     first: Exception | None = None
     furthest: Exception | None = None
-    for shape in _list_shapes(subject, sizes):
+    for shape, way in itertools.product(_list_shapes(subject, sizes), ways):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         try:
-            return trace(subject, x, call=how, layer=layer).to_dict()
-        except TypeError as error:  # the call failed: another shape may fit
-            first = first or error
-        except ValueError as error:
-            if str(error).startswith("layer:"):
+            return trace(subject, x, call=way, layer=layer).to_dict()
+        except Exception as error:
+            if way is not None and not way.returned:  # the call failed: another mask or shape may fit
+                first = first or (_describe_own_failure(error, shape) if way.causal else None)
+            elif isinstance(error, TypeError):
+                first = first or error
+            elif not isinstance(error, ValueError) or str(error).startswith("layer:"):
                 raise
-            furthest = furthest or error
+            else:
+                furthest = furthest or error
     error = furthest or first
     if error is None:
         raise ValueError("--dim: missing; the width of the input cannot be derived without weights")
@@ -63,8 +69,32 @@ def _remedy_of_command_line(remedy: re.Match[str]) -> str:
     return "use headscope.trace in Python, whose call= is a function of the module and x"
 
 
-def _without_mask(call: Any, module: Any, x: Any) -> Any:
-    return call(module, x, None)
+@dataclass
+class _OwnCall:
+    """The user's call of module, x and mask, as one of module and x.
+
+    Attributes:
+        call: the call; it takes True for a visible pair.
+        causal: whether it gets a causal mask, [B, 1, T, T], in place of None.
+        returned: whether the last call ended without an error.
+    """
+
+    call: Callable[..., Any]
+    causal: bool
+    returned: bool = False
+
+    def __call__(self, module: Any, x: Any) -> Any:
+        self.returned = False
+        length = x.shape[-2]
+        mask = x.new_ones(x.shape[0], 1, length, length).tril().bool() if self.causal else None
+        result = self.call(module, x, mask)
+        self.returned = True
+        return result
+
+
+def _describe_own_failure(error: Exception, shape: tuple[int, ...]) -> TypeError:
+    """Return the error of a call that failed with a causal mask, and before that with None."""
+    return TypeError(f"module: the call with x {list(shape)} and a causal mask failed: {describe_failure(error)}")
 
 
 def _list_shapes(subject: Any, sizes: dict[str, int]) -> Iterator[tuple[int, ...]]:
