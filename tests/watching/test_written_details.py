@@ -271,3 +271,46 @@ def test_one_block_of_tokens_beside_two_of_padding_has_no_positions() -> None:
     torch.testing.assert_close(seen["entropy"].mean[0], truth, rtol=1e-5, atol=0)
     assert seen["entropy"].count.tolist() == [[2 * TOKENS] * HEADS]
     assert set(seen.kinds.values()) == {"cross"}
+
+
+class Summary(Layer):
+    """Learned queries that attend to themselves and to the tokens after them, as the summaries of Pegasus X do."""
+
+    def __init__(self) -> None:
+        super().__init__(of_each_row)  # not called
+        self.summaries = nn.Parameter(torch.randn(2, 5, HEADS * WIDTH))
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        (q, k, v), (_, of_tokens, values) = self.heads(self.summaries * 1), self.heads(x)
+        k, v = torch.cat([k, of_tokens], 2), torch.cat([v, values], 2)
+        hidden = F.pad(padding, (5, 0))[:, None, None]
+        return scores_of(q, k).masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.self_attn = nn.Embedding(17, HEADS * WIDTH), Summary()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.self_attn(self.embedding(ids), ids == 0)
+
+
+def test_queries_before_the_last_keys_have_no_positions() -> None:
+    ids = torch.arange(1, 2 * TOKENS + 1).remainder(17).view(2, TOKENS)
+    ids[:, 4:] = 0
+    model = Model().eval()
+    with torch.no_grad(), watch(model) as seen:
+        model(ids)
+    (layer,) = seen.layers
+    assert seen.about.kinds == {layer: "cross"}
+    assert "distance" not in seen.names
+    column = seen[layer, "entropy"]
+    assert column.count.tolist() == [2 * 5] * HEADS  # taken for the last tokens, they would be padding
+    (q, k, _), (_, of_tokens, _) = (
+        model.self_attn.heads(model.self_attn.summaries),
+        model.self_attn.heads(model.embedding(ids)),
+    )
+    hidden = F.pad(ids == 0, (5, 0))[:, None, None]
+    p = scores_of(q, torch.cat([k, of_tokens], 2)).double().masked_fill(hidden, -math.inf).softmax(-1)
+    torch.testing.assert_close(column.mean, torch.special.entr(p).sum(-1).mean((0, 2)), rtol=1e-5, atol=0)

@@ -2,7 +2,7 @@
 
 from headscope._dataflow.attention import WrittenAttention, joined_heads
 from headscope._dataflow.axes import Axis, Piece, Source
-from headscope._dataflow.completion import same_tokens
+from headscope._dataflow.completion import end_in_others, same_tokens
 from headscope._dataflow.follow import Follower
 from headscope._dataflow.roles import Product, Tokens
 from headscope._dataflow.table import are_of_several_models, is_followed
@@ -16,6 +16,7 @@ __all__ = [
     "Tokens",
     "WrittenAttention",
     "are_of_several_models",
+    "end_in_others",
     "is_followed",
     "joined_heads",
     "same_tokens",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headscope._dataflow.attention import Roles, WrittenAttention, arrange, assign_roles, sizes
-from headscope._dataflow.axes import Axis, Fixed, Piece, is_of_tokens, size_of, sources
+from headscope._dataflow.axes import Axis, Fixed, Piece, Source, is_of_tokens, size_of, sources
 from headscope._dataflow.order import are_in_order, count_beside
 from headscope._dataflow.roles import Product, Softmax, Tokens, Weights
 
@@ -205,21 +205,31 @@ def _are_elsewhere(queries: Tokens, keys: Tokens) -> bool:
     return any(not place <= queries for place in places)
 
 
+def _last_part(tokens: Piece | tuple[Source, int]) -> tuple[Axis, Tokens]:
+    """Return the axis of the part that was concatenated last, and the rows that were selected for it.
+
+    Both are empty unless the tokens reach the end of a concatenation.
+    """
+    if not isinstance(tokens, Piece) or tokens.source is None or not tokens.source.last:
+        return (), frozenset()
+    reach_end = tokens.start + tokens.step * tokens.size >= tokens.source.end
+    return (tokens.source.last, frozenset(_of_rows(tokens.source.last_fixed))) if reach_end else ((), frozenset())
+
+
+def end_in_others(keys: Tokens, queries: int) -> bool:
+    """Return whether the part of keys that was concatenated last has not as many tokens as there are queries."""
+    parts = [last for last, _ in map(_last_part, keys) if last]
+    return bool(parts) and all(size_of(last) != queries for last in parts)
+
+
 def same_tokens(queries: Tokens, keys: Tokens) -> bool:
     """Return whether queries and keys are the same tokens, or the queries are the last of the keys."""
     if not queries or queries == keys:
         return bool(queries)
     newest: Tokens = frozenset()
     for each in keys:
-        last: Axis = ()
-        if (
-            isinstance(each, Piece)
-            and each.source is not None
-            and each.start + each.step * each.size >= each.source.end
-        ):
-            last = each.source.last
-            newest = newest.union(_of_rows(each.source.last_fixed) if last else ())
-        newest = newest.union(last or [each])
+        last, rows = _last_part(each)
+        newest = newest.union(rows, last or [each])
     if newest == queries:
         return True
     apart, others = queries - keys, keys - queries

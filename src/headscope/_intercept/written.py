@@ -25,6 +25,7 @@ from headscope._dataflow import (
     Tokens,
     WrittenAttention,
     are_of_several_models,
+    end_in_others,
     joined_heads,
     same_tokens,
 )
@@ -307,7 +308,8 @@ def _kind(attention: WrittenAttention) -> Kind | None:
         return "cross"
     if same_tokens(queries, keys):
         return "self"
-    return "cross" if queries and {each[0] for each in queries} == {each[0] for each in keys} else None
+    are_others = end_in_others(keys, attention.scores.shape[-2])
+    return "cross" if are_others or (queries and {each[0] for each in queries} == {each[0] for each in keys}) else None
 
 
 def _places(queries: int, keys: int, beside: int, device: torch.device) -> dict[str, Any]:
