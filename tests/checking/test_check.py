@@ -595,7 +595,7 @@ def test_an_error_where_a_mask_is_applied_is_named() -> None:
             return super().forward(x)
 
     reason = check(Misspelt(24, 3)).not_tested["mask="]
-    assert reason.startswith("none of the mask shapes that were tried fits; the first error was AttributeError: ")
+    assert reason.startswith("every mask that was tried raises an error; the first was AttributeError: ")
     assert reason.endswith("'masked_fil'")
 
 

@@ -468,3 +468,17 @@ def test_the_text_of_a_result_is_what_its_author_needs() -> None:
     assert "1 check skipped until softmax-twice is fixed" in second
     assert third.endswith("not tested: masks, softmax\nmasks: no argument\nsoftmax: (x)")
     assert broken == "not checked: import failed"
+
+
+def test_the_table_has_the_error_that_every_mask_raises(folder: Path) -> None:
+    (folder / "anna" / "hw.py").write_text(ATTENTION.replace("else s.masked_fill", "else scores.masked_fill"))
+    (folder / "ben.py").write_text(ATTENTION)
+    (folder / "anna" / "notes.py").unlink()
+    run = run_check("work", "--args", "24, 3")
+    assert run.returncode == 0, run.stderr
+    shown = " ".join(run.stdout.split())
+    assert "anna/hw.py incomplete not tested: mask=, fully masked rows mask=: every mask that was tried" in shown
+    assert "the first was NameError: name 'scores' is not defined" in shown
+    lines = run_check("work", "--args", "24, 3", "--csv").stdout.splitlines()
+    (line,) = [line for line in lines if line.startswith("anna/hw.py,")]
+    assert line.endswith("the first was NameError: name 'scores' is not defined")

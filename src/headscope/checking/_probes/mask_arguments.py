@@ -131,8 +131,8 @@ def _probe_argument(case: Case, name: str) -> None:
             first = (form, verdict)
     best = first or ran
     if best is None:
-        first_error = f"; the first error was {refusals[0]}" if refusals else ""
-        case.not_tested[f"{name}="] = f"none of the mask shapes that were tried fits{first_error}"
+        cause = f"every mask that was tried raises an error; the first was {refusals[0]}" if refusals else ""
+        case.not_tested[f"{name}="] = cause or "none of the mask shapes that were tried fits"
         return
     form, verdict = best
     if own and verdict.outcome == "none":

@@ -46,4 +46,5 @@ def _describe(result: Result) -> list[str]:
     """Return the lines of a submission: its findings, and what follows from them or was not tested."""
     if result.findings is None:
         return [result.error]
-    return [*([", ".join(result.list_names())] if result.list_names() else []), *result.list_remarks()]
+    names = [", ".join(result.list_names())] if result.list_names() else []
+    return [*names, *result.list_remarks(), *result.list_mask_reasons()]

@@ -92,6 +92,14 @@ class Result:
             remarks.append(f"not tested: {', '.join(self.missing)}")
         return remarks
 
+    def list_mask_reasons(self) -> list[str]:
+        """Return why no mask was tested, up to the remedy: often an error of the submission."""
+        if self.findings is None:
+            return []
+        reasons: dict[str, str] = self.findings["not_tested"]
+        tests = [test for test in reasons if (test == "masks" or test.endswith("=")) and visible(test) in self.missing]
+        return [f"{visible(test)}: {visible(reasons[test].partition('; if it takes')[0])}" for test in tests]
+
     def to_text(self) -> str:
         """Return the result for the author of the submission: outcome, findings and remarks with their reasons."""
         if self.findings is None:
@@ -177,7 +185,8 @@ class ClassResults:
         writer.writerow(["file", "outcome", *SEVERITIES, "missing tests", "error"])
         for result in self.results:
             names = [", ".join(result.list_names(kind)) for kind in SEVERITIES]
-            cells = [result.label, result.outcome, *names, ", ".join(result.missing), result.error]
+            error = result.error or "; ".join(result.list_mask_reasons())
+            cells = [result.label, result.outcome, *names, ", ".join(result.missing), error]
             writer.writerow([_escape_formula(cell) for cell in cells])
         return stream.getvalue()
 
