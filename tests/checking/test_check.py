@@ -609,7 +609,7 @@ def test_masks_that_may_not_be_none() -> None:
         module.turned = turned
         found = check(module, mask_means="hide" if turned else "keep")
         assert found.names == (), str(found)
-        assert found.understood[0].endswith(f"all {not turned} for a mask with E = 24")
+        assert found.understood[0].endswith(f"mask=all {not turned}) with E = 24")
 
 
 def test_positions_are_told_where_weights_are_not_seen() -> None:

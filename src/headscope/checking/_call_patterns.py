@@ -70,9 +70,7 @@ class ConstantMask(BuiltArgument):
         return torch.full(shape, self.value)
 
 
-MASKS = tuple(
-    (f"all {value}", ConstantMask(axes, value)) for value in (True, False) for axes in ("pairs", "keys", "all")
-)
+MASKS = tuple(ConstantMask(axes, value) for value in (True, False) for axes in ("pairs", "keys", "all"))
 
 
 def apply_pattern(target: Any, names: tuple[str, ...], pattern: CallPattern, x: Tensor, more: dict[str, Any]) -> Any:
@@ -142,9 +140,9 @@ def list_patterns(target: Any, width: int) -> Iterator[CallPattern]:
     if len(plain) >= 3 and len(rest) < 2:
         yield CallPattern((..., ..., ...), named, "(x, x, x)")
     for values in dict.fromkeys((likely, every)):
-        for text, mask in MASKS if any("mask" in name for name in rest) else ():
+        for mask in MASKS if any("mask" in name for name in rest) else ():
             at = tuple(mask if "mask" in name else value for name, value in zip(rest, values, strict=True))
-            yield CallPattern((..., *at), named, f"{_describe(values)} with {text} for a mask")
+            yield CallPattern((..., *at), named, _describe(at))
 
 
 def _parameters(target: Any) -> list[inspect.Parameter]:
@@ -155,7 +153,11 @@ def _parameters(target: Any) -> list[inspect.Parameter]:
 
 
 def _describe(values: tuple[Any, ...]) -> str:
-    return f"({', '.join(['x', *('None' if each is None else 'x' for each in values)])})"
+    shown = (
+        "None" if each is None else f"mask=all {each.value}" if isinstance(each, ConstantMask) else "x"
+        for each in values
+    )
+    return f"({', '.join(['x', *shown])})"
 
 
 def _position_arguments(names: list[str], width: int) -> Iterator[tuple[str, dict[str, Any]]]:
