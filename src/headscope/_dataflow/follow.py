@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope._dataflow import operands
 from headscope._dataflow.attention import WrittenAttention
@@ -22,12 +21,13 @@ from headscope._dataflow.operands import Operation
 from headscope._dataflow.products import Result, attend_one_key, multiply
 from headscope._dataflow.roles import NOISE, PARAMETER, HeadOutput, Lost, Product, Role, Scores, Softmax, Weights
 from headscope._dataflow.table import Table, is_followed
+from headscope._support.operation_mode import OperationMode
 from headscope._support.torch_operations import PRODUCTS
 
 MOST_WAITING = 64  # softmaxes that wait for values, with their scores
 
 
-class Follower(TorchDispatchMode):
+class Follower(OperationMode):
     """Finds attention in the operations of this thread while it is on, and reports it.
 
     Args:
@@ -433,6 +433,10 @@ class Follower(TorchDispatchMode):
         entries = [self.table.find(x) for x in tensors]
         roles = [None if entry is None else entry.role for entry in entries]
         if not any(entries):
+            return
+        if not any(roles):
+            place = combined_place(self.table, out, tensors, entries, self.scope())
+            self.table.assign(out, place.axes, None, place.fixed)
             return
         if NOISE in roles and name == "mul":
             roles = [self._before_dropout(x) for x in tensors]

@@ -115,14 +115,14 @@ def note_part(entry: Entry, into: Tensor, before: Place, part: Place, scope: tup
         scope: for new axes.
     """
     if entry.parts:
-        entry.parts.append(part)
+        entry.parts = [*entry.parts, part]
         kind = kind_of_parts(entry.parts)
         for source in entry.joined:
             source.kind = kind
         return
-    entry.parts.append(part)
+    entry.parts = [part]
     entry.whole = None
-    entry.views.clear()
+    entry.views = None
     entry.known_layout, entry.joined = _written_layout(entry.layout, into, before.axes, part.axes, scope)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from headscope._dataflow.roles import PARAMETER, Role, Weights
 SWEEP = 256  # entries between two searches for storages that are gone
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """A storage.
 
@@ -43,7 +43,8 @@ class Entry:
         known_layout: its pieces; None: they follow from the tensor that was assigned.
         parts: where the tensors come from that were written into parts of it.
         joined: the axes that run over these parts.
-        views: the places of views whose axes all fit the layout, by shape, strides, offset and width in bytes.
+        views: the places of views whose axes all fit the layout, by shape, strides, offset and width in bytes; None:
+            none has been read.
     """
 
     storage: StorageWeakRef
@@ -55,9 +56,9 @@ class Entry:
     fixed: Fixed = frozenset()
     whole: tuple[torch.Size, tuple[int, ...], list[Axis]] | None = None
     known_layout: Layout | None = None
-    parts: list[Place] = field(default_factory=list[Place])
-    joined: list[Source] = field(default_factory=list[Source])
-    views: dict[tuple[torch.Size, tuple[int, ...], int, int], Place] = field(default_factory=dict[Any, Place])
+    parts: Sequence[Place] = ()
+    joined: Sequence[Source] = ()
+    views: dict[tuple[torch.Size, tuple[int, ...], int, int], Place] | None = None
 
     @property
     def layout(self) -> Layout:
@@ -119,6 +120,8 @@ class Table:
         if whole is not None and offset == entry.offset and shape == whole[0] and strides == whole[1]:
             return Place(whole[2], entry.fixed)
         view = shape, strides, offset, x.element_size()
+        if entry.views is None:
+            entry.views = {}
         place = entry.views.get(view)
         if place is None:
             place, fits = resolve(x, entry.layout, entry.offset, scope)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope._provenance.arguments import (
     FACTORIES,
@@ -26,10 +25,11 @@ from headscope._provenance.identities import Identities, Origin
 from headscope._provenance.products import copy_operand, follow_convolution, record_product
 from headscope._provenance.record import INPUT, Provenance
 from headscope._provenance.shadows import is_followed
+from headscope._support.operation_mode import OperationMode
 from headscope._support.torch_operations import PRODUCTS, is_composite
 
 
-class ProvenanceMode(TorchDispatchMode):
+class ProvenanceMode(OperationMode):
     """Records where the numbers of a forward pass come from, while it is on."""
 
     def __init__(self) -> None:

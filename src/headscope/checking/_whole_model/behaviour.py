@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from headscope._support.operation_mode import OperationMode
 from headscope.checking._whole_model.case import ModelCase
 from headscope.checking._whole_model.hooks import broken, first_broken_module
 from headscope.checking._whole_model.inputs import ModelInputs, is_transformers
@@ -14,7 +14,7 @@ from headscope.checking._whole_model.inputs import ModelInputs, is_transformers
 DROPOUTS = frozenset({"native_dropout", "bernoulli_", "bernoulli"})
 
 
-class _DropoutMode(TorchDispatchMode):
+class _DropoutMode(OperationMode):
     """Records whether an operation drops numbers."""
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from headscope._support.operation_mode import OperationMode
 from headscope._support.user_line import describe_error
 from headscope.checking._copies import CODE_ERRORS
 from headscope.checking._whole_model.case import ModelCase
@@ -110,7 +110,7 @@ def ask_discarded_weights(case: ModelCase) -> None:
         )
 
 
-class _SoftmaxShapes(TorchDispatchMode):
+class _SoftmaxShapes(OperationMode):
     """Records the shapes that softmax returns."""
 
     def __init__(self) -> None:

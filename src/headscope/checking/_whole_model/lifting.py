@@ -10,13 +10,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from headscope._support.operation_mode import OperationMode
 
 FACTORIES = frozenset({"zeros", "ones", "empty", "rand", "randn", "linspace", "eye"})
 """Functions whose result has the default dtype where the call does not name one."""
 
 
-class LiftMode(TorchDispatchMode):
+class LiftMode(OperationMode):
     """Replaces float32 by float64 in each operation that names a dtype."""
 
     def __torch_dispatch__(

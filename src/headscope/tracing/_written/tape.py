@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope._provenance import FUSED_ATTENTION, define_fused_attention
+from headscope._support.operation_mode import OperationMode
 from headscope._support.torch_operations import PRODUCTS, is_composite, is_factory, is_in_place, is_view, name_of
 from headscope.tracing._written.lines import Line, Places
 from headscope.tracing._written.operations import INDEXED, MOVES
@@ -92,7 +92,7 @@ class _Shadow:
     depends: bool = False
 
 
-class Tape(TorchDispatchMode):
+class Tape(OperationMode):
     """Records the operations of this thread while it is on.
 
     Args:
