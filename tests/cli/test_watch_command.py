@@ -230,6 +230,42 @@ def test_some_layers_and_less_context(folder: Path, start: Start) -> None:
     assert said["about"]["options"]["input"]["windows"] == 8
 
 
+@pytest.mark.parametrize(("bins", "expected"), [("full", 9), ("5", 5), ("11", 9), (None, 9)])
+def test_a_map_has_a_cell_for_each_token_at_most(bins: str | None, expected: int, tmp_path: Path, start: Start) -> None:
+    options = () if bins is None else ("--map", bins)
+    start("text", "--ids", "5,6,7,8,9,10,11,12,13", "--out", tmp_path / "a.safetensors", *options)
+    stats = HeadStats.load(tmp_path / "a.safetensors")
+    assert {part.map.bins for part in stats.parts.values() if part.map is not None} == {expected}
+
+
+def test_a_full_map_of_the_shipped_images_has_each_pixel(tmp_path: Path, start: Start) -> None:
+    start("digits", "--map", "full", "--out", tmp_path / "a.safetensors")
+    part = next(iter(HeadStats.load(tmp_path / "a.safetensors").parts.values()))
+    assert part.map is not None
+    assert part.map.bins == 64
+
+
+def test_a_large_recording_is_announced_before_it_is_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["headscope.cli._commands.watch"], "LARGE", 1_000_000)
+    path = tmp_path / "a.safetensors"
+    ran = run("watch", "text", "--text", TEXT * 3, "--no-page", "--out", str(path), "--keep-qk")
+    announced = re.search(r"a\.safetensors: (\d+) MB; without --keep-qk it is smaller\n", ran.err)
+    assert announced is not None
+    assert abs(path.stat().st_size / 1e6 - int(announced[1])) < 1.5
+
+
+def test_a_window_is_shorter_where_all_weights_are_computed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transformers.GPTJConfig(n_positions=29, n_embd=24, n_layer=1, n_head=3, rotary_dim=4, **SIZES)
+    written = save(transformers.GPTJForCausalLM(config), tmp_path / "written")
+    monkeypatch.setattr("headscope.cli._shared.model_loading._limit", lambda *_: 100_000)
+    sizes = [(loaded.context, loaded.limit) for loaded in (load(str(folder)), load(str(written)))]
+    assert sizes == [(32768, 100_000), (4096, 100_000)]
+
+
 def test_many_heads_are_cut_in_the_terminal(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headscope.cli._shared.recording_view.LINES", 2)
     ran = run("watch", str(folder), "--text", "abc abc", "--no-page")

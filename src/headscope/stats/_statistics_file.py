@@ -84,12 +84,7 @@ def save(
         raise FileExistsError(
             f"{path}: exists and is not a file of headscope statistics; to overwrite it, pass force=True"
         )
-    tensors: dict[str, Tensor] = {}
-    layers = [_store_layer(part, name, f"{number}", tensors) for number, (name, part) in enumerate(parts.items())]
-    if qk:
-        for number, (entry, part) in enumerate(zip(layers, parts.values(), strict=True)):
-            entry["qk"] = [_store_qk(each, f"{number}/qk/{n}", tensors) for n, each in enumerate(part.tiles.values())]
-            entry["qk_runs"] = [*part.tiles]
+    layers, tensors = _store_layers(parts, qk=qk)
     entries = {
         STATISTICS: json.dumps({"version": VERSION, "checksums": True, "layers": layers}),
         **_store_origin(origin),
@@ -108,6 +103,22 @@ def save(
         ) from error
     replace_file(path, content)
     return path
+
+
+def size_of(parts: Mapping[str, LayerStats], *, qk: bool = False) -> int:
+    """Return the bytes of the file that ``save`` would write, without its header."""
+    return sum(x.numel() * x.element_size() for x in _store_layers(parts, qk=qk)[1].values())
+
+
+def _store_layers(parts: Mapping[str, LayerStats], *, qk: bool) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return the entry of each layer in the header, and all tensors by their name in the file."""
+    tensors: dict[str, Tensor] = {}
+    layers = [_store_layer(part, name, f"{number}", tensors) for number, (name, part) in enumerate(parts.items())]
+    if qk:
+        for number, (entry, part) in enumerate(zip(layers, parts.values(), strict=True)):
+            entry["qk"] = [_store_qk(each, f"{number}/qk/{n}", tensors) for n, each in enumerate(part.tiles.values())]
+            entry["qk_runs"] = [*part.tiles]
+    return layers, tensors
 
 
 def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:

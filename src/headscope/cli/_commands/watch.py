@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headscope._support.progress import progress_line
+from headscope._support.text import visible
 from headscope.cli._shared.console import SIZE, console, print_json, say, uninterrupted
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.observation import one_thread
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from headscope.watching import Recording
 
 MOVED = 1  # exit code
+LARGE = 200_000_000  # bytes of a recording
 
 
 @click.command(short_help="Measure every head of a model while it runs.")
@@ -33,7 +35,10 @@ MOVED = 1  # exit code
 @click.option(
     "--layers", multiple=True, metavar="PATTERN", help="Watch only these modules, as h.3 or 'decoder.*'; repeatable."
 )
-@click.option("--context", type=SIZE, help="Tokens in a window.  [default: what the model allows, up to 4096]")
+@click.option("--context", type=SIZE, help="Tokens in a window.  [default: what the model allows, up to 32768]")
+@click.option(
+    "--map", "bins", metavar="N|full", help="Bins of each map, or a cell for each token.  [default: 64, full to 128]"
+)
 @click.option("--against", metavar="OLD", help="Compare with an older recording; exit code 1 if a head moved.")
 @click.option(
     "--threshold", "limits", multiple=True, metavar="NAME=X", help="Smallest change that counts, as share=0.02."
@@ -97,12 +102,24 @@ def _save(recording: Recording, options: WatchOptions) -> str | None:
     if options.out is None:
         return None
     try:
+        written = _with_entropy_only(recording)
+        _announce(written, options)
         with uninterrupted():
-            return str(_with_entropy_only(recording).save(options.out, qk=options.keep_qk, force=options.force))
+            return str(written.save(options.out, qk=options.keep_qk, force=options.force))
     except OSError as error:
         raise Mistake(f"--out: {options.out}: cannot be written: {error.strerror or error}") from error
     except ValueError as error:  # the mask is too large
         raise Mistake(f"--keep-qk: {error}") from error
+
+
+def _announce(recording: Recording, options: WatchOptions) -> None:
+    """Say how large the file will be, if it will be large."""
+    from headscope.stats import _statistics_file
+
+    size = _statistics_file.size_of(recording.stats.parts, qk=options.keep_qk)
+    if size > LARGE:
+        remedy = "; without --keep-qk it is smaller" if options.keep_qk else ""
+        say(f"headscope watch: writing {visible(options.out or '')}: {size / 1e6:,.0f} MB{remedy}")
 
 
 def _with_entropy_only(recording: Recording) -> Recording:

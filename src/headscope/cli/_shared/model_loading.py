@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 SHIPPED = ("text", "digits")
 MOST_SPECIAL = 1000  # tokens; above, a vocabulary has words
-MOST_TOKENS = 4096  # default context: current models allow 131072 and more
+MOST_TOKENS = 32768  # default context, as current models allow 131072 and more
+MOST_WRITTEN = 4096  # that of models that write their attention out, whose weights take T × T numbers for each head
+NO_LIMIT = 1 << 30
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -50,7 +52,7 @@ class Loaded:
         model: in eval mode, on the CPU.
         name: a description in a few words.
         takes: "text", or "image".
-        context: the most tokens of one forward pass.
+        context: the tokens of one forward pass by default.
         vocabulary: number of token ids.
         encode: returns the token ids of a text, without the ids of its ends; None without a tokenizer.
         ends: the ids that the tokenizer sets before and after a text.
@@ -62,6 +64,7 @@ class Loaded:
         samples: returns the shipped pictures, the default input.
         notes: what the user has to know about the model.
         without_tokenizer: the reason why there is none.
+        limit: the most tokens of one forward pass; None: as many as ``context``.
     """
 
     model: nn.Module
@@ -79,6 +82,7 @@ class Loaded:
     samples: Callable[[], Tensor] | None = None
     notes: tuple[str, ...] = ()
     without_tokenizer: str = ""
+    limit: int | None = None
 
 
 def load(name: str) -> Loaded:
@@ -305,10 +309,13 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
         with _tokenizer_errors(f"{name}: {_tokenizer_file(tokenizer, name)}: cannot decode token {token}"):
             return tokenizer.decode([token])
 
+    limit = _limit(model, config, tokenizer)
+    is_fused = getattr(model.config, "_attn_implementation", None) not in (None, "eager")
     return Loaded(
-        model, label, "text", _context(model, config, tokenizer), model.get_input_embeddings().num_embeddings,
-        None if tokenizer is None else encode, ends, None if tokenizer is None else piece, run, paired,
-        getattr(config, "num_key_value_heads", None), without_tokenizer=reason,
+        model, label, "text", min(limit, MOST_TOKENS if is_fused else MOST_WRITTEN),
+        model.get_input_embeddings().num_embeddings, None if tokenizer is None else encode, ends,
+        None if tokenizer is None else piece, run, paired, getattr(config, "num_key_value_heads", None),
+        without_tokenizer=reason, limit=limit,
     )  # fmt: skip
 
 
@@ -374,8 +381,8 @@ def _tokenizer_errors(problem: str, remedy: str = "") -> Generator[None]:
         raise Mistake(f"{problem}: {_first(error)}{remedy}") from error
 
 
-def _context(model: Any, config: Any, tokenizer: Any) -> int:
-    """Return the context: what the model and its tokenizer allow, up to ``MOST_TOKENS``."""
+def _limit(model: Any, config: Any, tokenizer: Any) -> int:
+    """Return the most tokens that the model and its tokenizer allow."""
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
     limits = [getattr(config, name, None) for name in names]
     limits += [None if tokenizer is None else tokenizer.model_max_length]
@@ -383,7 +390,7 @@ def _context(model: Any, config: Any, tokenizer: Any) -> int:
     for table in tables:  # RoBERTa and its family count positions from padding_idx + 1
         if getattr(table, "padding_idx", None) is not None:
             limits.append(table.num_embeddings - table.padding_idx - 1)
-    return int(min([MOST_TOKENS, *(n for n in limits if isinstance(n, (int, float)) and n > 0)]))
+    return int(min([NO_LIMIT, *(n for n in limits if isinstance(n, (int, float)) and n > 0)]))
 
 
 def _ends(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from headscope._support.text import visible
 from headscope.cli._shared.mistakes import Mistake, describe_unreadable
 from headscope.cli._shared.pages import PAGE, check_name, check_page
 
 if TYPE_CHECKING:
     from headscope.comparing import Thresholds
     from headscope.stats import HeadStats
+
+MOST_BINS = 512  # of a map: a page holds that many rows and columns of each head
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class WatchOptions:
         page: the path of the page, or None for no page.
         old: the statistics to compare with.
         thresholds: the smallest changes that count.
+        bins: of each map; "full" for a cell for each token; None for the default.
     """
 
     rows: int | None
@@ -35,11 +40,12 @@ class WatchOptions:
     against: str | None
     old: HeadStats | None
     thresholds: Thresholds | None
+    bins: int | Literal["full"] | None = None
 
 
 def parse_options(
     out: str | None, keep_qk: bool, page: str | None, no_page: bool, force: bool, as_json: bool,
-    against: str | None, limits: tuple[str, ...], **rest: Any,
+    against: str | None, limits: tuple[str, ...], bins: str | None, **rest: Any,
 ) -> WatchOptions:  # fmt: skip
     """Return the checked options.
 
@@ -71,8 +77,17 @@ def parse_options(
         against=against,
         old=old,
         thresholds=thresholds,
+        bins=None if bins is None else _parse_bins(bins),
         **rest,
     )
+
+
+def _parse_bins(bins: str) -> int | Literal["full"]:
+    if bins == "full":
+        return "full"
+    if not re.fullmatch(r"[0-9]{1,9}", bins) or not 1 <= int(bins) <= MOST_BINS:
+        raise Mistake(f"--map: got {visible(bins)[:40]}, expected a whole number from 1 to {MOST_BINS}, or full")
+    return int(bins)
 
 
 def _parse_thresholds(limits: tuple[str, ...]) -> Thresholds:

@@ -11,10 +11,10 @@ from headscope._support.text import visible
 from headscope.cli._shared.console import one_line, warnings_as_notes
 from headscope.cli._shared.mistakes import Mistake, name_options
 from headscope.cli._shared.model_loading import quiet_transformers
+from headscope.cli._shared.watch_options import MOST_BINS, WatchOptions
 
 if TYPE_CHECKING:
     from headscope.cli._shared.model_loading import Loaded
-    from headscope.cli._shared.watch_options import WatchOptions
     from headscope.cli._shared.windows import Input
     from headscope.comparing import Comparison
     from headscope.decisions import KVBudget, NearDuplicates, Patterns, StreamingHeads
@@ -198,7 +198,7 @@ def _record_window(loaded: Loaded, model_input: Input, part: Any, options: Watch
     shortest = min(part.shape[1] for part in model_input.parts) if text else 0
     what = headscope.Observe(
         rows=options.rows,
-        map=shortest if text and shortest <= WHOLE else BINS if text else _patches(loaded, part),
+        map=_map_bins(options.bins, loaded, part, shortest),
         edges=EDGES,
         windows=tuple(w for w in WINDOWS if w == WINDOWS[0] or 3 * w <= longest) if text else (),
         tokens=part if text and not loaded.paired else None,
@@ -216,13 +216,31 @@ def _record_window(loaded: Loaded, model_input: Input, part: Any, options: Watch
     return recording
 
 
-def _patches(loaded: Loaded, images: Any) -> int:
-    """Return the bins of an image's map: one for each patch, CLS and register, if their number is known."""
+def _map_bins(bins: int | str | None, loaded: Loaded, part: Any, tokens: int) -> int:
+    """Return the bins of the map of a window or of images; ``tokens``: those of the shortest window.
+
+    Raises:
+        Mistake: there are too many tokens or patches for a cell for each, or their number is not known.
+    """
+    is_text = loaded.takes == "text"
+    keys = tokens if is_text else _count_patches(loaded, part)
+    if bins is None:
+        return BINS if keys is None or keys > (WHOLE if is_text else PATCHES) else keys
+    if bins == "full" and keys is None:
+        raise Mistake("--map: got full, and the configuration does not have the size of a patch; use --map N")
+    if bins == "full" and keys is not None and keys > MOST_BINS:
+        what = "tokens in a window" if is_text else "patches"
+        raise Mistake(f"--map: got full with {keys:,} {what}, expected at most {MOST_BINS}; use --map {MOST_BINS}")
+    most = MOST_BINS if isinstance(bins, str) else bins
+    return most if keys is None else min(most, keys)
+
+
+def _count_patches(loaded: Loaded, images: Any) -> int | None:
+    """Return the keys of an image: one for each patch, CLS and register; None if their number is not known."""
+    if loaded.samples is not None:  # the shipped model, whose patches are single pixels
+        return images.shape[-2] * images.shape[-1]
     patches = patches_of(loaded, images)
-    if patches is None:
-        return BINS
-    keys = patches.rows * patches.columns + patches.special
-    return keys if keys <= PATCHES else BINS
+    return None if patches is None else patches.rows * patches.columns + patches.special
 
 
 class Patches(NamedTuple):

@@ -90,8 +90,9 @@ def _tokens(loaded: Loaded, text: str | None, file: str | None, ids: str | None,
             f"{'--file' if text is None else '--text'}: the tokenizer of {loaded.name} does not belong to its weights: "
             f"expected token ids from 0 to {most}, got {largest}; use the tokenizer of these weights, or --ids"
         )
-    if context is not None and context > loaded.context:
-        raise Mistake(f"--context: got {context}, expected at most {loaded.context}, the context of the model")
+    limit = loaded.limit or loaded.context
+    if context is not None and context > limit:
+        raise Mistake(f"--context: got {context}, expected at most {limit}, the context of the model")
     parts = windows(every, context or loaded.context, ends)
     return Input(source, parts, len(every), _digest(*parts))
 
