@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from headscope._observe.kept_tiles import ObservedTiles, keep_tiles
 from headscope._observe.native_observer import Ready
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
-from headscope.stats import Observe
+from headscope.stats import Observe, SegmentMass
 from headscope.stats._layer import Kept, LayerStats, Moments
 
 
@@ -54,6 +55,9 @@ def layer_stats(
     received, eligible, rows = None, None, observed.rows_counted
     if observed.received is not None and observed.eligible is not None:
         received, eligible = (_filed(x, known.first_key) for x in (observed.received, observed.eligible))
+    masses, maxima = None, observed.received_max
+    if what.segments is not None and observed.segments is not None:
+        masses = SegmentMass(what.segments.names, *observed.segments)
     if rows is None:
         assert observed.counted is not None  # one of them is present
         rows = observed.counted.sum((0, 2))
@@ -73,14 +77,16 @@ def layer_stats(
         tiles={} if tiles is None else {0: tiles},
         lengths=(call.queries, call.keys),
         first=what.first if what.row_stats else None,
+        segments=masses,
+        received_max=None if maxima is None else _filed(maxima, known.first_key, math.nan),
     )
 
 
-def _filed(columns: Tensor, first_key: int) -> Tensor:
+def _filed(columns: Tensor, first_key: int, fill: float = 0) -> Tensor:
     """Return key quantities by absolute position."""
     if first_key == 0:
         return columns
-    return torch.nn.functional.pad(columns, (first_key, 0))
+    return torch.nn.functional.pad(columns, (first_key, 0), value=fill)
 
 
 def tiles_of(request: Request, known: Scene | Ready) -> ObservedTiles | None:

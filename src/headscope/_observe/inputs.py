@@ -35,6 +35,8 @@ class Reductions:
         edges, top: the number of largest weights of a head and of a row; 0 = none.
         windows: the distances of window_{w}.
         extra: the optional row quantities.
+        segments: the number of named segments; 0 = none.
+        received_max: the largest weight of each key.
     """
 
     rows: bool
@@ -45,6 +47,8 @@ class Reductions:
     top: int
     windows: tuple[float, ...]
     extra: tuple[str, ...] = ()
+    segments: int = 0
+    received_max: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,4 +95,6 @@ def to_reductions(what: Observe) -> Reductions:
         top=what.top,
         windows=tuple(what.windows),
         extra=tuple(what.extra),
+        segments=0 if what.segments is None else len(what.segments.names),
+        received_max=what.received_max,
     )

@@ -66,6 +66,10 @@ def refuses(reductions: Reductions, scene: Scene) -> list[str]:
         reasons.append("tokens: ids exceed 32 bits")
     if missing := [name for name in reductions.extra if name not in QUANTITIES]:
         reasons.append(f"extra: {', '.join(missing)}, which the native kernels do not compute")
+    if reductions.segments:
+        reasons.append("segments: the native kernels do not sum them")
+    if reductions.received_max:
+        reasons.append("received_max: the native kernels do not compute it")
     if scene.id_before is not None:
         reasons.append("tokens: include one for the key before the first, which the native kernels do not read")
     return reasons

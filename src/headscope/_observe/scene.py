@@ -15,6 +15,7 @@ from headscope._attend.call import FLOATS, Call
 from headscope._attend.interface import Inputs, accumulate_dtype
 from headscope._observe.inputs import Continued, Request
 from headscope._observe.placement import find_first_key, to_frame
+from headscope._observe.segment_ids import segments_of
 from headscope._support.arguments import check_layout, check_type, kind, shapes
 from headscope._support.tensor_classes import ORDINARY, to_ordinary
 from headscope.masks import Plan
@@ -42,6 +43,8 @@ class Scene:
         id_before: of the key before the first one [B], or None.
         has_norms: the lengths of the value vectors are requested.
         first_key: the absolute position of key 0, the index of received and eligible.
+        key_segments, row_segments: the segment of each key and of each row, int64 [B or 1, K] and [B or 1, R], -1 =
+            none; None = not requested.
     """
 
     call: Call
@@ -60,6 +63,8 @@ class Scene:
     id_before: Tensor | None
     has_norms: bool
     first_key: int
+    key_segments: Tensor | None = None
+    row_segments: Tensor | None = None
 
     @cached_property
     def clean(self) -> bool:
@@ -102,6 +107,7 @@ def build_scene(request: Request) -> Scene:
     if padding is not None:
         counts = ~padding[:, None] if counts is None else counts & ~padding[:, None]
     lse = None if request.lse is None else request.lse.detach().reshape(call.batch, call.heads, call.queries)
+    key_segments, row_segments = segments_of(request, own, index) or (None, None)
     return Scene(
         call=call,
         plan=request.plan,
@@ -118,8 +124,15 @@ def build_scene(request: Request) -> Scene:
         ids=None if what.tokens is None or own is None else _ids(what.tokens, call),
         id_before=None if own is None else _id_before(what, call),
         has_norms=request.has_values and what.row_stats,
-        first_key=find_first_key(k_at) if what.received and request.k_pos is not None else 0,
+        first_key=find_first_key(k_at) if _has_keys(what) and request.k_pos is not None else 0,
+        key_segments=key_segments,
+        row_segments=row_segments,
     )
+
+
+def _has_keys(what: Observe) -> bool:
+    """Return whether the options request a quantity of each key."""
+    return what.received or what.received_max
 
 
 def _ordinary(request: Request) -> Request:
