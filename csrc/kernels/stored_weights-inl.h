@@ -35,6 +35,20 @@ struct HeadPartition {
         return partition ? f.statistics->partial.received + partial_index * f.keys
                          : f.statistics->total.received + head * f.keys;
     }
+    double* received_max() const {
+        return partition ? f.statistics->partial.received_max + partial_index * f.keys
+                         : f.statistics->total.received_max + head * f.keys;
+    }
+    double* segment_sum() const {
+        const std::int64_t size = f.statistics->segments * f.statistics->segments;
+        return partition ? f.statistics->partial.segment_sum + partial_index * size
+                         : f.statistics->total.segment_sum + head * size;
+    }
+    std::int64_t* segment_count() const {
+        const std::int64_t size = f.statistics->segments;
+        return partition ? f.statistics->partial.segment_count + partial_index * size
+                         : f.statistics->total.segment_count + head * size;
+    }
     std::int64_t* eligible() const {
         return partition ? f.statistics->partial.eligible + partial_index * f.keys
                          : f.statistics->total.eligible + head * f.keys;
@@ -74,6 +88,7 @@ struct StoredWeights {
     T* cell_sum;                          // [bins][ROWS]: the sum of the weights of a row in a column of the map
     Int<T>*cell_max, *cell_key;           // [bins][ROWS]: the bits of the largest weight, and its key
     Int<T>* cell_pairs;                   // [bins][ROWS]: visible keys
+    T* segment_mass;                      // [S][ROWS]: the sum of the weights of a row in a segment of keys
     const Statistics* s;
     std::int64_t begin, end, blocks, partition = 0, first_map_row = 0;
     int block_keys;
@@ -90,6 +105,7 @@ struct StoredWeights {
         column_begin = memory.allocate<std::int64_t>(s->bins + 1);
         cell_sum = memory.allocate<T>(s->bins * ROWS);
         for (Int<T>** to : {&cell_max, &cell_key, &cell_pairs}) *to = memory.allocate<Int<T>>(s->bins * ROWS);
+        segment_mass = memory.allocate<T>(s->segments * ROWS);
         candidate_cells = memory.allocate<std::uint64_t>(s->max_edges ? (s->bins + 63) / 64 * ROWS : 0);
     }
 
@@ -106,6 +122,7 @@ struct StoredWeights {
             cell_sum[n] = 0;
             cell_max[n] = -1;
         }
+        for (std::int64_t n = 0; n < s->segments * ROWS; n++) segment_mass[n] = 0;
         for (std::int64_t n = 0; counts_single_pairs && n < s->bins * ROWS; n++) cell_pairs[n] = 0;
     }
 

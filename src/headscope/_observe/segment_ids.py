@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch import Tensor
 
 from headscope._observe.inputs import Request
 from headscope._support.arguments import shapes
+
+if TYPE_CHECKING:
+    from headscope._observe.scene import Scene
 
 
 def segments_of(request: Request, own: Tensor | None, index: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -55,3 +60,36 @@ def _placed(argument: str, ids: Tensor, letter: str, length: int, request: Reque
             f"[{batch}, {length}]; {shapes(**tensor)}"
         )
     return ids.reshape(-1, length) if length else ids.new_zeros(1, 0)
+
+
+class NativeSegments(NamedTuple):
+    """The segments as the native kernels read them.
+
+    Attributes:
+        keys, rows: int8 [B or 1, K] and [B or 1, R].
+        ends: for each key the end of the run of keys with its segment, int32 [B or 1, K].
+    """
+
+    keys: Tensor
+    ends: Tensor
+    rows: Tensor
+
+    @staticmethod
+    def of(scene: Scene) -> NativeSegments | None:
+        """Return those of a scene; None = not requested."""
+        keys, rows = scene.key_segments, scene.row_segments
+        if keys is None or rows is None:
+            return None
+        count = keys.shape[-1]
+        ends = torch.full_like(keys, count)
+        changes = keys[:, 1:] != keys[:, :-1]
+        ends[:, :-1] = torch.where(changes, torch.arange(1, count, device=keys.device), count)
+        ends = ends.flip(-1).cummin(-1).values.flip(-1)
+        return NativeSegments(
+            keys.to(torch.int8).contiguous(), ends.to(torch.int32).contiguous(), rows.to(torch.int8).contiguous()
+        )
+
+    def arguments(self, size: int) -> tuple[int, ...]:
+        """Return their number, addresses and batch strides, as ``Observation`` of the extension takes them."""
+        key_stride, row_stride = (0 if len(x) == 1 else x.shape[1] for x in (self.keys, self.rows))
+        return size, self.keys.data_ptr(), self.ends.data_ptr(), key_stride, self.rows.data_ptr(), row_stride
