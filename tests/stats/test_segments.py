@@ -64,6 +64,80 @@ def test_offsets_of_a_tokenizer() -> None:
     assert made.ids.tolist() == [0, 0, 0, 0, 1, 1]
 
 
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.content is string %}{{ m.content | trim }}"
+    "{% else %}{% for part in m.content %}{{ part.text }} {% endfor %}{% endif %} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": " brief or long ? "},
+    {"role": "assistant", "content": [{"type": "text", "text": "long"}, {"type": "text", "text": "brief"}]},
+    {"role": "user", "content": "brief"},
+]
+
+
+def chat_tokenizer(template: str = TEMPLATE) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    transformers: Any = pytest.importorskip("transformers", reason="an optional dependency")
+    words = ["?", "be", "brief", "or", "long", "<", ">", "system", "user", "assistant", "end"]
+    inner: Any = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_a_chat() -> None:
+    """The content of each message, and nothing of the template; a word of an earlier message is not mistaken."""
+    tokenizer = chat_tokenizer()
+    made = Segments.from_chat(MESSAGES, tokenizer, add_generation_prompt=True)
+    assert made.names == ("system", "user 1", "assistant", "user 2")
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    words = tokenizer.convert_ids_to_tokens(ids)
+    assert len(words) == len(made.ids)
+    contents = [[word for word, n in zip(words, made.ids.tolist(), strict=True) if n == m] for m in range(-1, 4)]
+    assert contents[1:] == [["be", "brief"], ["brief", "or", "long", "?"], ["long", "brief"], ["brief"]]
+    assert {*contents[0]} == {"<", ">", "system", "user", "assistant", "end"}
+    assert Segments.from_chat(MESSAGES[:2], tokenizer, ["s", "q"]).names == ("s", "q")
+
+
+def test_wrong_chats() -> None:
+    tokenizer = chat_tokenizer()
+    with pytest.raises(ValueError, match=r"lacks the content of message 0 \(system\)"):
+        Segments.from_chat(MESSAGES, chat_tokenizer("{{ messages[1].content }}"))
+    with pytest.raises(ValueError, match="message 1 has no text"):
+        Segments.from_chat([MESSAGES[0], {"role": "user", "content": "  "}], tokenizer)
+    with pytest.raises(ValueError, match="names: got 1, expected one for each of 4 messages"):
+        Segments.from_chat(MESSAGES, tokenizer, ["a"])
+    with pytest.raises(TypeError, match="messages: got str"):
+        Segments.from_chat("hello", tokenizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tokenizer: got dict"):
+        Segments.from_chat(MESSAGES, {})
+
+
+def test_regions_of_an_image() -> None:
+    """Five rows by three columns: each region has the patches of its part of both axes."""
+    ids = [1, *[7] * 15, 2]
+    made = Segments.from_image_tokens(ids, 7, (5, 3), parts=(2, 3), text=None)
+    assert made.names[:2] == ("image [0, 0]", "image [0, 1]")
+    assert len(made.names) == 6
+    assert made.ids.tolist() == [-1, *[0, 1, 2] * 3, *[3, 4, 5] * 2, -1]
+
+
+def test_tiles_and_a_thumbnail() -> None:
+    ids = torch.tensor([[7, 7, 7, 7, 7, 7, 3, 7]])
+    made = Segments.from_image_tokens(ids, 7, [(1, 3), (3, 1), (1, 1)], names=["tile 0", "tile 1", "thumbnail"])
+    assert made.names == ("tile 0", "tile 1", "thumbnail", "text")
+    assert made.ids.tolist() == [0, 0, 0, 1, 1, 1, 3, 2]
+
+
+def test_rows_that_end_in_a_newline() -> None:
+    made = Segments.from_image_tokens([7] * 6, 7, (2, 2), newlines=True)
+    assert made.ids.tolist() == [0, 0, -1, 0, 0, -1]
+
+
 def test_later_writes_to_the_ids_have_no_effect() -> None:
     own = torch.tensor([0, 1])
     made = Segments(["a", "b"], own)
@@ -101,6 +175,27 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "expected 0 to 4, the characters of the offsets",
     ),
     "offsets backwards": (lambda: Segments.from_offsets({"a": (0, 1)}, [(2, 1)]), ValueError, "token 0 has"),
+    "a grid of another size": (
+        lambda: Segments.from_image_tokens([7] * 6, 7, [(2, 2), (1, 1)]),
+        ValueError,
+        "grid: 2 x 2 .* 1 x 1 = 5 tokens, the sequence has 6 with id 7",
+    ),
+    "no grid": (lambda: Segments.from_image_tokens([7], 7, (0, 1)), ValueError, r"grid: got \(0, 1\)"),
+    "more parts than patches": (
+        lambda: Segments.from_image_tokens([7] * 4, 7, (2, 2), parts=(3, 1)),
+        ValueError,
+        "parts: got .*at most 2 x 2",
+    ),
+    "names of images": (
+        lambda: Segments.from_image_tokens([7] * 4, 7, (2, 2), names=["a", "b"]),
+        ValueError,
+        "names: got 2, expected one for each of 1 images",
+    ),
+    "several sequences": (
+        lambda: Segments.from_image_tokens(torch.full((2, 4), 7), 7, (2, 2)),
+        ValueError,
+        r"ids: got \[2, 4\], expected \[K\]",
+    ),
     "documents that do not ascend": (lambda: Segments.from_documents([0, 3, 3]), ValueError, "cu_seqlens: got 0, 3, 3"),
     "too many documents": (lambda: Segments.from_documents(range(70)), ValueError, "names: got 69"),  # type: ignore[arg-type]
 }

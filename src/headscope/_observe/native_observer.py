@@ -196,7 +196,7 @@ class Ready:
         if may_count is not None:
             strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
         lse = None if scene.lse is None else readable(scene.lse.to(self.dtype)).contiguous()
-        segments = NativeSegments.of(scene)
+        segments = NativeSegments.of(scene.key_segments, scene.row_segments)
         observation = native.extension.Observation(
             kernel_call.call, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
             line, own, address(ids), (*_by_batch(first), first.shape[1]), (address(may_count), *strides),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headscope._observe.inputs import Request
 from headscope._support.arguments import shapes
-
-if TYPE_CHECKING:
-    from headscope._observe.scene import Scene
 
 
 def segments_of(request: Request, own: Tensor | None, index: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -75,9 +72,8 @@ class NativeSegments(NamedTuple):
     rows: Tensor
 
     @staticmethod
-    def of(scene: Scene) -> NativeSegments | None:
-        """Return those of a scene; None = not requested."""
-        keys, rows = scene.key_segments, scene.row_segments
+    def of(keys: Tensor | None, rows: Tensor | None) -> NativeSegments | None:
+        """Return those of keys [B or 1, K] and rows [B or 1, R]; None = not requested."""
         if keys is None or rows is None:
             return None
         count = keys.shape[-1]

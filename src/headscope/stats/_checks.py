@@ -13,7 +13,7 @@ from torch import Tensor
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats._origin import Origin
 from headscope.stats._quantities import quantity_of
-from headscope.stats._segments import SegmentMass
+from headscope.stats._segment_mass import SegmentMass
 
 MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
 _ROUNDING = 1e-3  # exceeds any rounding of a weight, of a sum of weights, or of a row quantity

@@ -19,7 +19,7 @@ from headscope._support.text import visible
 from headscope.stats import _statistics_file, _tables
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
 from headscope.stats._origin import Origin, joined
-from headscope.stats._segments import SegmentMass
+from headscope.stats._segment_mass import SegmentMass
 from headscope.stats._summaries import Column, Summary, names_of, stack_columns, summaries_of, summarise
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from headscope.stats._kept_weights import Tiles
 from headscope.stats._part import LayerPart as _Part
 from headscope.stats._part import wide as wide
 from headscope.stats._quantities import histogram_edges
-from headscope.stats._segments import SegmentMass, longer_maximum, longer_sum
+from headscope.stats._segment_mass import SegmentMass, longer_maximum, longer_sum
 
 
 @dataclass(frozen=True, eq=False)

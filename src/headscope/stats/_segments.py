@@ -1,20 +1,18 @@
-"""Named segments of a sequence, and the weight that flows between them."""
+"""Named segments of a sequence."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from headscope._support.arguments import as_whole, check_layout, kind, whole
-from headscope.stats._part import LayerPart
+from headscope.stats._segment_sources import chat_spans, image_segments
 
-__all__ = ["SegmentMass", "Segments"]
+__all__ = ["Segments"]
 
 MOST_SEGMENTS = 64
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -203,6 +201,72 @@ class Segments:
                 )
         return Segments(tuple(listed), ids)
 
+    @staticmethod
+    def from_chat(
+        messages: Sequence[Mapping[str, Any]], tokenizer: Any, names: Collection[str] | None = None, **options: Any
+    ) -> Segments:
+        """Return a segment for the content of each message of a chat; the tokens of the template belong to none.
+
+        Args:
+            messages: with ``role`` and ``content``, as ``tokenizer.apply_chat_template`` takes them. Of a content in
+                several parts, those with ``text`` count.
+            tokenizer: of transformers, with a chat template and offsets (a fast one).
+            names: of the messages; by default their roles, numbered where a role occurs again: "user 1", "user 2".
+            options: further arguments of ``apply_chat_template``, such as ``add_generation_prompt=True``.
+
+        Raises:
+            TypeError, ValueError: messages of another kind; a message without text; another number of names; or a
+                template that changes the content of a message.
+
+        Examples:
+            >>> from headscope import Segments
+            >>> class Tokenizer:  # as of transformers; each character is a token
+            ...     def apply_chat_template(self, messages, tokenize):
+            ...         return "".join(f"<{each['role']}>{each['content']}" for each in messages)
+            ...     def __call__(self, text, add_special_tokens, return_offsets_mapping):
+            ...         return {"offset_mapping": [(n, n + 1) for n in range(len(text))]}
+            >>> Segments.from_chat([{"role": "user", "content": "Hi"}], Tokenizer())
+            Segments(user: 2; 8 keys)
+        """
+        roles, spans, offsets = chat_spans(messages, tokenizer, options)
+        named = roles if names is None else _checked_names(names)
+        if len(named) != len(spans):
+            raise ValueError(f"names: got {len(named)}, expected one for each of {len(spans)} messages")
+        return Segments.from_offsets(dict(zip(named, spans, strict=True)), offsets)
+
+    @staticmethod
+    def from_image_tokens(
+        ids: Tensor | Sequence[int], image_token: int, grid: Span | Sequence[Span], *, parts: Span = (1, 1),
+        newlines: bool = False, names: Collection[str] | None = None, text: str | None = "text",
+    ) -> Segments:  # fmt: skip
+        """Return segments of the images in the prompt of a vision-language model, by the id of their tokens.
+
+        Args:
+            ids: token ids of one sequence, [K] or [1, K], in which each image is as many tokens as it has patches.
+            image_token: the id of these tokens.
+            grid: rows and columns of patches of the image; or a list with one for each image, tile or thumbnail, in
+                their order.
+            parts: into how many rows and columns of regions each image is divided, each of them a segment.
+            newlines: whether each row of patches ends in one more image token, which belongs to no segment.
+            names: of the images; by default "image", or "image 0", "image 1", … A region is "image 0 [row, column]".
+            text: the name of a segment with all other tokens; None = they belong to none.
+
+        Raises:
+            TypeError: ids of another kind.
+            ValueError: the grids do not multiply to the image tokens, are smaller than ``parts``, or there are more
+                than 64 segments.
+
+        Examples:
+            >>> from headscope import Segments
+            >>> Segments.from_image_tokens([5, 9, 9, 9, 9, 6], 9, (2, 2), parts=(2, 1))
+            Segments(image [0, 0]: 2, image [1, 0]: 2, text: 2; 6 keys)
+        """
+        labels, places = image_segments(ids, image_token, grid, parts, newlines, names)
+        if text is not None:
+            places = torch.where(places == -2, len(labels), places)
+            labels = (*labels, text)
+        return Segments(labels, places.clamp(min=-1))
+
 
 def _checked_names(names: Collection[str]) -> tuple[str, ...]:
     expected = f"expected 1 to {MOST_SEGMENTS} different names"
@@ -295,92 +359,4 @@ def _few(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values[:6])) + (", …" if len(values) > 6 else "")
 
 
-@dataclass(frozen=True, eq=False)
-class SegmentMass(LayerPart):
-    """The weight that flows between the segments of a sequence: row = the query's segment, column = the key's.
-
-    ``mass[query, key]`` is the mean of one pair of names, [H]. Weight on keys without a segment is in no column.
-
-    Attributes:
-        names: of the segments, S of them.
-        sum: the sum of the weights, float64 [H, S, S].
-        count: the number of counted rows whose query is in each segment, int64 [H, S].
-
-    Examples:
-        >>> import torch
-        >>> from headscope import Observe, Segments, observe
-        >>> q = torch.zeros(1, 1, 4, 8)  # equal logits: even rows
-        >>> observe(q, q, what=Observe(segments=Segments(["a", "b"], [0, 1, 1, 1]))).segments.mean
-        tensor([[[0.2500, 0.7500],
-                 [0.2500, 0.7500]]], dtype=torch.float64)
-    """
-
-    names: tuple[str, ...]
-    sum: Tensor
-    count: Tensor
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean over counted rows of the weight on a segment, [H, S, S]; NaN for a segment without such rows."""
-        return self.sum / self.count[..., None]
-
-    def __getitem__(self, pair: tuple[str, str]) -> Tensor:
-        places: list[int] = []
-        for name in pair:
-            if name not in self.names:
-                raise KeyError(f"{name}: is not a segment; expected two of {', '.join(self.names)}")
-            places.append(self.names.index(name))
-        if len(places) != 2:
-            raise KeyError(f"{pair}: expected two names, of the query's segment and of the key's")
-        return self.mean[:, places[0], places[1]]
-
-    @staticmethod
-    def merged(several: Sequence[SegmentMass]) -> SegmentMass:
-        """Return the mass of the rows of all.
-
-        Raises:
-            ValueError: different names.
-        """
-        first = several[0]
-        if other := next((each for each in several if each.names != first.names), None):
-            raise ValueError(
-                f"segments: cannot merge {', '.join(first.names)} with {', '.join(other.names)}; expected the same "
-                "names in the same order"
-            )
-        total, count = first.sum, first.count
-        for each in several[1:]:
-            total, count = total + each.sum, count + each.count
-        return SegmentMass(first.names, total, count)
-
-    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return ``segments/query/key`` -> mean and count of a pair, [H] both, for tables and trackers."""
-        mean = self.mean
-        return {
-            f"segments/{query}/{key}": (mean[:, a, b], self.count[:, a])
-            for (a, query), (b, key) in product(enumerate(self.names), repeat=2)
-        }
-
-
-def longer_sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Return the sum of both by position, the shorter extended by zeros."""
-    if a is None or b is None:
-        return None
-    a, b = _equally_long(a, b, 0.0)
-    return a + b
-
-
-def longer_maximum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Return the maximum of both by position, the shorter extended by NaN, which is no number."""
-    if a is None or b is None:
-        return None
-    return torch.fmax(*_equally_long(a, b, math.nan))
-
-
-def _equally_long(a: Tensor, b: Tensor, fill: float) -> tuple[Tensor, Tensor]:
-    keys = max(a.shape[-1], b.shape[-1])
-    a, b = (torch.nn.functional.pad(x, (0, keys - x.shape[-1]), value=fill) for x in (a, b))
-    return a, b
-
-
-for _class in (SegmentMass, Segments):
-    _class.__module__ = "headscope.stats"  # their public path
+Segments.__module__ = "headscope.stats"  # its public path

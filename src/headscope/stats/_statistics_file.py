@@ -45,7 +45,8 @@ from headscope.stats._kept_weights import KeptWeights, weights_of
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
-from headscope.stats._segments import SegmentMass, Segments
+from headscope.stats._segment_mass import SegmentMass
+from headscope.stats._segments import Segments
 from headscope.stats._tensor_reader import NoTensorsError, TensorFile
 
 VERSION = 1

@@ -23,7 +23,7 @@ def fit_segments(segments: Segments, call: InterceptedCall, kind: str) -> Segmen
     """
     ids, query_ids = segments._ids, segments._query_ids
     batch, queries = math.prod(call.q.shape[:-3]), call.q.shape[-2]
-    keys = call.k.shape[-2] - (call.beside if kind == "self" else 0)
+    keys = call.k.shape[-2] - (_beside(call, ids.shape[-1]) if kind == "self" else 0)
     for name, each in (("ids", ids), ("query_ids", query_ids)):
         if each is not None and each.ndim == 2 and len(each) not in (1, batch):
             return f"has a batch of {batch}, {name} one of {len(each)}"
@@ -39,9 +39,17 @@ def fit_segments(segments: Segments, call: InterceptedCall, kind: str) -> Segmen
     if total > ids.shape[-1] or (call.total is None and keys == queries and keys != ids.shape[-1]):
         return f"has {total:,} tokens, got {ids.shape[-1]:,} ids"
     first = max(0, total - keys)
-    if not first and keys == ids.shape[-1] and not call.beside:
+    if not first and call.k.shape[-2] == ids.shape[-1]:
         return segments
     return Segments(segments.names, _padded(ids[..., first : first + keys], call.k.shape[-2]))
+
+
+def _beside(call: InterceptedCall, count: int) -> int:
+    """Return the number of keys, at the end, that do not belong to tokens; ``count``: the number of ids."""
+    more = call.k.shape[-2] - count
+    if call.beside or more <= 0 or call.k_pos is None or call.k_pos.ndim > 2:
+        return call.beside
+    return more if bool(call.k_pos[-more:].isnan().all()) else 0  # as bias_k of nn.MultiheadAttention
 
 
 def _padded(ids: Tensor, length: int) -> Tensor:
