@@ -176,8 +176,9 @@ struct Statistics {
     // Column statistics sum over counted rows and batch entries. The row blocks of a key/value head are divided into
     // partitions, one task each. Partition 0, and every map row that only one partition reaches, adds to `total`; the
     // others add to `partial`, which `reduce_partitions` adds to `total` in ascending order of partitions.
-    std::int64_t bins = 0;           // of the map along each axis; 0: no map
-    std::int64_t total_queries = 0;  // that the bins of the map's rows divide
+    std::int64_t bins = 0;  // of the map along each axis; 0: no map
+    // The whole that the bins of the map divide, and the place in it of the first query; key 0 is its first key.
+    std::int64_t first_query = 0, total_queries = 0, total_keys = 0;
     std::int64_t partitions = 1;
     ColumnStatistics total;    // out, [H, K] and [H, bins, bins]; `received_max` comes with `received`
     ColumnStatistics partial;  // [partitions - 1, H, K] and [partitions - 1, H, boundary_map_rows, bins]

@@ -26,7 +26,7 @@ struct KeyStatistics : EdgeSearch<T, QV> {
             }
             if (!s->bins) continue;
             std::int64_t* cell = partition.map_row(map_row_of_query(*s, block.query(r))).count;
-            const std::int64_t x = map_column(f, low), last = map_column(f, high - 1);
+            const std::int64_t x = map_column(low), last = map_column(high - 1);
             for (std::int64_t y = x; y <= last; y++) cell[y] += column_begin[y + 1] - column_begin[y];
             cell[x] -= low - column_begin[x];
             cell[last] -= column_begin[last + 1] - high;
@@ -70,7 +70,7 @@ struct KeyStatistics : EdgeSearch<T, QV> {
         const T* p = stored + (j0 - begin) * ROWS;
         V<T> factor[QV];
         UNROLL_FOR(v, QV) factor[v] = load(factors + v * L);
-        std::int64_t bin = MAP ? map_column(f, j0) : 0;
+        std::int64_t bin = MAP ? map_column(j0) : 0;
         for (int n = 0, last; n < keys; n = last, bin++) {
             V<T> total[QV];
             I<T> max[QV], key[QV];

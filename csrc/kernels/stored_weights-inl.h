@@ -3,7 +3,7 @@
 
 // The row of the map to which a query belongs.
 INLINE std::int64_t map_row_of_query(const Statistics& s, std::int64_t query) {
-    return ((query + 1) * s.bins - 1) / s.total_queries;
+    return ((s.first_query + query + 1) * s.bins - 1) / s.total_queries;
 }
 
 // The map rows of a query head that a partition may share with others, and so adds to `partial`. A partition has
@@ -117,7 +117,7 @@ struct StoredWeights {
         blocks = 0;
         block_keys = Block::KEYS;
         counts_single_pairs = !counts_pairs_by_spans(f);
-        for (std::int64_t n = 0; s->bins && n <= s->bins; n++) column_begin[n] = n * f.keys / s->bins;
+        for (std::int64_t n = 0; s->bins && n <= s->bins; n++) column_begin[n] = n * s->total_keys / s->bins;
         for (std::int64_t n = 0; n < s->bins * ROWS; n++) {
             cell_sum[n] = 0;
             cell_max[n] = -1;
@@ -145,7 +145,7 @@ struct StoredWeights {
                 store(p + k, (V<T>)((I<T>)load(p + k) | load_int<T>(mask_signs + k)));
     }
 
-    std::int64_t map_column(const Forward& f, std::int64_t j) const { return ((j + 1) * s->bins - 1) / f.keys; }
+    std::int64_t map_column(std::int64_t j) const { return ((j + 1) * s->bins - 1) / s->total_keys; }
     template <class Block>
     HeadPartition partition_of(const Block& block, int r) const {
         return {block.f, partition, block.head(r), first_map_row};

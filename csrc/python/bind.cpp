@@ -203,7 +203,8 @@ void bind_observation(nb::module_& m) {
                 std::array<Address, 2> position, std::array<Address, 2> own_key, Address ids,
                 std::array<Address, 3> first, std::array<Address, 4> may_count, Address external_lse, double rounding,
                 int top_k, std::int64_t bins, std::array<std::int64_t, 3> edges, std::array<Address, 3> borders,
-                const Places& places, std::int64_t size, std::int64_t scratch_size, std::array<Address, 6> segments) {
+                const Places& places, std::int64_t size, std::int64_t scratch_size, std::array<Address, 6> segments,
+                std::array<std::int64_t, 3> whole) {
                  new (x) Observation{call,
                                      {},
                                      rows[0],
@@ -220,7 +221,9 @@ void bind_observation(nb::module_& m) {
                                      size,
                                      scratch_size};
                  Statistics& s = x->stats;
-                 s.total_queries = call.queries;
+                 s.first_query = whole[0];
+                 s.total_queries = whole[1];
+                 s.total_keys = whole[2];
                  s.bins = bins;
                  s.top_k = top_k;
                  x->call.queries = rows[0];

@@ -21,6 +21,7 @@ struct Observation {
     std::vector<double> reach;
     bool attends, received, values, floor;  // floor: none of the largest weights is below it
     std::int64_t most, bins, shares, edges;
+    std::int64_t first_query = 0, total_queries = 0, total_keys = 0;  // the whole that the map divides
     bool received_max;                       // with `received`
     std::int64_t segments;                   // 0: none
     Array key_segments, row_segments, ends;  // [B or 1, 1, 1, K], [B or 1, 1, 1, R] and as the keys; as in Statistics
@@ -106,6 +107,10 @@ inline Observation draw_observation(Random& r, const Problem& p, const Array& ls
     x.floor = r.one_in(2);
     x.bins = r.one_in(2) ? 0 : r.one_in(4) ? p.K + r.range(0, 9) : r.range(1, 9);
     if (x.shares * p.H * x.bins * x.bins > 100'000) x.bins = 3;
+    const bool is_part = r.one_in(3);
+    x.first_query = is_part ? r.range(0, 40) : 0;
+    x.total_queries = x.first_query + p.Q + (is_part ? r.range(0, 40) : 0);
+    x.total_keys = p.K + (is_part ? r.range(0, 40) : 0);
     x.edges = !x.bins || r.one_in(2) ? 0 : r.one_in(3) ? r.range(1, 40) : r.range(1, 3);
     x.received_max = x.received && r.one_in(2);
     x.segments = r.one_in(2) ? 0 : r.one_in(4) ? 64 : r.range(1, 20);
@@ -270,7 +275,7 @@ Measured measured(const Problem& p, const Observation& x, double rounding) {
                 if (row.keys.empty() || (x.may_count.present && x.may_count(b, h, r, 0) == 0)) continue;
                 m.counted(b, h, r, 0) = 1;
                 measure_row(p, x, row, b, h, r, m);
-                const std::int64_t y = x.bins ? bin_of(x.query(b, h, r), x.bins, p.Q) : 0;
+                const std::int64_t y = x.bins ? bin_of(x.first_query + x.query(b, h, r), x.bins, x.total_queries) : 0;
                 const std::int64_t of_row = x.segments ? std::int64_t(x.row_segments(b, 0, 0, r)) : -1;
                 if (of_row >= 0) m.segment_count(0, h, of_row, 0)++;
                 for (std::size_t n = 0; n < row.keys.size(); n++) {
@@ -282,7 +287,7 @@ Measured measured(const Problem& p, const Observation& x, double rounding) {
                     const std::int64_t of_key = of_row < 0 ? -1 : std::int64_t(x.key_segments(b, 0, 0, j));
                     if (of_key >= 0) segment_sum[m.segment_sum.where(0, h, of_row, of_key)] += w;
                     if (!x.bins) continue;
-                    const std::size_t cell = m.map_sum.where(0, h, y, bin_of(j, x.bins, p.K));
+                    const std::size_t cell = m.map_sum.where(0, h, y, bin_of(j, x.bins, x.total_keys));
                     map_sum[cell] += w;
                     m.map_count.x[cell]++;
                     if (!(m.map_max.x[cell] >= w)) m.map_max.x[cell] = w;

@@ -205,7 +205,9 @@ struct ObservationBuffers {
         s.top_key = reinterpret_cast<std::int64_t*>(
             (top_key = place(r, Array(p.B, p.H, x.R, x.most), Element::i64, x.most > 0))->data());
         s.bins = x.bins;
-        s.total_queries = p.Q;
+        s.first_query = x.first_query;
+        s.total_queries = x.total_queries;
+        s.total_keys = x.total_keys;
         s.partitions = x.shares;
         s.segments = x.segments;
         const auto bytes = [&](const Array& ids, std::int64_t& stride) {
@@ -530,8 +532,8 @@ void check_map(Check& check, const ObservationBuffers& got, const Observation& x
             double& most = largest.x[std::size_t(h * x.bins * x.bins + cell)];
             if (std::isnan(most) ? place(0) != -1 || place(1) != -1 || place(2) != -1
                                  : place(0) < 0 || place(0) >= p.B || place(2) < 0 || place(2) >= p.K ||
-                                       bin_of(place(1), x.bins, p.Q) != cell / x.bins ||
-                                       bin_of(place(2), x.bins, p.K) != cell % x.bins)
+                                       bin_of(x.first_query + place(1), x.bins, x.total_queries) != cell / x.bins ||
+                                       bin_of(place(2), x.bins, x.total_keys) != cell % x.bins)
                 return check.fail("map at", "nothing of the kind is at query %g, key %g", double(place(1)),
                                   double(place(2)));
             if (std::isnan(most)) continue;

@@ -8,7 +8,7 @@ weights, ``portable`` and ``native_observer``, take these two.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -51,6 +51,19 @@ class Reductions:
     received_max: bool = False
 
 
+class Whole(NamedTuple):
+    """The sequence of which a call may have only some rows.
+
+    Attributes:
+        start: the place of the first query of the call.
+        queries, keys: the numbers of its queries and keys; key 0 of the call is its first.
+    """
+
+    start: int
+    queries: int
+    keys: int
+
+
 @dataclass(frozen=True, eq=False)
 class Continued(Observe):
     """The context of keys whose predecessors a sliding cache has dropped.
@@ -82,6 +95,8 @@ class Request:
     """The prepared call: equal for calls of equal sizes, strides, dtypes and options."""
     has_place: bool
     """q, k and v are the caller's, with a last stride of 1, so further calls may take the fast path."""
+    rows_at: tuple[int, int] | None = None
+    """The place of the first query in a whole sequence, and the number of its queries."""
 
 
 def to_reductions(what: Observe) -> Reductions:

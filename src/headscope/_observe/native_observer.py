@@ -106,7 +106,7 @@ class Ready:
     Attributes:
         what: the options.
         rows: as in ``Scene``.
-        first_key: likewise.
+        first_key, whole_sequence: likewise.
     """
 
     def __init__(self, what: Observe, scene: Scene) -> None:
@@ -115,6 +115,7 @@ class Ready:
         self.what = what
         self.rows = scene.rows
         self.first_key = scene.first_key
+        self.whole_sequence = scene.whole_sequence
         self.dtype = accumulate_dtype(call.dtype)
         later = self.reductions.edges > (MAX_MAP_EDGES if self.reductions.bins else 0)
         only = ["max_weight", "max_logit"] if later else []
@@ -205,6 +206,7 @@ class Ready:
             (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
             [self.parts[name].offset if name in self.parts else -1 for name in PLACES], self.size, room,
             (0, 0, 0, 0, 0, 0) if segments is None else segments.arguments(reductions.segments),
+            scene.whole_sequence,
         )  # fmt: skip
         mine = kernel_call.held[3:]  # q, k and v change from call to call
         return observation, (mine, index, line_at, own_at, ids, first, may_count, lse, segments)

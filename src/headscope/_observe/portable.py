@@ -61,7 +61,16 @@ def observe_blocks(reductions: Reductions, scene: Scene) -> Observed:
         if sums is not None:
             queries = range(block.r.start, block.r.stop) if scene.whole else scene.rows[block.r]
             add_to_map(
-                sums, tile.p, tile.visible, tile.hidden, tile.counted, heads, block.b.start, queries, block.j, call
+                sums,
+                tile.p,
+                tile.visible,
+                tile.hidden,
+                tile.counted,
+                heads,
+                block.b.start,
+                queries,
+                block.j,
+                scene.whole_sequence,
             )
         if masses is not None:
             masses.add(scene, block, tile, heads)
