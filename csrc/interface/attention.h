@@ -136,6 +136,9 @@ struct ColumnStatistics {
     double *sum = nullptr, *max = nullptr;  // [.., bins]
     std::int64_t* count = nullptr;          // [.., bins]: visible pairs
     std::int32_t* largest = nullptr;        // [.., bins, 3]: batch entry, query and key of the largest weight
+    double* received_max = nullptr;         // [.., K]: the largest weight of a key, 0 if there is none; or null
+    double* segment_sum = nullptr;          // [.., S, S]: the sum of weights, by the segments of query and key
+    std::int64_t* segment_count = nullptr;  // [.., S]: the number of rows of each segment
 };
 
 // A weight p, of batch entry b, query i and key j.
@@ -173,17 +176,24 @@ struct Statistics {
     // Column statistics sum over counted rows and batch entries. The row blocks of a key/value head are divided into
     // partitions, one task each. Partition 0, and every map row that only one partition reaches, adds to `total`; the
     // others add to `partial`, which `reduce_partitions` adds to `total` in ascending order of partitions.
-    std::int64_t bins = 0;           // of the map along each axis; 0: no map
-    std::int64_t total_queries = 0;  // that the bins of the map's rows divide
+    std::int64_t bins = 0;  // of the map along each axis; 0: no map
+    // The whole that the bins of the map divide, and the place in it of the first query; key 0 is its first key.
+    std::int64_t first_query = 0, total_queries = 0, total_keys = 0;
     std::int64_t partitions = 1;
-    ColumnStatistics total;    // out, [H, K] and [H, bins, bins]
+    ColumnStatistics total;    // out, [H, K] and [H, bins, bins]; `received_max` comes with `received`
     ColumnStatistics partial;  // [partitions - 1, H, K] and [partitions - 1, H, boundary_map_rows, bins]
-    bool has_column_statistics() const { return total.received || bins; }
+    bool has_column_statistics() const { return total.received || bins || segments; }
     // With a map: the largest weights of each head, a heap for each partition.
     int max_edges = 0;
     Edge* edges = nullptr;                          // [partitions, H, max_edges]
     std::int64_t* edge_counts = nullptr;            // [partitions, H]
     std::atomic<double>* edge_threshold = nullptr;  // [H]: a full heap of some partition has no smaller weight
+    // Named segments of keys and rows, -1 for none: [B or 1, K] and [B or 1, Q].
+    std::int64_t segments = 0;  // S; 0: none
+    const std::int8_t *key_segments = nullptr, *row_segments = nullptr;
+    const std::int32_t* segment_ends =
+        nullptr;  // for each key the end of the run of keys with its segment, as the keys
+    std::int64_t key_segment_stride = 0, row_segment_stride = 0;
 };
 
 // A projection: y[n][o] = Σ_e x[n][e] w[o][e] + bias[o], all of one dtype. Strides count elements.

@@ -1,11 +1,13 @@
-// Statistics that sum over rows: the weight that each key receives, and the map.
+// Statistics over rows: the weight that each key receives and its largest weight, the map, and the weight between
+// segments.
 
 template <class T, int QV>
 struct KeyStatistics : EdgeSearch<T, QV> {
     using Base = EdgeSearch<T, QV>;
     using Base::L, Base::ROWS, Base::s, Base::stored, Base::block_tops, Base::has_visible, Base::key_sums,
-        Base::column_begin, Base::cell_sum, Base::cell_max, Base::cell_key, Base::cell_pairs, Base::begin, Base::end,
-        Base::blocks, Base::counts_single_pairs, Base::map_column, Base::partition_of, Base::weight_of_bits;
+        Base::column_begin, Base::cell_sum, Base::cell_max, Base::cell_key, Base::cell_pairs, Base::segment_mass,
+        Base::begin, Base::end, Base::blocks, Base::counts_single_pairs, Base::map_column, Base::partition_of,
+        Base::weight_of_bits;
     // Counts the visible pairs of a row from its spans. `eligible` holds differences between neighbouring keys until
     // `reduce_partitions` computes their prefix sum.
     template <class Block>
@@ -24,7 +26,7 @@ struct KeyStatistics : EdgeSearch<T, QV> {
             }
             if (!s->bins) continue;
             std::int64_t* cell = partition.map_row(map_row_of_query(*s, block.query(r))).count;
-            const std::int64_t x = map_column(f, low), last = map_column(f, high - 1);
+            const std::int64_t x = map_column(low), last = map_column(high - 1);
             for (std::int64_t y = x; y <= last; y++) cell[y] += column_begin[y + 1] - column_begin[y];
             cell[x] -= low - column_begin[x];
             cell[last] -= column_begin[last + 1] - high;
@@ -54,7 +56,11 @@ struct KeyStatistics : EdgeSearch<T, QV> {
             else
                 normalize<false>(f, j0, keys, factor);
             if (s->total.received) add_received(block, j0, keys, factor);
+            if (s->total.received_max) raise_received_max(block, j0, keys, factor);
+            if (s->segments) add_to_segments(block, j0, keys, factor);
         }
+        if (s->segments)
+            for (int v = 0; v < QV && v * L < block.count; v++) fold_segments(block, v, scales);
         if (s->max_edges) this->insert_edges(block, scales);
         if (s->bins)
             for (int v = 0; v < QV && v * L < block.count; v++) fold_into_map(block, v, scales);
@@ -64,7 +70,7 @@ struct KeyStatistics : EdgeSearch<T, QV> {
         const T* p = stored + (j0 - begin) * ROWS;
         V<T> factor[QV];
         UNROLL_FOR(v, QV) factor[v] = load(factors + v * L);
-        std::int64_t bin = MAP ? map_column(f, j0) : 0;
+        std::int64_t bin = MAP ? map_column(j0) : 0;
         for (int n = 0, last; n < keys; n = last, bin++) {
             V<T> total[QV];
             I<T> max[QV], key[QV];
@@ -133,6 +139,104 @@ struct KeyStatistics : EdgeSearch<T, QV> {
         T values[L] __attribute__((aligned(64)));
         store(values, x);
         for (int k = 0; k < width; k++) to[k] += double(values[k]);
+    }
+
+    // Raises the largest weight of each key. Rows that are not counted have the factor 0, masked keys the weight 0.
+    template <class Block>
+    void raise_received_max(const Block& block, std::int64_t j0, int keys, const T* factors) const {
+        const T* p = stored + (j0 - begin) * ROWS;
+        const auto maxima_of = [&](int r) { return partition_of(block, r).received_max() + j0; };
+        const int group = int(block.group);
+        if (L % group != 0 || block.first % group != 0) {
+            for (int r = 0; r < block.count; r++)
+                raise(maxima_of(r), keys, [&](int j) { return p[j * ROWS + r] * factors[r]; });
+            return;
+        }
+        for (int n = 0; n < keys; n += L) {
+            const int width = keys - n < L ? keys - n : L;
+            V<T> x[L];
+            for (int k = 0; k < L; k++) {
+                x[k] = V<T>{};
+                if (k < width)
+                    UNROLL_FOR(v, QV) x[k] = maximum<T>(load(p + (n + k) * ROWS + v * L) * load(factors + v * L), x[k]);
+            }
+            T values[L] __attribute__((aligned(64)));
+            if (group == 1) {
+                store(values, (V<T>)reduce_maxima<T>(x));
+                raise(maxima_of(0) + n, width, [&](int k) { return values[k]; });
+                continue;
+            }
+            transpose<T>(x);  // keys in the lanes
+            for (int g = 0; g < group; g++) {
+                V<T> all = x[g];
+                for (int r = g + group; r < L; r += group) all = maximum<T>(x[r], all);
+                store(values, all);
+                raise(maxima_of(g) + n, width, [&](int k) { return values[k]; });
+            }
+        }
+    }
+    template <class Value>
+    INLINE static void raise(double* to, int count, const Value& value) {
+        for (int k = 0; k < count; k++) to[k] = double(value(k)) > to[k] ? double(value(k)) : to[k];
+    }
+
+    // Adds the weights of a block of keys to the segments of each row, a run of keys with one segment at a time. They
+    // are normalized once a run.
+    template <class Block>
+    void add_to_segments(const Block& block, std::int64_t j0, int keys, const T* factors) const {
+        const std::int64_t offset = block.b * s->key_segment_stride + j0;
+        const std::int8_t* segment = s->key_segments + offset;
+        const std::int32_t* ends = s->segment_ends + offset;
+        const T* p = stored + (j0 - begin) * ROWS;
+        for (int n = 0, last; n < keys; n = last) {
+            last = int(ends[n] - j0 < keys ? ends[n] - j0 : keys);
+            if (segment[n] < 0) continue;
+            constexpr int CHAINS = 4;  // sums in flight, since an addition has a latency of some cycles
+            V<T> all[QV] = {};
+            int j = n;
+            if (last - n >= 2 * CHAINS) {
+                V<T> total[CHAINS][QV] = {};
+                for (; j + CHAINS <= last; j += CHAINS)
+                    UNROLL_FOR(c, CHAINS)
+                        UNROLL_FOR(v, QV) total[c][v] += load(p + (j + c) * ROWS + v * L);
+                UNROLL_FOR(v, QV) all[v] = (total[0][v] + total[1][v]) + (total[2][v] + total[3][v]);
+            }
+            for (; j < last; j++)
+                UNROLL_FOR(v, QV) all[v] += load(p + j * ROWS + v * L);
+            T* to = segment_mass + segment[n] * ROWS;
+            UNROLL_FOR(v, QV) store(to + v * L, load(to + v * L) + all[v] * load(factors + v * L));
+        }
+    }
+    // Adds the segments of a vector of rows to those of their heads.
+    template <class Block>
+    void fold_segments(const Block& block, int v, const T* scales) const {
+        const int from = v * L, rows = block.count - from < L ? block.count - from : L;
+        int segment[L], of_all = -1;
+        bool is_one = block.group == 1;  // all counted rows have one segment
+        for (int r = 0; r < rows; r++) {
+            segment[r] = -1;
+            if (scales[from + r] == 0) continue;  // not counted
+            segment[r] = s->row_segments[block.b * s->row_segment_stride + block.query_index(from + r)];
+            if (segment[r] >= 0) partition_of(block, from + r).segment_count()[segment[r]]++;
+            is_one &= of_all < 0 || segment[r] == of_all;
+            is_one &= segment[r] >= 0;
+            of_all = segment[r];
+        }
+        for (std::int64_t y = 0; y < s->segments; y += L) {
+            const int width = int(s->segments - y < L ? s->segments - y : L);
+            const auto to = [&](int r, int n) {
+                return partition_of(block, from + r).segment_sum() + n * s->segments + y;
+            };
+            V<T> x[L];
+            for (int k = 0; k < L; k++) x[k] = load(segment_mass + (y + (k < width ? k : 0)) * ROWS + from);
+            if (is_one) {
+                if (of_all >= 0) add_to_keys(to(0, of_all), reduce_sums<T>(x), width);
+                continue;
+            }
+            transpose<T>(x);  // segments in the lanes
+            for (int r = 0; r < rows; r++)
+                if (segment[r] >= 0) add_to_keys(to(r, segment[r]), x[r], width);
+        }
     }
 
     // Adds the cells of a vector of rows to the map.

@@ -89,6 +89,9 @@ void clear_partition(const HeadPartition& part, const RowPartition& range) {
         for (std::int64_t j = 0; j < f.keys; j++) received[j] = 0;
         for (std::int64_t j = 0; j < f.keys && counts_pairs; j++) eligible[j] = 0;
     }
+    for (std::int64_t j = 0; j < f.keys && s.total.received_max; j++) part.received_max()[j] = 0;
+    for (std::int64_t n = 0; n < s.segments * s.segments; n++) part.segment_sum()[n] = 0;
+    for (std::int64_t n = 0; n < s.segments; n++) part.segment_count()[n] = 0;
     if (s.max_edges) part.edge_counts() = 0;
     for (std::int64_t y = range.first_map_row; y <= range.last_map_row; y++) {
         const ColumnStatistics cells = part.map_row(y);
@@ -151,6 +154,11 @@ void reduce_partitions(const Forward& f, std::int64_t head) {
             for (std::int64_t j = 0; j < f.keys; j++) total.received()[j] += received[j];
             for (std::int64_t j = 0; j < f.keys && counts_pairs; j++) total.eligible()[j] += eligible[j];
         }
+        if (s.total.received_max)
+            for (std::int64_t j = 0; j < f.keys; j++)
+                total.received_max()[j] = std::max(total.received_max()[j], part.received_max()[j]);
+        for (std::int64_t n = 0; n < s.segments * s.segments; n++) total.segment_sum()[n] += part.segment_sum()[n];
+        for (std::int64_t n = 0; n < s.segments; n++) total.segment_count()[n] += part.segment_count()[n];
         for (std::int64_t y = range.first_map_row; y < range.first_map_row + boundary_map_rows(f); y++)
             add_cells(part.map_row(y), total.map_row(y), s.bins, counts_pairs);
     }

@@ -181,7 +181,7 @@ struct RowSumsObserver : KeyStatistics<T, QV> {
     template <class Block>
     void count_visible_pairs(const Block& block, std::int64_t j0, int keys) {
         for (int j = 0; j < keys; j++) {
-            Int<T>* cell = s->bins ? cell_pairs + map_column(block.f, j0 + j) * ROWS : nullptr;
+            Int<T>* cell = s->bins ? cell_pairs + map_column(j0 + j) * ROWS : nullptr;
             UNROLL_FOR(v, QV) {
                 const I<T> x = is_visible(block.p, j, v);
                 store_int<T>(visible_count + v * L, load_int<T>(visible_count + v * L) - x);

@@ -3,7 +3,7 @@
 
 // The row of the map to which a query belongs.
 INLINE std::int64_t map_row_of_query(const Statistics& s, std::int64_t query) {
-    return ((query + 1) * s.bins - 1) / s.total_queries;
+    return ((s.first_query + query + 1) * s.bins - 1) / s.total_queries;
 }
 
 // The map rows of a query head that a partition may share with others, and so adds to `partial`. A partition has
@@ -34,6 +34,20 @@ struct HeadPartition {
     double* received() const {
         return partition ? f.statistics->partial.received + partial_index * f.keys
                          : f.statistics->total.received + head * f.keys;
+    }
+    double* received_max() const {
+        return partition ? f.statistics->partial.received_max + partial_index * f.keys
+                         : f.statistics->total.received_max + head * f.keys;
+    }
+    double* segment_sum() const {
+        const std::int64_t size = f.statistics->segments * f.statistics->segments;
+        return partition ? f.statistics->partial.segment_sum + partial_index * size
+                         : f.statistics->total.segment_sum + head * size;
+    }
+    std::int64_t* segment_count() const {
+        const std::int64_t size = f.statistics->segments;
+        return partition ? f.statistics->partial.segment_count + partial_index * size
+                         : f.statistics->total.segment_count + head * size;
     }
     std::int64_t* eligible() const {
         return partition ? f.statistics->partial.eligible + partial_index * f.keys
@@ -74,6 +88,7 @@ struct StoredWeights {
     T* cell_sum;                          // [bins][ROWS]: the sum of the weights of a row in a column of the map
     Int<T>*cell_max, *cell_key;           // [bins][ROWS]: the bits of the largest weight, and its key
     Int<T>* cell_pairs;                   // [bins][ROWS]: visible keys
+    T* segment_mass;                      // [S][ROWS]: the sum of the weights of a row in a segment of keys
     const Statistics* s;
     std::int64_t begin, end, blocks, partition = 0, first_map_row = 0;
     int block_keys;
@@ -90,6 +105,7 @@ struct StoredWeights {
         column_begin = memory.allocate<std::int64_t>(s->bins + 1);
         cell_sum = memory.allocate<T>(s->bins * ROWS);
         for (Int<T>** to : {&cell_max, &cell_key, &cell_pairs}) *to = memory.allocate<Int<T>>(s->bins * ROWS);
+        segment_mass = memory.allocate<T>(s->segments * ROWS);
         candidate_cells = memory.allocate<std::uint64_t>(s->max_edges ? (s->bins + 63) / 64 * ROWS : 0);
     }
 
@@ -101,11 +117,12 @@ struct StoredWeights {
         blocks = 0;
         block_keys = Block::KEYS;
         counts_single_pairs = !counts_pairs_by_spans(f);
-        for (std::int64_t n = 0; s->bins && n <= s->bins; n++) column_begin[n] = n * f.keys / s->bins;
+        for (std::int64_t n = 0; s->bins && n <= s->bins; n++) column_begin[n] = n * s->total_keys / s->bins;
         for (std::int64_t n = 0; n < s->bins * ROWS; n++) {
             cell_sum[n] = 0;
             cell_max[n] = -1;
         }
+        for (std::int64_t n = 0; n < s->segments * ROWS; n++) segment_mass[n] = 0;
         for (std::int64_t n = 0; counts_single_pairs && n < s->bins * ROWS; n++) cell_pairs[n] = 0;
     }
 
@@ -128,7 +145,7 @@ struct StoredWeights {
                 store(p + k, (V<T>)((I<T>)load(p + k) | load_int<T>(mask_signs + k)));
     }
 
-    std::int64_t map_column(const Forward& f, std::int64_t j) const { return ((j + 1) * s->bins - 1) / f.keys; }
+    std::int64_t map_column(std::int64_t j) const { return ((j + 1) * s->bins - 1) / s->total_keys; }
     template <class Block>
     HeadPartition partition_of(const Block& block, int r) const {
         return {block.f, partition, block.head(r), first_map_row};

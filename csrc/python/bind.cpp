@@ -203,7 +203,8 @@ void bind_observation(nb::module_& m) {
                 std::array<Address, 2> position, std::array<Address, 2> own_key, Address ids,
                 std::array<Address, 3> first, std::array<Address, 4> may_count, Address external_lse, double rounding,
                 int top_k, std::int64_t bins, std::array<std::int64_t, 3> edges, std::array<Address, 3> borders,
-                const Places& places, std::int64_t size, std::int64_t scratch_size) {
+                const Places& places, std::int64_t size, std::int64_t scratch_size, std::array<Address, 6> segments,
+                std::array<std::int64_t, 3> whole) {
                  new (x) Observation{call,
                                      {},
                                      rows[0],
@@ -220,7 +221,9 @@ void bind_observation(nb::module_& m) {
                                      size,
                                      scratch_size};
                  Statistics& s = x->stats;
-                 s.total_queries = call.queries;
+                 s.first_query = whole[0];
+                 s.total_queries = whole[1];
+                 s.total_keys = whole[2];
                  s.bins = bins;
                  s.top_k = top_k;
                  x->call.queries = rows[0];
@@ -244,6 +247,12 @@ void bind_observation(nb::module_& m) {
                  for (int n = 0; n < 3; n++) s.may_count_stride[n] = std::int64_t(may_count[n + 1]);
                  s.external_lse = reinterpret_cast<const void*>(external_lse);
                  s.lse_tolerance = rounding;
+                 s.segments = std::int64_t(segments[0]);
+                 s.key_segments = reinterpret_cast<const std::int8_t*>(segments[1]);
+                 s.segment_ends = reinterpret_cast<const std::int32_t*>(segments[2]);
+                 s.key_segment_stride = std::int64_t(segments[3]);
+                 s.row_segments = reinterpret_cast<const std::int8_t*>(segments[4]);
+                 s.row_segment_stride = std::int64_t(segments[5]);
              });
     // Computes statistics, and out and lse unless they are 0. Returns whether every row with a visible key is finite.
     m.def("observe_into", [](const Observation& observation, Address q, Address k, Address v, Address out, Address lse,

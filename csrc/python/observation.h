@@ -26,6 +26,9 @@ enum Place {
     EDGE_AT,
     MOMENTS_WHOLE,
     MOMENTS_NUMBERS,
+    RECEIVED_MAX,
+    SEGMENT_SUM,
+    SEGMENT_COUNT,
     PLACES
 };
 using Places = std::array<std::int64_t, PLACES>;  // offsets in bytes; -1: not computed
@@ -68,6 +71,9 @@ public:
         assign_address(s.total.max, MAP_MAX);
         assign_address(s.total.count, MAP_COUNT);
         assign_address(s.total.largest, MAP_AT);
+        assign_address(s.total.received_max, RECEIVED_MAX);
+        assign_address(s.total.segment_sum, SEGMENT_SUM);
+        assign_address(s.total.segment_count, SEGMENT_COUNT);
         for (int n = 0; n < QUANTITIES; n++) s.value[n] = quantity(all.value_at[std::size_t(n)]);
         for (int n = 0; n < s.window_count; n++) {
             s.window[n] = quantity(all.window_at[std::size_t(n)]);

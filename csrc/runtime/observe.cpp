@@ -198,6 +198,9 @@ std::size_t lay_out_partitions(const Forward& f, Statistics& s, std::size_t boun
                       cells = partial * boundary_map_rows * std::size_t(s.bins);
     take(s.partial.received, keys);
     take(s.partial.eligible, keys);
+    take(s.partial.received_max, s.total.received_max ? keys : 0);
+    take(s.partial.segment_sum, partial * std::size_t(s.segments * s.segments));
+    take(s.partial.segment_count, partial * std::size_t(s.segments));
     take(s.partial.sum, cells);
     take(s.partial.max, cells);
     take(s.partial.count, cells);

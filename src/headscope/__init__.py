@@ -17,6 +17,7 @@ _HOME = {
     "MultiHeadAttention": "module",
     "Observe": "stats",
     "Recording": "watching",
+    "Segments": "stats",
     "Trace": "tracing",
     "ablate": "heads",
     "attend": "functional",
@@ -37,6 +38,7 @@ __all__ = [
     "MultiHeadAttention",
     "Observe",
     "Recording",
+    "Segments",
     "Trace",
     "ablate",
     "attend",
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
     from headscope.functional import Attended, attend, attention, observe
     from headscope.heads import ablate, head_importance
     from headscope.module import MultiHeadAttention
-    from headscope.stats import HeadStats, Observe
+    from headscope.stats import HeadStats, Observe, Segments
     from headscope.tracing import Trace, trace
     from headscope.watching import Recording, watch
 

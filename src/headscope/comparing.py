@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headscope._analysis.answers import Answer, Basis, HasStats, decimal, plural, stats_of
-from headscope._analysis.distances import normalised
+from headscope._analysis.answers import Answer, Basis, HasStats, decimal, plural, stats_of, without_rows
+from headscope._analysis.distances import normalised, segment_means, segment_notes
 from headscope._support.arguments import kind
 from headscope._support.text import visible
 from headscope.stats import quantity_of
@@ -86,8 +86,8 @@ class Change:
         name: the quantity.
         before, after: its means; NaN where no row has it.
         change: after - before.
-        std: pooled standard deviation of its rows, to compare the change with their spread.
-        error: standard error of the change, as if rows were independent.
+        std: pooled standard deviation of its rows, to compare the change with their spread; NaN for segments.
+        error: standard error of the change, as if rows were independent; NaN for segments.
         rows: the number of rows of either mean.
         size: the change in thresholds of its unit: 1 = equal to the threshold.
         moved: whether size is at least 1 and the change at least ``errors`` standard errors; also True if a value that
@@ -120,7 +120,7 @@ class HeadChange:
 
     Attributes:
         layer, head: which one.
-        changes: of each row quantity that both have.
+        changes: of each row quantity that both have, and of each pair of segments (``segments/query/key``).
         map: total variation between the two maps; None where they cannot be compared.
         received: total variation between what the keys receive, by position; None likewise.
         broken: how many rows hold NaN or infinity, before and after.
@@ -199,7 +199,7 @@ class Comparison(Answer):
         place = (head.layer, str(head.head))
         for each in head.changes:
             if each.moved:
-                numbers = (_number(each.before), _number(each.after), f"{each.change:+.4g}", f"{each.error:.2g}")
+                numbers = (_number(each.before), _number(each.after), f"{each.change:+.4g}", _number(each.error, 2))
                 yield each.size, (*place, each.name, *numbers, decimal(each.size))
         limits = self.thresholds
         for name, apart, limit in (("map", head.map, limits.map), ("received", head.received, limits.received)):
@@ -237,8 +237,8 @@ class Comparison(Answer):
         return {"differs": self.differs, "moved": len(self.moved), **entries}
 
 
-def _number(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.4g}"
+def _number(value: float, digits: int = 4) -> str:
+    return "–" if math.isnan(value) else f"{value:.{digits}g}"
 
 
 def compare(
@@ -297,7 +297,7 @@ def _missing(layer: str, part: LayerStats, other: LayerStats | None) -> Iterator
     for name in part.moments:
         if name not in other.moments:
             yield f"{name} of {layer}"
-    for name in ("map", "received"):
+    for name in ("map", "received", "segments", "received_max"):
         if getattr(part, name) is not None and getattr(other, name) is None:
             yield f"{name} of {layer}"
 
@@ -312,7 +312,7 @@ def _heads(layer: str, old: LayerStats, new: LayerStats, limits: Thresholds) -> 
             _change(name, old.moments[name], new.moments[name], head, limits)
             for name in old.moments
             if name in new.moments and _unit(name) != "input" and _is_one_measure(name, old, new)
-        )
+        ) + _between_segments(old, new, head, limits)
         moved = [each.name for each in changes if each.moved]
         apart = {"map": maps, "received": received}
         distances = {name: None if x is None or bool(x[head].isnan()) else float(x[head]) for name, x in apart.items()}
@@ -342,6 +342,15 @@ def _change(name: str, old: Moments, new: Moments, head: int, limits: Thresholds
     if all(counts) and not (math.isfinite(after - before) and (math.isfinite(error) or before == after)):
         size, moved = math.inf, True  # such numbers cannot be compared, so they may differ
     return Change(name, before, after, after - before, std, error, counts, size, moved)
+
+
+def _between_segments(old: LayerStats, new: LayerStats, head: int, limits: Thresholds) -> tuple[Change, ...]:
+    """Return the change of the weight between each two segments; without spread, because single rows are not known."""
+    changes: list[Change] = []
+    for name, before, after, rows in segment_means(old.segments, new.segments, head):
+        size = abs(after - before) / limits.share
+        changes.append(Change(name, before, after, after - before, math.nan, math.nan, rows, size, size >= 1))
+    return tuple(changes)
 
 
 def _size(name: str, before: float, after: float, limits: Thresholds) -> float:
@@ -409,7 +418,8 @@ def _notes(old: HeadStats, new: HeadStats) -> tuple[str, ...]:
             notes.append(f"Different {what}: {_range(sides[0])} before, {_range(sides[1])} after")
     if not notes and any(_other_sights(a, b) for a, b in shared):  # other lengths would be the reason
         notes.append("The rows may have different numbers of visible keys: different masks or lengths")
-    notes += [f"No row {when} has {', '.join(names)}" for when, names in _without_rows(shared) if names]
+    notes += [f"No row {when} has {', '.join(names)}" for when, names in without_rows(shared) if names]
+    notes += segment_notes((a.segments, b.segments) for a, b in shared)
     if old.sampled != new.sampled:
         notes.append(f"Only {'before' if old.sampled else 'after'} is a sample of the rows")
     if not all(_same_places(a, b) for a, b in shared):
@@ -423,17 +433,6 @@ def _looked_at(part: LayerStats) -> dict[str, int]:
     basis |= {"keys": part.received.shape[-1]} if part.received is not None else {}
     basis |= {"first keys": part.first} if part.first is not None else {}
     return basis | ({"bins of the map": part.map.bins} if part.map is not None else {})
-
-
-def _without_rows(shared: list[tuple[LayerStats, LayerStats]]) -> list[tuple[str, list[str]]]:
-    """Return the quantities that some layer has on the other side only: the input determines which rows have them."""
-    names_of: dict[str, dict[str, None]] = {"before": {}, "after": {}}
-    for pair in shared:
-        for name in pair[0].moments:
-            some = [name in part.moments and bool(part.moments[name].count.any()) for part in pair]
-            if name in pair[1].moments and some[0] != some[1]:
-                names_of["after" if some[0] else "before"][name] = None
-    return [(when, list(names)) for when, names in names_of.items()]
 
 
 def _range(numbers: set[int]) -> str:

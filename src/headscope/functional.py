@@ -12,7 +12,8 @@ from headscope._attend.backends import reference
 from headscope._attend.interface import full_precision
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
 from headscope._observe import Positions, attend_and_observe, observe_call
-from headscope._support.arguments import check_type
+from headscope._support.arguments import check_type, whole
+from headscope._support.arguments import kind as _kind
 from headscope._support.precision import exact_products
 from headscope.masks import Mask
 from headscope.stats import HeadStats, Observe
@@ -164,6 +165,7 @@ def observe(
     q_pos: Tensor | None = None,
     k_pos: Tensor | None = None,
     kind: Literal["self", "cross"] = "self",
+    rows_at: tuple[int, int] | None = None,
     what: Observe | None = None,
 ) -> HeadStats:
     """Measure the attention weights without building their matrix: statistics of each head, in linear memory.
@@ -184,6 +186,10 @@ def observe(
         k_pos: positions of the keys, likewise [K], [K, 2] or [B, K, 1 or 2]; by default 0, 1, 2, …
         kind: "cross" if queries and keys do not share an axis: distance, self, previous, next, window, duplicate and
             induction are then absent, positions are ignored, and only ``what.rows`` marks padding.
+        rows_at: (start, total): these rows are rows start, start + 1, … of a sequence with ``total`` rows, of which k
+            has the first keys: a chunk of a prefill, or of a text that is longer than memory. The statistics of all
+            chunks then merge to those of the whole: positions, maps, edges and retained rows count from its first row.
+            Keys before these rows count as real unless ``KeyLengths``, or a mask [B, 1, 1, K], hides them.
         what: what to measure; by default ``Observe()``.
 
     Rows without visible keys do not count. In self-attention, rows whose own key is masked for the whole batch entry
@@ -204,8 +210,23 @@ def observe(
     if backend is not None:  # raises if the backend does not support the call
         prepare(q, k, k if v is None else v, mask, bias, sinks, scale, softcap, dropout, False, backend)
     what = Observe() if what is None else what
-    positions = Positions(q_pos, k_pos, kind)
+    positions = Positions(q_pos, k_pos, kind, rows_at=_check_rows_at(rows_at))
     return observe_call(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, what, positions)
+
+
+def _check_rows_at(rows_at: object) -> tuple[int, int] | None:
+    """Return the place of rows in a sequence, checked.
+
+    Raises:
+        TypeError: it is not a pair of whole numbers.
+        ValueError: a number is too small.
+    """
+    if rows_at is None:
+        return None
+    if not isinstance(rows_at, (tuple, list)) or len(rows_at) != 2:
+        raise TypeError(f"rows_at: got {_kind(rows_at)}, expected (start, total)")
+    start, total = rows_at
+    return whole("rows_at", start, 0), whole("rows_at", total, 1)
 
 
 def weights(

@@ -56,6 +56,8 @@ inline void encode(char* at, double x, Element e) {
             return put(at, std::int32_t(x));
         case Element::i64:
             return put(at, std::int64_t(x));
+        case Element::i8:
+            return put(at, std::int8_t(x));
         default:
             return put(at, std::uint8_t(x));
     }
@@ -76,6 +78,8 @@ inline double decode(const char* at, Element e) {
             return get<std::int32_t>(at);
         case Element::i64:
             return double(get<std::int64_t>(at));
+        case Element::i8:
+            return get<std::int8_t>(at);
         default:
             return get<std::uint8_t>(at);
     }
@@ -167,7 +171,8 @@ private:
         first = memory->data() + (other.first - other.memory->data());
     }
     double strange() const {
-        return kind == Element::i32 ? 1e9 : kind == Element::i64 ? 0 : kind == Element::u8 ? 1 : NOT;
+        const bool is_byte = kind == Element::u8 || kind == Element::i8;
+        return kind == Element::i32 ? 1e9 : kind == Element::i64 ? 0 : is_byte ? 1 : NOT;
     }
     template <class Visit>
     void each(const Array& x, const Visit& visit) const {

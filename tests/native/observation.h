@@ -21,6 +21,10 @@ struct Observation {
     std::vector<double> reach;
     bool attends, received, values, floor;  // floor: none of the largest weights is below it
     std::int64_t most, bins, shares, edges;
+    std::int64_t first_query = 0, total_queries = 0, total_keys = 0;  // the whole that the map divides
+    bool received_max;                       // with `received`
+    std::int64_t segments;                   // 0: none
+    Array key_segments, row_segments, ends;  // [B or 1, 1, 1, K], [B or 1, 1, 1, R] and as the keys; as in Statistics
 
     std::int64_t query(std::int64_t b, std::int64_t h, std::int64_t r) const {
         return queries.present ? std::int64_t(queries(b, h, 0, r)) : r;
@@ -34,7 +38,8 @@ struct Observation {
         if (may_count.present) text += ", may_count";
         if (external_lse.present) text += ", given lse";
         if (attends) text += ", attending";
-        if (received) text += ", received";
+        if (received) text += received_max ? ", received and its maximum" : ", received";
+        if (segments) text += ", " + std::to_string(segments) + " segments";
         text += ", " + std::to_string(reach.size()) + " windows, first " + std::to_string(first.n[3]) + ", most " +
                 std::to_string(most);
         return text + ", bins " + std::to_string(bins) + ", shares " + std::to_string(shares) + ", edges " +
@@ -102,7 +107,25 @@ inline Observation draw_observation(Random& r, const Problem& p, const Array& ls
     x.floor = r.one_in(2);
     x.bins = r.one_in(2) ? 0 : r.one_in(4) ? p.K + r.range(0, 9) : r.range(1, 9);
     if (x.shares * p.H * x.bins * x.bins > 100'000) x.bins = 3;
+    const bool is_part = r.one_in(3);
+    x.first_query = is_part ? r.range(0, 40) : 0;
+    x.total_queries = x.first_query + p.Q + (is_part ? r.range(0, 40) : 0);
+    x.total_keys = p.K + (is_part ? r.range(0, 40) : 0);
     x.edges = !x.bins || r.one_in(2) ? 0 : r.one_in(3) ? r.range(1, 40) : r.range(1, 3);
+    x.received_max = x.received && r.one_in(2);
+    x.segments = r.one_in(2) ? 0 : r.one_in(4) ? 64 : r.range(1, 20);
+    if (x.segments == 0) return x;
+    x.key_segments = x.ends = Array(batch(), 1, 1, p.K);
+    x.row_segments = Array(batch(), 1, 1, x.R);
+    const std::int64_t change = r.one_in(2) ? 1 : 20;  // one in so many keys starts another run
+    for (Array* ids : {&x.key_segments, &x.row_segments})
+        for (std::size_t n = 0; n < ids->x.size(); n++)
+            ids->x[n] = n && !r.one_in(int(change)) ? ids->x[n - 1] : double(r.range(-1, x.segments - 1));
+    for (std::int64_t b = 0; b < x.ends.n[0]; b++)
+        for (std::int64_t j = p.K - 1; j >= 0; j--)
+            x.ends(b, 0, 0, j) = j + 1 < p.K && x.key_segments(b, 0, 0, j) == x.key_segments(b, 0, 0, j + 1)
+                                     ? x.ends(b, 0, 0, j + 1)
+                                     : double(j + 1);
     return x;
 }
 
@@ -111,6 +134,7 @@ struct Measured {
     Array value[QUANTITIES], size[QUANTITIES], window[MAX_WINDOWS], streaming[MAX_WINDOWS];
     Array counted, weights;                                 // [B, H, R, 1] and [B, H, R, K], -1 where a key is not seen
     Array received, eligible, map_sum, map_count, map_max;  // [1, H, K, 1] and [1, H, bins, bins]
+    Array received_max, segment_sum, segment_count;         // [1, H, K, 1], [1, H, S, S] and [1, H, S, 1]
 };
 
 // One row: the keys it sees, in arithmetic of type A.
@@ -235,12 +259,15 @@ Measured measured(const Problem& p, const Observation& x, double rounding) {
     m.counted = Array(p.B, p.H, x.R, 1);
     m.weights = Array(p.B, p.H, x.R, p.K, -1);
     m.received = Array(1, p.H, p.K, 1);
-    m.eligible = m.received;
+    m.eligible = m.received_max = m.received;
+    m.segment_sum = Array(1, p.H, x.segments, x.segments);
+    m.segment_count = Array(1, p.H, x.segments, 1);
     m.map_sum = Array(1, p.H, x.bins, x.bins);
     m.map_count = m.map_sum;
     m.map_max = Array(1, p.H, x.bins, x.bins, NOT);
     // of thousands of equal weights double would lose as much as is allowed
-    std::vector<long double> map_sum(m.map_sum.x.size()), received(m.received.x.size());
+    std::vector<long double> map_sum(m.map_sum.x.size()), received(m.received.x.size()),
+        segment_sum(m.segment_sum.x.size());
     for (std::int64_t b = 0; b < p.B; b++)
         for (std::int64_t h = 0; h < p.H; h++)
             for (std::int64_t r = 0; r < x.R; r++) {
@@ -248,14 +275,19 @@ Measured measured(const Problem& p, const Observation& x, double rounding) {
                 if (row.keys.empty() || (x.may_count.present && x.may_count(b, h, r, 0) == 0)) continue;
                 m.counted(b, h, r, 0) = 1;
                 measure_row(p, x, row, b, h, r, m);
-                const std::int64_t y = x.bins ? bin_of(x.query(b, h, r), x.bins, p.Q) : 0;
+                const std::int64_t y = x.bins ? bin_of(x.first_query + x.query(b, h, r), x.bins, x.total_queries) : 0;
+                const std::int64_t of_row = x.segments ? std::int64_t(x.row_segments(b, 0, 0, r)) : -1;
+                if (of_row >= 0) m.segment_count(0, h, of_row, 0)++;
                 for (std::size_t n = 0; n < row.keys.size(); n++) {
                     const std::int64_t j = row.keys[n];
                     const double w = m.weights(b, h, r, j) = double(row.weight[n]);
                     received[m.received.where(0, h, j, 0)] += w;
                     m.eligible(0, h, j, 0)++;
+                    m.received_max(0, h, j, 0) = std::max(m.received_max(0, h, j, 0), w);
+                    const std::int64_t of_key = of_row < 0 ? -1 : std::int64_t(x.key_segments(b, 0, 0, j));
+                    if (of_key >= 0) segment_sum[m.segment_sum.where(0, h, of_row, of_key)] += w;
                     if (!x.bins) continue;
-                    const std::size_t cell = m.map_sum.where(0, h, y, bin_of(j, x.bins, p.K));
+                    const std::size_t cell = m.map_sum.where(0, h, y, bin_of(j, x.bins, x.total_keys));
                     map_sum[cell] += w;
                     m.map_count.x[cell]++;
                     if (!(m.map_max.x[cell] >= w)) m.map_max.x[cell] = w;
@@ -263,6 +295,7 @@ Measured measured(const Problem& p, const Observation& x, double rounding) {
             }
     for (std::size_t n = 0; n < map_sum.size(); n++) m.map_sum.x[n] = double(map_sum[n]);
     for (std::size_t n = 0; n < received.size(); n++) m.received.x[n] = double(received[n]);
+    for (std::size_t n = 0; n < segment_sum.size(); n++) m.segment_sum.x[n] = double(segment_sum[n]);
     return m;
 }
 

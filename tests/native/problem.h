@@ -33,7 +33,7 @@ struct Random {
 };
 
 // What a tensor's elements are in memory.
-enum class Element { f32, f64, bf16, f16, i32, i64, u8 };
+enum class Element { f32, f64, bf16, f16, i32, i64, u8, i8 };
 inline int bytes_of(Element e) {
     switch (e) {
         case Element::f64:

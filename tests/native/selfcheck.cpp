@@ -163,7 +163,7 @@ struct ObservationBuffers {
     std::atomic<bool> nonfinite{false};
     std::vector<std::unique_ptr<Placed>> out;
     Placed *value[QUANTITIES], *window[MAX_WINDOWS], *streaming[MAX_WINDOWS], *counted, *top_weight, *top_key,
-        *received, *eligible, *sum, *max, *count, *at, *edge, *edge_counts;
+        *received, *eligible, *sum, *max, *count, *at, *received_max, *segment_sum, *segment_count, *edge, *edge_counts;
 
     ObservationBuffers(Random& r, const Problem& p, const Observation& x, const Array& floor, double rounding,
                        Call& call) {
@@ -205,19 +205,33 @@ struct ObservationBuffers {
         s.top_key = reinterpret_cast<std::int64_t*>(
             (top_key = place(r, Array(p.B, p.H, x.R, x.most), Element::i64, x.most > 0))->data());
         s.bins = x.bins;
-        s.total_queries = p.Q;
+        s.first_query = x.first_query;
+        s.total_queries = x.total_queries;
+        s.total_keys = x.total_keys;
         s.partitions = x.shares;
+        s.segments = x.segments;
+        const auto bytes = [&](const Array& ids, std::int64_t& stride) {
+            const Placed& at = call.place(r, ids, Element::i8, true);
+            stride = at.stride[0];
+            return reinterpret_cast<const std::int8_t*>(at.data());
+        };
+        s.key_segments = bytes(x.key_segments, s.key_segment_stride);
+        s.row_segments = bytes(x.row_segments, s.row_segment_stride);
+        s.segment_ends = reinterpret_cast<const std::int32_t*>(call.place(r, x.ends, Element::i32, true).data());
         s.nonfinite = &nonfinite;
         place_columns(r, s.total, 1, p, x, x.bins);
         const std::size_t of_whole = out.size();
         place_columns(r, s.partial, x.shares - 1, p, x, x.queries.present ? x.bins : 1);
-        const auto piece = [&](std::size_t n) { return out[of_whole - 6 + n].get(); };
+        const auto piece = [&](std::size_t n) { return out[of_whole - 9 + n].get(); };
         received = piece(0);
         eligible = piece(1);
         sum = piece(2);
         max = piece(3);
         count = piece(4);
         at = piece(5);
+        received_max = piece(6);
+        segment_sum = piece(7);
+        segment_count = piece(8);
         s.max_edges = int(x.edges);
         const auto of_edges = [&](std::int64_t n) {
             return place(r, Array(x.shares, p.H, n, 1), Element::i64, x.edges > 0);
@@ -261,6 +275,9 @@ private:
         to.max = numbers(cells, x.bins > 0);
         to.count = whole(cells, x.bins > 0);
         to.largest = reinterpret_cast<std::int32_t*>(place(r, places, Element::i32, x.bins > 0)->data());
+        to.received_max = numbers(keys, x.received_max);
+        to.segment_sum = numbers(Array(shares, p.H, x.segments, x.segments), x.segments > 0);
+        to.segment_count = whole(Array(shares, p.H, x.segments, 1), x.segments > 0);
     }
     Placed* place(Random& r, const Array& shape, Element e, bool asked = true) {
         out.push_back(std::make_unique<Placed>(r, asked ? shape : Array(), e, true, true));
@@ -515,8 +532,8 @@ void check_map(Check& check, const ObservationBuffers& got, const Observation& x
             double& most = largest.x[std::size_t(h * x.bins * x.bins + cell)];
             if (std::isnan(most) ? place(0) != -1 || place(1) != -1 || place(2) != -1
                                  : place(0) < 0 || place(0) >= p.B || place(2) < 0 || place(2) >= p.K ||
-                                       bin_of(place(1), x.bins, p.Q) != cell / x.bins ||
-                                       bin_of(place(2), x.bins, p.K) != cell % x.bins)
+                                       bin_of(x.first_query + place(1), x.bins, x.total_queries) != cell / x.bins ||
+                                       bin_of(place(2), x.bins, x.total_keys) != cell % x.bins)
                 return check.fail("map at", "nothing of the kind is at query %g, key %g", double(place(1)),
                                   double(place(2)));
             if (std::isnan(most)) continue;
@@ -575,6 +592,11 @@ void check_numbers(Check& check, const ObservationBuffers& got, const Problem& p
     if (x.received) {
         check.near("received", *got.received, m.received, m.received, of_sums);
         check.equal("eligible", *got.eligible, m.eligible);
+    }
+    if (x.received_max) check.near("received max", *got.received_max, m.received_max, m.received_max, roundings);
+    if (x.segments) {
+        check.near("segment sum", *got.segment_sum, m.segment_sum, m.segment_sum, of_sums);
+        check.equal("segment count", *got.segment_count, m.segment_count);
     }
     if (x.bins) check_map(check, got, x, m, p, roundings, of_sums);
     if (x.edges) check_edges(check, got, x, m, p, roundings);

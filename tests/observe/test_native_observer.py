@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import headscope
-from headscope import Observe, attend, observe
+from headscope import Observe, Segments, attend, observe
 from headscope._attend import prepare
 from headscope._attend.backends import native as cpu
 from headscope._observe import native_observer, scene, steps
@@ -149,6 +149,13 @@ def ids() -> Tensor:
     return torch.arange(K).expand(B, -1) // torch.tensor([[40], [67]])
 
 
+def segments(keys: int = K, size: int = 19) -> Segments:
+    """Some runs of keys, and some keys each of another segment."""
+    drawn = torch.randint(-1, size, (B, keys), generator=seeded())
+    drawn[:, keys // 3 :] = drawn[:, keys // 3 :].repeat_interleave(23, -1)[:, : keys - keys // 3]
+    return Segments([f"s{n}" for n in range(size)], drawn)
+
+
 def dense(*shape: int) -> Tensor:
     seen = torch.rand(*shape, generator=seeded()) < 0.6
     seen[..., 3, :] = False
@@ -180,6 +187,10 @@ WHAT: dict[str, Callable[[], Made]] = {
     "top": lambda: {"top": 5},
     "windows": lambda: {"windows": (0, 3, 60.5), "first": 4},
     "tokens": lambda: {"tokens": torch.randint(-9, 9, (B, K), generator=seeded())},
+    "segments": lambda: {"segments": segments()},
+    "segments and map": lambda: {"segments": segments(size=64), "map": 13, "received": False, "rows": 61},
+    "received_max": lambda: {"received_max": True, "map": 3},
+    "received_max alone": lambda: {"received_max": True, "received": False, "rows": 61},
     "sample": lambda: {"rows": 37, "map": 16, "edges": 7},
     "rows": lambda: {"rows": torch.rand(B, H, Q, generator=seeded()) < 0.5, "map": 5},
 }
@@ -235,6 +246,12 @@ def same(ours: HeadStats, theirs: HeadStats, dtype: torch.dtype = torch.float32)
     if a.received is not None:
         near("received", a.received, b.received)
         assert torch.equal(a.eligible, b.eligible)
+    if a.segments is not None:
+        assert torch.equal(a.segments.count, b.segments.count)
+        near("segments", a.segments.sum, b.segments.sum)
+    assert (a.received_max is None) == (b.received_max is None)
+    if a.received_max is not None:
+        near("received_max", a.received_max, b.received_max)
     if a.map is not None:
         assert torch.equal(a.map.count, b.map.count)
         near("map", a.map.sum, b.map.sum)
@@ -268,14 +285,14 @@ def test_every_quantity(option: str, asked: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_every_dtype(dtype: torch.dtype) -> None:
-    what = Observe(map=16, edges=9, keep_rows=True)
+    what = Observe(map=16, edges=9, keep_rows=True, segments=segments(), received_max=True)
     same(*both(what, made(dtype) | {"mask": causal()}), dtype)
 
 
 @pytest.mark.parametrize("queries", [1, 5, 17, 48, 97])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
 def test_numbers_of_rows(queries: int, kv_heads: int) -> None:
-    what = Observe(map=8, edges=3, keep_rows=True)
+    what = Observe(map=8, edges=3, keep_rows=True, segments=segments(), received_max=True)
     same(*both(what, made(queries=queries, kv_heads=kv_heads) | {"mask": causal()}))
 
 
@@ -318,7 +335,9 @@ def test_a_cache_of_a_static_size() -> None:
 
 def test_shares_of_the_rows_add_up() -> None:
     q, k = normal(1, 2, 2111, 4), normal(1, 2, 2111, 4)
-    same(*both(Observe(map=16, edges=9), {"q": q, "k": k, "mask": causal()}))
+    parts = Segments([str(n) for n in range(7)], torch.arange(2111) * 8 // 2111 - 1)
+    what = Observe(map=16, edges=9, segments=parts, received_max=True)
+    same(*both(what, {"q": q, "k": k, "mask": causal()}))
 
 
 def test_long_rows_do_not_lose_small_weights() -> None:
@@ -352,7 +371,10 @@ def test_few_rows_are_attended_as_ever(queries: int, dtype: torch.dtype) -> None
 
 
 def test_threads_do_not_change_it() -> None:
-    given, what = made() | OPTIONS["causal"](), Observe(map=16, edges=9, keep_rows=True)
+    q, k = normal(1, 2, 2111, 4), normal(1, 2, 2111, 4)  # several parts of the rows
+    parts = Segments([str(n) for n in range(7)], torch.arange(2111) * 8 // 2111 - 1)
+    given: Made = {"q": q, "k": k, "mask": causal()}
+    what = Observe(map=16, edges=9, keep_rows=True, segments=parts, received_max=True)
     found: list[HeadStats] = []
     threads = torch.get_num_threads()
     try:
@@ -363,6 +385,8 @@ def test_threads_do_not_change_it() -> None:
         torch.set_num_threads(threads)
     for other in found[1:]:
         assert torch.equal(found[0].received, other.received)
+        assert torch.equal(found[0].segments.sum, other.segments.sum)
+        assert torch.equal(found[0].received_max, other.received_max)
         assert torch.equal(found[0].map.sum, other.map.sum)
         assert torch.equal(found[0].map.argmax, other.map.argmax)
         for name, moments in found[0].parts["0"].moments.items():

@@ -19,8 +19,8 @@ from headscope._attend import prepare
 from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs, native_observer
 from headscope.masks import Band, Mask
-from headscope.stats import HeadStats, Observe
-from support import oracle, oracle_observe
+from headscope.stats import HeadStats, Observe, Segments
+from support import oracle, oracle_observe, oracle_segments
 from support.attention_fuzz import Case, cases
 
 BEYOND = 1e30  # Σ p² of a row whose weight went to the sink underflows in float32: its effective_keys are not compared
@@ -67,6 +67,7 @@ def observations(draw: st.DrawFn) -> Observed:
     elif rows == "mask":
         shape = draw(st.sampled_from(((queries,), (heads, queries), (*lead, heads, queries), (*lead, 1, queries))))
         rows = torch.rand(shape, generator=random) < 0.6
+    kind = draw(st.sampled_from(("self", "self", "cross")))
     what = Observe(
         rows=rows,
         map=draw(st.none() | st.integers(1, 6)),
@@ -77,10 +78,12 @@ def observations(draw: st.DrawFn) -> Observed:
         tokens=tokens,
         keep_rows=True,
         keep_qk=draw(st.booleans()),
+        segments=_segments(draw, batch, queries, keys, kind, random),
+        received_max=draw(st.booleans()),
     )
     return Observed(
         case,
-        draw(st.sampled_from(("self", "self", "cross"))),
+        kind,
         q_pos,
         k_pos,
         what,
@@ -88,6 +91,23 @@ def observations(draw: st.DrawFn) -> Observed:
         draw(st.booleans()),
         draw(st.sampled_from((1 << 19, 1, 10, 64))),
     )
+
+
+def _segments(
+    draw: st.DrawFn, batch: int, queries: int, keys: int, kind: str, random: torch.Generator
+) -> Segments | None:
+    size = draw(st.sampled_from((0, 1, 3, 64)))
+    if not size:
+        return None
+
+    def ids(length: int) -> Tensor:
+        runs = torch.randint(1, 4, (length,), generator=random)  # of equal ids, or none
+        shape = draw(st.sampled_from(((length,), (batch, length))))
+        drawn = torch.randint(-1, size, shape, generator=random)
+        return drawn.repeat_interleave(runs, -1)[..., :length] if draw(st.booleans()) else drawn
+
+    asks = kind == "cross" or draw(st.integers(0, 3)) == 0
+    return Segments([f"s{n}" for n in range(size)], ids(keys), ids(queries) if asks else None)
 
 
 def _positions(
@@ -277,6 +297,11 @@ def compare(
     assert torch.equal(got.eligible[:, before:], wanted.eligible)
     assert not got.eligible[:, :before].any()
     p = asked(seen, exact, visible).p
+    compare_segments(seen, got, wanted, p)
+    if seen.what.received_max:
+        largest = oracle_segments.largest_received(p, wanted.counted, visible.reshape(p.shape))
+        torch.testing.assert_close(got.received_max[:, before:], largest, rtol=1e-5, atol=2e-6, equal_nan=True)
+        assert got.received_max[:, :before].isnan().all()
     if seen.what.map is not None:
         compare_map(got, oracle_observe.head_map(wanted, seen.what.map, queries, keys), p)
     compare_edges(seen, got, wanted, p)
@@ -287,6 +312,22 @@ def compare(
         assert tile.shape == (*lead, heads, queries - queries // 3, keys - keys // 4)
         wide = p[:, :, queries // 3 :, keys // 4 :].reshape(tile.shape)
         torch.testing.assert_close(tile.double(), wide, rtol=2e-5, atol=1e-6)
+
+
+def compare_segments(seen: Observed, got: HeadStats, wanted: oracle_observe.Seen, p: Tensor) -> None:
+    if (segments := seen.what.segments) is None:
+        return
+    batch, _, queries, keys = p.shape
+    of_keys = segments.ids.expand(batch, keys)
+    of_queries = torch.full((batch, queries), -1)
+    for (b, i), j in wanted.own.items():
+        of_queries[b, i] = of_keys[b, j]
+    if segments.query_ids is not None:
+        of_queries = segments.query_ids.expand(batch, queries)
+    size = len(segments.names)
+    total, count = oracle_segments.segment_mass(p, wanted.counted, of_queries, of_keys, size)
+    assert torch.equal(got.segments.count, count)
+    torch.testing.assert_close(got.segments.sum, total, rtol=1e-5, atol=2e-6)
 
 
 def _before(seen: Observed) -> int:

@@ -57,6 +57,8 @@ class Seen:
     eligible: Tensor
     order: list[list[tuple[float, int, int, int]]] = field(default_factory=list)
     """Of each head all (p, b, i, j) that counted rows may see, the largest first, of equal ones the first."""
+    own: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(b, i) -> the query's own key, where it has one."""
 
 
 def own_key(asked: Asked, b: int, i: int, real: Sequence[int]) -> int | None:
@@ -92,6 +94,8 @@ def observe_by_definition(asked: Asked) -> Seen:
         real = [j for j in range(K) if any(seen[b][h][i][j] for h in range(H) for i in range(Q))]
         for i in range(Q) if asked.sampled is None else asked.sampled:
             own = own_key(asked, b, i, real)
+            if own is not None:
+                found.own[b, i] = own
             if own is not None and own not in real:
                 continue  # padding
             for h in range(H):

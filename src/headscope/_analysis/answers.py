@@ -203,3 +203,14 @@ def decimal(value: float) -> str:
 
 
 Basis.__module__ = "headscope.decisions"  # its public path
+
+
+def without_rows(shared: Sequence[tuple[LayerStats, LayerStats]]) -> list[tuple[str, list[str]]]:
+    """Return the quantities that some layer has on the other side only: the input determines which rows have them."""
+    names_of: dict[str, dict[str, None]] = {"before": {}, "after": {}}
+    for pair in shared:
+        for name in pair[0].moments:
+            some = [name in part.moments and bool(part.moments[name].count.any()) for part in pair]
+            if name in pair[1].moments and some[0] != some[1]:
+                names_of["after" if some[0] else "before"][name] = None
+    return [(when, list(names)) for when, names in names_of.items()]

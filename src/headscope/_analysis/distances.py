@@ -1,13 +1,18 @@
-"""Distances between heads: by their maps, by ``received`` of their keys, and by the means of their rows."""
+"""Distances between heads: by their maps, by ``received`` of their keys, and by the means of their rows.
+
+And the weight between segments, before and after.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headscope.stats import SegmentMass
 from headscope.stats._layer import LayerStats
 
 PROFILE = ("self", "previous", "next", "first", "max_weight", "normalized_entropy", "duplicate", "induction")
@@ -67,3 +72,28 @@ def largest_gap(x: Tensor, y: Tensor) -> Tensor:
     for a, b in zip(x.unbind(-1), y.unbind(-1), strict=True):
         gap = torch.maximum(gap, (a[:, None] - b).abs().nan_to_num(0.0))
     return gap
+
+
+class PairMeans(NamedTuple):
+    """The mean weight between two segments before and after, NaN without rows; and the rows of each."""
+
+    name: str
+    before: float
+    after: float
+    rows: tuple[int, int]
+
+
+def segment_means(old: SegmentMass | None, new: SegmentMass | None, head: int) -> Iterator[PairMeans]:
+    """Yield the means of each pair of segments of a head, if both have the same segments."""
+    if old is None or new is None or old.names != new.names:
+        return
+    after = new.pairs()
+    for name, (mean, count) in old.pairs().items():
+        later, later_count = after[name]
+        yield PairMeans(name, float(mean[head]), float(later[head]), (int(count[head]), int(later_count[head])))
+
+
+def segment_notes(shared: Iterable[tuple[SegmentMass | None, SegmentMass | None]]) -> list[str]:
+    """Describe the segments that differ, so their weights are not compared."""
+    pairs = dict.fromkeys((a.names, b.names) for a, b in shared if a is not None and b is not None)
+    return [f"Different segments: {', '.join(old)} before, {', '.join(new)} after" for old, new in pairs if old != new]

@@ -283,11 +283,10 @@ def _forgotten(call: InterceptedCall) -> int:
 
 def _of_tokens(part: LayerStats, call: InterceptedCall) -> LayerStats:
     """Retain ``received`` of the keys of tokens only: the positions of the other keys are those of later tokens."""
-    if part.received is None or part.eligible is None:
-        return part
     first, tokens = _forgotten(call), call.k.shape[-2] - call.beside
-    received, eligible = (F.pad(each[:, :tokens], (first, 0)) for each in (part.received, part.eligible))
-    return replace(part, received=received, eligible=eligible)
+    fill = {"received": 0, "eligible": 0, "received_max": math.nan}
+    keys = {name: each for name in fill if (each := getattr(part, name)) is not None}
+    return replace(part, **{name: F.pad(x[:, :tokens], (first, 0), value=fill[name]) for name, x in keys.items()})
 
 
 def _without_first(part: LayerStats) -> LayerStats:

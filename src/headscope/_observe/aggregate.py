@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +16,8 @@ from headscope._observe.kept_tiles import ObservedTiles, keep_tiles
 from headscope._observe.native_observer import Ready
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
-from headscope.stats import Observe
-from headscope.stats._layer import Kept, LayerStats, Moments
+from headscope.stats import Observe, SegmentMass
+from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 
 
 class LazyLayer(Mapping[str, LayerStats]):
@@ -54,6 +56,9 @@ def layer_stats(
     received, eligible, rows = None, None, observed.rows_counted
     if observed.received is not None and observed.eligible is not None:
         received, eligible = (_filed(x, known.first_key) for x in (observed.received, observed.eligible))
+    masses, maxima = None, observed.received_max
+    if what.segments is not None and observed.segments is not None:
+        masses = SegmentMass(what.segments.names, *observed.segments)
     if rows is None:
         assert observed.counted is not None  # one of them is present
         rows = observed.counted.sum((0, 2))
@@ -67,20 +72,38 @@ def layer_stats(
         moments=moments,
         received=received,
         eligible=eligible,
-        map=observed.map,
-        edges=observed.edges,
+        map=_placed_map(observed.map, known.whole_sequence.start),
+        edges=_placed_edges(observed.edges, known.whole_sequence.start),
         kept=_kept_rows(what, known, observed),
         tiles={} if tiles is None else {0: tiles},
-        lengths=(call.queries, call.keys),
+        lengths=known.whole_sequence[1:],
         first=what.first if what.row_stats else None,
+        segments=masses,
+        received_max=None if maxima is None else _filed(maxima, known.first_key, math.nan),
     )
 
 
-def _filed(columns: Tensor, first_key: int) -> Tensor:
+def _placed_map(cells: HeadMap | None, start: int) -> HeadMap | None:
+    """Return a map whose places count queries from the first one of the whole sequence."""
+    return cells if cells is None or not start else replace(cells, places=_placed(cells.places, start))
+
+
+def _placed_edges(edges: Edges | None, start: int) -> Edges | None:
+    return edges if edges is None or not start else replace(edges, at=_placed(edges.at, start))
+
+
+def _placed(at: Tensor, start: int) -> Tensor:
+    """Return places whose last two numbers are query and key, -1 for none, with the query ``start`` rows later."""
+    at = at.clone()
+    at[..., -2] += torch.where(at[..., -2] >= 0, start, 0).to(at.dtype)
+    return at
+
+
+def _filed(columns: Tensor, first_key: int, fill: float = 0) -> Tensor:
     """Return key quantities by absolute position."""
     if first_key == 0:
         return columns
-    return torch.nn.functional.pad(columns, (first_key, 0))
+    return torch.nn.functional.pad(columns, (first_key, 0), value=fill)
 
 
 def tiles_of(request: Request, known: Scene | Ready) -> ObservedTiles | None:
@@ -95,5 +118,5 @@ def _kept_rows(what: Observe, known: Scene | Ready, observed: Observed) -> tuple
     if not values:
         return ()
     assert observed.counted is not None  # it is, whenever rows are retained
-    index = torch.tensor(list(known.rows), dtype=torch.long, device="cpu")
+    index = torch.tensor(list(known.rows), dtype=torch.long, device="cpu") + known.whole_sequence.start
     return (Kept(index, observed.counted, values),)

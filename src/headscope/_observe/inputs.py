@@ -8,7 +8,7 @@ weights, ``portable`` and ``native_observer``, take these two.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -35,6 +35,8 @@ class Reductions:
         edges, top: the number of largest weights of a head and of a row; 0 = none.
         windows: the distances of window_{w}.
         extra: the optional row quantities.
+        segments: the number of named segments; 0 = none.
+        received_max: the largest weight of each key.
     """
 
     rows: bool
@@ -45,6 +47,21 @@ class Reductions:
     top: int
     windows: tuple[float, ...]
     extra: tuple[str, ...] = ()
+    segments: int = 0
+    received_max: bool = False
+
+
+class Whole(NamedTuple):
+    """The sequence of which a call may have only some rows.
+
+    Attributes:
+        start: the place of the first query of the call.
+        queries, keys: the numbers of its queries and keys; key 0 of the call is its first.
+    """
+
+    start: int
+    queries: int
+    keys: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +95,8 @@ class Request:
     """The prepared call: equal for calls of equal sizes, strides, dtypes and options."""
     has_place: bool
     """q, k and v are the caller's, with a last stride of 1, so further calls may take the fast path."""
+    rows_at: tuple[int, int] | None = None
+    """The place of the first query in a whole sequence, and the number of its queries."""
 
 
 def to_reductions(what: Observe) -> Reductions:
@@ -91,4 +110,6 @@ def to_reductions(what: Observe) -> Reductions:
         top=what.top,
         windows=tuple(what.windows),
         extra=tuple(what.extra),
+        segments=0 if what.segments is None else len(what.segments.names),
+        received_max=what.received_max,
     )

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from headscope._attend.call import Call
+from headscope._observe.inputs import Whole
 from headscope.stats._layer import wide
 
 
@@ -91,12 +91,15 @@ def binned(x: Tensor, axis: int, cut: Segments, fill: float) -> Tensor:
 
 def add_to_map(
     sums: MapSums, p: Tensor, visible: Tensor | None, hidden: Tensor | None, counted: Tensor,
-    heads: slice, batch: int, queries: Sequence[int], j: slice, call: Call,
+    heads: slice, batch: int, queries: Sequence[int], j: slice, whole: Whole,
 ) -> None:  # fmt: skip
     """Add a tile: p [b, h, i, j] of these heads, queries and keys, whose first batch entry is number ``batch``."""
     n = sums.sum.shape[-1]
-    rows = segments(queries, call.queries, n, p.device)
-    columns = segments(range(j.start, j.stop), call.keys, n, p.device)
+    placed = range(queries.start + whole.start, queries.stop + whole.start) if isinstance(queries, range) else queries
+    if whole.start and not isinstance(queries, range):
+        placed = [query + whole.start for query in queries]
+    rows = segments(placed, whole.queries, n, p.device)
+    columns = segments(range(j.start, j.stop), whole.keys, n, p.device)
     at = (heads, rows.bins, columns.bins)
     sums.sum[at] += _sum(_sum(p, 3, columns), 2, rows).sum(0)
     per_row = columns.index.new_full((1, 1, 1, len(columns.index)), columns.index.shape[1])

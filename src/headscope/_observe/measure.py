@@ -30,12 +30,14 @@ class Positions:
         q_pos, k_pos: as ``headscope.observe`` takes them.
         kind: "cross" if queries and keys do not share an axis.
         real: which keys are not padding, boolean [B or 1, K]; None = those that are visible to some query.
+        rows_at: the place of the first query in a whole sequence, and the number of its queries.
     """
 
     q_pos: Tensor | None = None
     k_pos: Tensor | None = None
     kind: Literal["self", "cross"] = "self"
     real: Tensor | None = None
+    rows_at: tuple[int, int] | None = None
 
 
 SELF = Positions()
@@ -73,6 +75,7 @@ def measure(
         what=what,
         prepared=prepared,
         has_place=False,
+        rows_at=positions.rows_at,
     )
     return steps.observe_request(request)
 

@@ -25,6 +25,7 @@ from headscope._observe.inputs import Reductions, to_reductions
 from headscope._observe.portable import row_names
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
+from headscope._observe.segment_ids import NativeSegments
 from headscope.stats import Observe, histogram_edges
 from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed
 
@@ -78,7 +79,7 @@ def _fits(ids: Tensor) -> bool:
 
 PLACES = (
     "counted", "values", "top_weight", "top_key", "received", "eligible", "sum", "max", "pairs", "at",
-    "edge_weight", "edge_at", "whole", "numbers",
+    "edge_weight", "edge_at", "whole", "numbers", "received_max", "segment_sum", "segment_count",
 )  # fmt: skip
 """The results of a call, in the order of ``Place`` in csrc/python/observation.h."""
 
@@ -105,7 +106,7 @@ class Ready:
     Attributes:
         what: the options.
         rows: as in ``Scene``.
-        first_key: likewise.
+        first_key, whole_sequence: likewise.
     """
 
     def __init__(self, what: Observe, scene: Scene) -> None:
@@ -114,6 +115,7 @@ class Ready:
         self.what = what
         self.rows = scene.rows
         self.first_key = scene.first_key
+        self.whole_sequence = scene.whole_sequence
         self.dtype = accumulate_dtype(call.dtype)
         later = self.reductions.edges > (MAX_MAP_EDGES if self.reductions.bins else 0)
         only = ["max_weight", "max_logit"] if later else []
@@ -138,8 +140,12 @@ class Ready:
             stay["counted"] = passing.pop("counted")
         if reductions.rows and reductions.argmax:
             stay["values"] = passing.pop("values")
-        if reductions.received:
+        if reductions.received or reductions.received_max:
             stay |= {"received": (double, keys), "eligible": (whole, keys)}
+        if reductions.received_max:
+            stay["received_max"] = (double, keys)
+        if count := reductions.segments:
+            stay |= {"segment_sum": (double, (call.heads, count, count)), "segment_count": (whole, (call.heads, count))}
         if reductions.bins:
             stay |= {"sum": (double, cells), "max": (double, cells), "pairs": (whole, cells)}
             stay["at"] = (torch.int32, (*cells, 3))
@@ -167,7 +173,8 @@ class Ready:
         the key positions, and of each query's own key; token ids; address, batch stride and number of the first keys;
         address and strides of ``may_count``; lse, and its tolerance; number of largest weights; bins of the map; edges
         of its bins; number, address and length of the histograms' borders; the offset of each of ``PLACES``, -1 for
-        none; the size of the result, and of the scratch memory after it.
+        none; the size of the result, and of the scratch memory after it; number of segments, addresses of those of keys
+        and of the ends of their runs, their batch stride, address and batch stride of those of rows.
         """
         address, reductions = native.address, self.reductions
         kernel_call = native.to_kernel_call(self.call, scene.plan, scene.inputs)
@@ -190,6 +197,7 @@ class Ready:
         if may_count is not None:
             strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
         lse = None if scene.lse is None else readable(scene.lse.to(self.dtype)).contiguous()
+        segments = NativeSegments.of(scene.key_segments, scene.row_segments)
         observation = native.extension.Observation(
             kernel_call.call, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
             line, own, address(ids), (*_by_batch(first), first.shape[1]), (address(may_count), *strides),
@@ -197,9 +205,11 @@ class Ready:
             max(1, reductions.top) if reductions.top or reductions.argmax else 0, reductions.bins, edges,
             (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
             [self.parts[name].offset if name in self.parts else -1 for name in PLACES], self.size, room,
+            (0, 0, 0, 0, 0, 0) if segments is None else segments.arguments(reductions.segments),
+            scene.whole_sequence,
         )  # fmt: skip
         mine = kernel_call.held[3:]  # q, k and v change from call to call
-        return observation, (mine, index, line_at, own_at, ids, first, may_count, lse)
+        return observation, (mine, index, line_at, own_at, ids, first, may_count, lse, segments)
 
     def observed(self, memory: Tensor) -> Observed:
         """Return the results, as views of their memory."""
@@ -215,13 +225,15 @@ class Ready:
             rows,
             at.get("counted"),
             torch.zeros(call.heads, dtype=torch.int64, device="cpu"),  # broken; else there would be none
-            at.get("received"),
-            at.get("eligible"),
+            at.get("received") if reductions.received else None,
+            at.get("eligible") if reductions.received else None,
             HeadMap(at["sum"], at["pairs"], at["max"], at["at"]) if reductions.bins else None,
             Edges(at["edge_weight"], at["edge_at"]) if reductions.edges else None,
             Candidates(at["top_weight"], at["top_key"]) if reductions.top else None,
             moments,
             at["whole"][: call.heads] if "whole" in at else None,  # rows that have an lse
+            (at["segment_sum"], at["segment_count"]) if reductions.segments else None,
+            at["received_max"].masked_fill(at["eligible"] == 0, math.nan) if reductions.received_max else None,
         )
 
 

@@ -13,7 +13,7 @@ from headscope._observe.visibility import real_keys
 from headscope._support.arguments import check_layout, check_type, kind, shapes
 from headscope._support.bounded import BoundedTable
 from headscope._support.torch_state import is_traced
-from headscope.masks import Band
+from headscope.masks import Band, Dense, KeyLengths
 from headscope.stats._layer import wide
 
 
@@ -34,7 +34,8 @@ _frames: BoundedTable[Any, Frame] = BoundedTable(16)  # some megabytes each for 
 def to_frame(request: Request) -> Frame:
     """Return the placement of rows and keys; computed once for calls that differ only in their values."""
     call, mask = request.call, request.mask
-    if any(x is not None for x in (request.q_pos, request.k_pos, request.real, request.inputs.bias)):
+    given = (request.q_pos, request.k_pos, request.real, request.inputs.bias, request.rows_at)
+    if any(x is not None for x in given):
         return _build_frame(request)
     if is_traced() or not (mask is None or mask.is_constant()):  # tensors of a tracer are useless outside it
         return _build_frame(request)
@@ -49,12 +50,29 @@ def _build_frame(request: Request) -> Frame:
     line, q_at, k_at = _positions_of(request)
     real = real_keys(call, request.plan, inputs.bias) if request.real is None else request.real
     real = real.expand(call.batch, call.keys).to(inputs.q.device)
+    if request.rows_at is not None and request.kind == "self" and request.real is None:
+        real = _with_keys_before(real, request, request.rows_at[0])
     first = _first_real(real, min(request.what.first, call.keys))
     if request.kind == "cross":
         return Frame(line, q_at, k_at, first, None, None)
     own = _own_index(request) if q_at is None or k_at is None else _own_by_position(request, q_at, k_at, real)
     padding = (own >= 0) & ~real.gather(1, own.clamp_min(0).expand(call.batch, -1)) if call.keys else None  # [B, Q]
     return Frame(line, q_at, k_at, first, own, padding)
+
+
+def _with_keys_before(real: Tensor, request: Request, start: int) -> Tensor:
+    """Return which keys are real, [B, K]: those before the first row are, unless a mask of keys alone hides them.
+
+    That none of these rows sees a key says nothing of it: earlier rows of the sequence may have seen it.
+    """
+    call, mask = request.call, request.mask
+    entries, keys = torch.arange(call.batch)[:, None], torch.arange(min(start, call.keys))
+    before = torch.ones(call.batch, len(keys), dtype=torch.bool)
+    for leaf in () if mask is None else mask.leaves():
+        if isinstance(leaf, KeyLengths) or (isinstance(leaf, Dense) and leaf.is_of_keys):
+            at = leaf.tensors()[0].device
+            before &= leaf.allows(entries.to(at), 0, 0, keys.to(at)).cpu()
+    return torch.cat([before.to(real.device), real[:, len(keys) :]], 1)
 
 
 def _positions_of(request: Request) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -116,8 +134,15 @@ def _offset(request: Request) -> Tensor:
     offsets = [leaf.offset for leaf in leaves if isinstance(leaf, Band)]
     columns = [torch.as_tensor(offset, dtype=torch.long, device=device).reshape(-1, 1) for offset in offsets]
     whole = [column.expand(call.batch, 1) for column in columns]
+    start = None if request.rows_at is None else request.rows_at[0]
     if not columns or any(not torch.equal(one, whole[0]) for one in whole[1:]):
-        return torch.tensor([[call.keys - call.queries]], device=device)
+        return torch.tensor([[call.keys - call.queries if start is None else start]], device=device)
+    if start is not None and bool((columns[0] != start).any()):
+        key = int(columns[0].flatten()[0])
+        raise ValueError(
+            f"rows_at: row 0 is row {start} of the sequence, and the mask places it at key {key}; pass the first "
+            f"{start + call.queries} keys, or a Band with offset={start}"
+        )
     return columns[0]
 
 

@@ -23,6 +23,7 @@ from headscope._observe.map_bins import MapSums, add_to_map
 from headscope._observe.place_quantities import gather_mass, place_values
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
+from headscope._observe.segment_sums import SegmentSums, add_to_maxima, empty_maxima
 from headscope.stats import quantity_names
 from headscope.stats._layer import Edges, HeadMap, wide
 
@@ -39,6 +40,8 @@ def observe_blocks(reductions: Reductions, scene: Scene) -> Observed:
     received = torch.zeros(keys, dtype=wide(device), device=device) if reductions.received else None
     eligible = torch.zeros(keys, dtype=torch.int64, device=device) if reductions.received else None
     sums = MapSums.empty(call.heads, reductions.bins, device) if reductions.bins else None
+    masses = SegmentSums.empty(call.heads, reductions.segments, device, wide(device)) if reductions.segments else None
+    maxima = empty_maxima(call, device, wide(device)) if reductions.received_max else None
     top = Candidates.empty((*shape, reductions.top), dtype, device) if reductions.top else None
     names = row_names(reductions, scene)
     for name in names:
@@ -58,8 +61,21 @@ def observe_blocks(reductions: Reductions, scene: Scene) -> Observed:
         if sums is not None:
             queries = range(block.r.start, block.r.stop) if scene.whole else scene.rows[block.r]
             add_to_map(
-                sums, tile.p, tile.visible, tile.hidden, tile.counted, heads, block.b.start, queries, block.j, call
+                sums,
+                tile.p,
+                tile.visible,
+                tile.hidden,
+                tile.counted,
+                heads,
+                block.b.start,
+                queries,
+                block.j,
+                scene.whole_sequence,
             )
+        if masses is not None:
+            masses.add(scene, block, tile, heads)
+        if maxima is not None:
+            add_to_maxima(maxima[heads, block.j], tile)
         if top is not None:
             _store_top(tile, block.j.start, top, at)
     edges = None
@@ -68,7 +84,11 @@ def observe_blocks(reductions: Reductions, scene: Scene) -> Observed:
     if not reductions.rows:
         rows.pop("max_weight", None)
     received, eligible = (None if x is None else x.sum(0) for x in (received, eligible))
-    return Observed(rows, counted, broken, received, eligible, sums and _map(sums), edges, top)
+    shares = None if masses is None else (masses.sum, masses.count)
+    return Observed(
+        rows, counted, broken, received, eligible, sums and _map(sums), edges, top,
+        segments=shares, received_max=maxima,
+    )  # fmt: skip
 
 
 def _first_run(at: Tensor) -> Tensor:

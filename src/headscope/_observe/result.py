@@ -24,6 +24,8 @@ class Observed(NamedTuple):
         top: keys, int64, and weights of each row's largest, [B, H, R, k] both, or None.
         moments: of the rows, if they are known already.
         rows_counted: the number of counted rows of each head, int64 [H], if known already.
+        segments: sum, float64 [H, S, S], and count, int64 [H, S], of the segments, or None.
+        received_max: the largest weight of each key, [H, K], NaN where no counted row has one, or None.
     """
 
     rows: dict[str, Tensor]
@@ -36,3 +38,5 @@ class Observed(NamedTuple):
     top: Candidates | None
     moments: Mapping[str, Moments] | None = None
     rows_counted: Tensor | None = None
+    segments: tuple[Tensor, Tensor] | None = None
+    received_max: Tensor | None = None

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from headscope._attend.call import FLOATS, Call
 from headscope._attend.interface import Inputs, accumulate_dtype
-from headscope._observe.inputs import Continued, Request
+from headscope._observe.inputs import Continued, Request, Whole
 from headscope._observe.placement import find_first_key, to_frame
+from headscope._observe.segment_ids import segments_of
 from headscope._support.arguments import check_layout, check_type, kind, shapes
 from headscope._support.tensor_classes import ORDINARY, to_ordinary
 from headscope.masks import Plan
@@ -42,6 +43,9 @@ class Scene:
         id_before: of the key before the first one [B], or None.
         has_norms: the lengths of the value vectors are requested.
         first_key: the absolute position of key 0, the index of received and eligible.
+        whole_sequence: the place of the rows in the whole.
+        key_segments, row_segments: the segment of each key and of each row, int64 [B or 1, K] and [B or 1, R], -1 =
+            none; None = not requested.
     """
 
     call: Call
@@ -60,6 +64,9 @@ class Scene:
     id_before: Tensor | None
     has_norms: bool
     first_key: int
+    whole_sequence: Whole
+    key_segments: Tensor | None = None
+    row_segments: Tensor | None = None
 
     @cached_property
     def clean(self) -> bool:
@@ -98,10 +105,12 @@ def build_scene(request: Request) -> Scene:
     counts = _row_mask(request)
     rows = _rows(request, counts)
     index = None if isinstance(rows, range) else torch.tensor(rows, dtype=torch.long, device=inputs.q.device)
+    whole_sequence = _to_whole(request)
     line, q_at, k_at, first, own, padding = to_frame(request)
     if padding is not None:
         counts = ~padding[:, None] if counts is None else counts & ~padding[:, None]
     lse = None if request.lse is None else request.lse.detach().reshape(call.batch, call.heads, call.queries)
+    key_segments, row_segments = segments_of(request, own, index) or (None, None)
     return Scene(
         call=call,
         plan=request.plan,
@@ -118,8 +127,39 @@ def build_scene(request: Request) -> Scene:
         ids=None if what.tokens is None or own is None else _ids(what.tokens, call),
         id_before=None if own is None else _id_before(what, call),
         has_norms=request.has_values and what.row_stats,
-        first_key=find_first_key(k_at) if what.received and request.k_pos is not None else 0,
+        first_key=find_first_key(k_at) if _has_keys(what) and request.k_pos is not None else 0,
+        whole_sequence=whole_sequence,
+        key_segments=key_segments,
+        row_segments=row_segments,
     )
+
+
+def _has_keys(what: Observe) -> bool:
+    """Return whether the options request a quantity of each key."""
+    return what.received or what.received_max
+
+
+def _to_whole(request: Request) -> Whole:
+    """Return the sequence of a request's rows; by default these are all.
+
+    Raises:
+        ValueError: it has fewer rows or keys than the call, or positions are specified as well.
+    """
+    call, at = request.call, request.rows_at
+    if at is None:
+        return Whole(0, call.queries, call.keys)
+    start, total = at
+    if start + call.queries > total:
+        raise ValueError(
+            f"rows_at: {call.queries} rows from row {start} end at {start + call.queries}, expected at most {total}"
+        )
+    if request.kind == "cross":
+        return Whole(start, total, call.keys)
+    if request.q_pos is not None or request.k_pos is not None:
+        raise ValueError("rows_at: got q_pos or k_pos too, expected one of the two: rows_at places the rows itself")
+    if call.keys > total:
+        raise ValueError(f"rows_at: got {total} rows in all, expected at least as many as keys: {call.keys}")
+    return Whole(start, total, total)
 
 
 def _ordinary(request: Request) -> Request:

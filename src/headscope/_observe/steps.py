@@ -92,7 +92,10 @@ def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
 def _is_simple(request: Request) -> bool:
     """Return whether q, k and v are the only tensors of a request."""
     what, inputs, mask = request.what, request.inputs, request.mask
-    tensors = (request.lse, request.q_pos, request.k_pos, request.real, inputs.bias, inputs.sinks, what.tokens)
+    tensors = (
+        *(request.lse, request.q_pos, request.k_pos, request.real, request.rows_at),
+        *(inputs.bias, inputs.sinks, what.tokens),
+    )
     quiet = all(x is None for x in tensors) and not isinstance(what.rows, Tensor) and not what.keep_qk
     return quiet and request.call.form == "plain" and (mask is None or mask.is_constant())
 

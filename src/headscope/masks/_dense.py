@@ -36,6 +36,11 @@ class Dense(Mask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensor", to_tensor("tensor", self.tensor))
 
+    @property
+    def is_of_keys(self) -> bool:
+        """Whether it is the same for every head and query."""
+        return self._four_axes().shape[1:3] == (1, 1)
+
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
         full = self._four_axes()
         return full[tuple(0 if size == 1 else index for size, index in zip(full.shape, (b, h, i, j), strict=True))]

@@ -17,6 +17,8 @@ from headscope.stats._head_stats import HeadStats, merge
 from headscope.stats._layer import Edge, Edges, HeadMap, Kept
 from headscope.stats._options import Observe
 from headscope.stats._quantities import ROW_QUANTITIES, Quantity, histogram_edges, quantity_names, quantity_of
+from headscope.stats._segment_mass import SegmentMass
+from headscope.stats._segments import Segments
 from headscope.stats._summaries import Column, Summary
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "Observe",
     "PatternScores",
     "Quantity",
+    "SegmentMass",
+    "Segments",
     "Summary",
     "best_matches",
     "broken_rows",

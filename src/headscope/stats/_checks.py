@@ -13,6 +13,7 @@ from torch import Tensor
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats._origin import Origin
 from headscope.stats._quantities import quantity_of
+from headscope.stats._segment_mass import SegmentMass
 
 MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
 _ROUNDING = 1e-3  # exceeds any rounding of a weight, of a sum of weights, or of a row quantity
@@ -68,7 +69,7 @@ def _check_weights(name: str, values: Tensor, most: Tensor, absent: Tensor | Non
 
 
 def check_parts(under: str, parts: Mapping[str, Any]) -> None:
-    """Check received weight, the map and edges.
+    """Check received weight, the map, segments and edges.
 
     Raises:
         ValueError: impossible sums or maxima, or a number without a weight.
@@ -83,6 +84,16 @@ def check_parts(under: str, parts: Mapping[str, Any]) -> None:
         _check_weights(f"{under}/map/max", stored.max, one, empty)
         _check_absent(f"{under}/map/max", stored.max, empty)
         _check_places(f"{under}/map/argmax", stored.places, empty)
+    if "segments" in parts:
+        mass: SegmentMass = parts["segments"]
+        _check_weights(f"{under}/segments/sum", mass.sum, mass.count[..., None].double())
+        _check_weights(f"{under}/segments/sum", mass.sum.sum(-1), mass.count.double())
+    if "received_max" in parts:
+        absent = parts["received_max"].isnan()
+        if "received" in parts:
+            absent = parts["eligible"] == 0
+            _check_absent(f"{under}/received_max", parts["received_max"], absent)
+        _check_weights(f"{under}/received_max", parts["received_max"], one, absent)
     if "edges" in parts:
         largest: Edges = parts["edges"]
         absent = largest.at[..., 0] < 0

@@ -19,6 +19,7 @@ from headscope._support.text import visible
 from headscope.stats import _statistics_file, _tables
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
 from headscope.stats._origin import Origin, joined
+from headscope.stats._segment_mass import SegmentMass
 from headscope.stats._summaries import Column, Summary, names_of, stack_columns, summaries_of, summarise
 
 if TYPE_CHECKING:
@@ -169,6 +170,19 @@ class HeadStats:
         return self.received / self.eligible
 
     @property
+    def received_max(self) -> Tensor:
+        """The largest weight that a counted row of any batch entry gives each key, float64 [H, K], by key position.
+
+        NaN for a key that was masked for every counted row.
+        """
+        return self._observed("received_max", "received_max=True")
+
+    @property
+    def segments(self) -> SegmentMass:
+        """The weight that flows between the named segments of the sequence."""
+        return self._observed("segments", "segments=Segments(...)")
+
+    @property
     def map(self) -> HeadMap:
         """The weights in bins."""
         return self._observed("map", "map=64")
@@ -268,14 +282,17 @@ class HeadStats:
     def flat(self) -> dict[str, float]:
         """Return means under flat names for trackers: ``attn/L03/H05/entropy``; L counts the layers of this object.
 
-        A quantity that no row of a head has is omitted.
+        A quantity that no row of a head has is omitted. Segments have ``attn/L03/H05/segments/query/key``.
         """
         number = {layer: n for n, layer in enumerate(self.parts)}
-        return {
+        means = {
             f"attn/L{number[layer]:02d}/H{head:02d}/{name}": summary.mean
             for layer, head, name, summary in self.summaries()
             if summary.count
         }
+        for layer, head, name, _, mean in _tables.pairs_of(self.parts):
+            means[f"attn/L{number[layer]:02d}/H{head:02d}/{name}"] = mean
+        return means
 
     def to_dict(self) -> dict[str, Any]:
         """Return all but retained rows and tensors of keys and bins, ready for JSON: undefined values are None."""
@@ -283,6 +300,8 @@ class HeadStats:
 
     def to_pandas(self) -> Any:
         """Return a ``pandas.DataFrame`` with one line for each layer, head and name: count, mean, std, min, max.
+
+        Segments have one line for each pair, ``segments/query/key``, with count and mean.
 
         Raises:
             ImportError: pandas is not installed.
@@ -301,7 +320,8 @@ class HeadStats:
 
         Args:
             sort: a column: ``layer``, ``head``, ``rows`` or a quantity; by default layers and heads in order.
-            names: which quantities to show (``stats.names`` = all); by default a few, and the one to sort by.
+            names: which quantities to show (``stats.names`` = all; or ``segments/query/key``); by default a few, and
+                the one to sort by.
             descending: the largest first; heads without the quantity come last either way.
             limit: the largest number of lines.
 

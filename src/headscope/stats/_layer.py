@@ -17,27 +17,10 @@ import torch
 from torch import Tensor
 
 from headscope.stats._kept_weights import Tiles
+from headscope.stats._part import LayerPart as _Part
+from headscope.stats._part import wide as wide
 from headscope.stats._quantities import histogram_edges
-
-
-def wide(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums: float64, or float32 on a device without float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-class _Part:
-    """A part that is copied and pickled with its own numbers only: a tensor view would include its whole storage."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: _alone(value) for name, value in self.__dict__.items()}
-
-
-def _alone(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Packed):
-        return Packed(*map(_alone, value))
-    return {name: _alone(each) for name, each in value.items()} if isinstance(value, dict) else value
+from headscope.stats._segment_mass import SegmentMass, longer_maximum, longer_sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,6 +326,8 @@ class LayerStats(_Part):
         tiles: run -> access to its weights, for runs with retained q and k, in order; saved only on request.
         lengths: the numbers of queries and keys of each run; None if they differ.
         first: the number of first real keys in ``first`` and ``streaming_{w}``; None if unknown.
+        segments: see there.
+        received_max: the largest weight that each key receives, by position, [H, K].
     """
 
     heads: int
@@ -360,6 +345,8 @@ class LayerStats(_Part):
     tiles: Mapping[int, Tiles] = field(default_factory=dict[int, Tiles])
     lengths: tuple[int, int] | None = None
     first: int | None = None
+    segments: SegmentMass | None = None
+    received_max: Tensor | None = None
 
     @property
     def last_tiles(self) -> Tiles | None:
@@ -380,7 +367,7 @@ class LayerStats(_Part):
                     f"device: cannot merge statistics on {self.rows.device} with statistics on {other.rows.device}; "
                     'move both to one device first: stats.to("cpu")'
                 )
-            for part in ("moments", "received", "map", "edges", "kept"):
+            for part in ("moments", "received", "map", "edges", "kept", "segments", "received_max"):
                 if _has(self, part) != _has(other, part):
                     option = "row_stats" if part == "moments" else part
                     raise ValueError(
@@ -393,6 +380,7 @@ class LayerStats(_Part):
         before = [0, *accumulate(each.runs for each in several[:-1])]
         maps = [each.map for each in several if each.map is not None]
         edges = [each.edges for each in several if each.edges is not None]
+        masses = [each.segments for each in several if each.segments is not None]
         return LayerStats(
             self.heads,
             sum(each.runs for each in several),
@@ -401,14 +389,16 @@ class LayerStats(_Part):
             reduce(torch.add, [each.rows for each in several]),
             reduce(torch.add, [each.broken for each in several]),
             reduce(merged, [each.moments for each in several]),
-            reduce(_longer, [each.received for each in several]),
-            reduce(_longer, [each.eligible for each in several]),
+            reduce(longer_sum, [each.received for each in several]),
+            reduce(longer_sum, [each.eligible for each in several]),
             HeadMap.merged(maps, before) if maps else None,
             Edges.merged(edges, before) if edges else None,
             tuple(rows for each in several for rows in each.kept),
             {n + run: at for n, each in zip(before, several, strict=True) for run, at in each.tiles.items()},
             self.lengths if all(each.lengths == self.lengths for each in others) else None,
             first[0] if first else None,
+            SegmentMass.merged(masses) if masses else None,
+            reduce(longer_maximum, [each.received_max for each in several]),
         )
 
     def to(self, device: torch.device | str) -> LayerStats:
@@ -421,13 +411,13 @@ def _has(stats: LayerStats, part: str) -> bool:
     return value is not None and (not isinstance(value, (Mapping, tuple)) or len(value) > 0)
 
 
-def _longer(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Return the sum of both by position, the shorter extended by zeros."""
-    if a is None or b is None:
-        return None
-    keys = max(a.shape[-1], b.shape[-1])
-    a, b = (torch.nn.functional.pad(x, (0, keys - x.shape[-1])) for x in (a, b))
-    return a + b
+def equally_segmented(parts: Sequence[LayerStats]) -> list[LayerStats]:
+    """Return the parts of a layer, those without segments with a mass of no rows if others have one."""
+    known = next((part.segments for part in parts if part.segments is not None), None)
+    if known is None:
+        return [*parts]
+    empty = SegmentMass(known.names, torch.zeros_like(known.sum), torch.zeros_like(known.count))
+    return [part if part.segments is not None else replace(part, segments=empty) for part in parts]
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -440,7 +430,7 @@ def moved(value: Any, device: torch.device) -> Any:
         return {name: moved(each, device) for name, each in value.items()}
     if isinstance(value, tuple):
         return tuple(moved(each, device) for each in value)
-    if isinstance(value, (Moments, HeadMap, Edges, Kept, LayerStats)):
+    if isinstance(value, (Moments, HeadMap, Edges, Kept, LayerStats, SegmentMass)):
         return replace(value, **{each.name: moved(getattr(value, each.name), device) for each in fields(value)})
     return value
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headscope._support.arguments import check_type, kind, number, whole
 from headscope.stats._quantities import ROW_QUANTITIES
+from headscope.stats._segments import Segments
 
 __all__ = ["Observe"]
 
@@ -38,6 +39,8 @@ class Observe:
         keep_rows: retain the row quantities of every row, and the argmax, [B, H, R].
         keep_qk: retain copies of q and k, so ``HeadStats.tile`` can compute any exact piece of the weights.
         extra: names of optional row quantities: ``second_weight``.
+        segments: named segments of the sequence: the weight that flows from segment to segment.
+        received_max: the largest weight that each key receives.
 
     Raises:
         TypeError: an argument is not of the right kind.
@@ -64,9 +67,11 @@ class Observe:
     keep_rows: bool = False
     keep_qk: bool = False
     extra: Collection[str] = ()
+    segments: Segments | None = None
+    received_max: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("row_stats", "received", "keep_rows", "keep_qk"):
+        for name in ("row_stats", "received", "keep_rows", "keep_qk", "received_max"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: got {kind(getattr(self, name))}, expected True or False")
         self._check_rows()
@@ -97,6 +102,8 @@ class Observe:
             )
 
         object.__setattr__(self, "extra", self._extra())
+        if self.segments is not None:
+            check_type("segments", self.segments, Segments, "a headscope.Segments or None")
 
     def _extra(self) -> tuple[str, ...]:
         names = [each.name for each in ROW_QUANTITIES if each.on_request]

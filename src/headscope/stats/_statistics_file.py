@@ -45,6 +45,8 @@ from headscope.stats._kept_weights import KeptWeights, weights_of
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
+from headscope.stats._segment_mass import SegmentMass
+from headscope.stats._segments import Segments
 from headscope.stats._tensor_reader import NoTensorsError, TensorFile
 
 VERSION = 1
@@ -172,6 +174,10 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
     for which, (_, whats) in _PARTS.items():
         if (value := getattr(part, which)) is not None:
             tensors |= {f"{under}/{which}/{what}": getattr(value, what) for what in whats}
+    if part.segments is not None:
+        tensors |= {f"{under}/segments/{what}": getattr(part.segments, what) for what in ("sum", "count")}
+    if part.received_max is not None:
+        tensors[f"{under}/received_max"] = part.received_max
     for run, rows in enumerate(part.kept):
         tensors |= {f"{under}/kept/{run}/queries": rows.queries, f"{under}/kept/{run}/counted": rows.counted}
         tensors |= {f"{under}/kept/{run}/values/{what}": x for what, x in rows.values.items()}
@@ -184,6 +190,8 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
         "kept": [list(rows.values) for rows in part.kept],
         "lengths": part.lengths,
         "first": part.first,
+        "segments": None if part.segments is None else list(part.segments.names),
+        "received_max": part.received_max is not None,
     }
 
 
@@ -301,7 +309,8 @@ def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tenso
 
 def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], file: TensorFile) -> LayerStats:
     """Read the result of ``_store_layer``."""
-    entry = {"lengths": None, "first": None, "qk": [], "qk_runs": None} | entry  # older files lack these
+    later = {"lengths": None, "first": None, "qk": [], "qk_runs": None, "segments": None, "received_max": False}
+    entry = later | entry  # older files lack these
     numbers = {what: read_whole(entry, what, 0) for what in _NUMBERS}
     looked_at = read_whole(entry, "looked_at", 0, numbers["of"])
     lengths = _read_lengths(entry, numbers["of"])
@@ -327,6 +336,7 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
     }
     if read_value(entry, "received", bool):
         parts |= {what: read(what, "H", "K", within=(0, None)) for what in ("received", "eligible")}
+    parts |= _read_segments(entry, read, int(rows.max()) if len(rows) else 0)
     check_parts(under, parts)
     retained = tuple(
         _read_kept(names, under, run, read, queries, keys) for run, names in enumerate(read_list(entry, "kept", list))
@@ -345,6 +355,18 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
         tiles=dict(zip(runs, tiles, strict=True)), lengths=lengths,
         first=None if read_value(entry, "first", int, NoneType) is None else read_whole(entry, "first", 1, math.inf),
     )  # fmt: skip
+
+
+def _read_segments(entry: dict[str, Any], read: Callable[..., Tensor], rows: int) -> dict[str, Any]:
+    """Read the mass of segments and the largest weight of each key; ``rows``: the most counted rows of a head."""
+    parts: dict[str, Any] = {}
+    if read_value(entry, "segments", list, NoneType) is not None:
+        names, size = Segments(read_list(entry, "segments", str), []).names, len(entry["segments"])
+        total = read("segments/sum", "H", size, size, within=(0, None))
+        parts["segments"] = SegmentMass(names, total, read("segments/count", "H", size, within=(0, rows + 1)))
+    if read_value(entry, "received_max", bool):
+        parts["received_max"] = read("received_max", "H", "K", within=(0, None))
+    return parts
 
 
 def _read_lengths(entry: dict[str, Any], of: int) -> tuple[int, int] | None:

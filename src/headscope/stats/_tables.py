@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from headscope._support.jsonable import plain
@@ -34,6 +34,9 @@ def to_dict(parts: Mapping[str, LayerStats]) -> dict[str, Any]:
         }
         if part.edges is not None:
             layers[layer]["edges"] = [[edge._asdict() for edge in part.edges.of(head)] for head in range(part.heads)]
+        if part.segments is not None:
+            numbers = {what: plain(getattr(part.segments, what).tolist()) for what in ("mean", "sum", "count")}
+            layers[layer]["segments"] = {"names": list(part.segments.names), **numbers}
     for layer, head, name, summary in summaries_of(parts):
         layers[layer]["heads"][head][name] = {
             "count": summary.count,
@@ -54,6 +57,7 @@ def to_frame(parts: Mapping[str, LayerStats]) -> Any:
         (layer, head, name, each.count, each.mean, each.std, each.min, each.max)
         for layer, head, name, each in summaries_of(parts)
     ]
+    lines += [(*at, count, mean, math.nan, math.nan, math.nan) for *at, count, mean in pairs_of(parts)]
     return pd.DataFrame(lines, columns=["layer", "head", "name", "count", "mean", "std", "min", "max"])
 
 
@@ -69,7 +73,18 @@ def _lines(parts: Mapping[str, LayerStats]) -> list[Line]:
     for layer, head, name, summary in summaries_of(parts):
         if summary.count:
             lines[layer, head][name] = summary.mean
+    for layer, head, name, _, mean in pairs_of(parts):
+        lines[layer, head][name] = mean
     return list(lines.values())
+
+
+def pairs_of(parts: Mapping[str, LayerStats]) -> Iterator[tuple[str, int, str, int, float]]:
+    """Yield layer, head, ``segments/query/key``, rows and mean of all pairs of segments whose query has rows."""
+    for layer, part in parts.items():
+        for name, (mean, count) in ({} if part.segments is None else part.segments.pairs()).items():
+            for head, (value, rows) in enumerate(zip(mean.tolist(), count.tolist(), strict=True)):
+                if rows:
+                    yield layer, head, name, rows, value
 
 
 def _caption(parts: Mapping[str, LayerStats]) -> str:
@@ -93,7 +108,7 @@ def render_table(
     from rich.table import Table
     from rich.text import Text
 
-    known = (*_PLACE, *names_of(parts))
+    known = (*_PLACE, *names_of(parts), *dict.fromkeys(name for _, _, name, *_ in pairs_of(parts)))
     for argument, requested in (("sort", [sort] if sort is not None else []), ("names", names or ())):
         for name in requested:
             if name not in known:

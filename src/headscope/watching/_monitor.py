@@ -240,6 +240,9 @@ def _fetch(number: int, parts: Mapping[str, LayerStats], layers: Mapping[str, in
             if quantity == "max_logit":
                 names.append((layer, layers[layer], "max_logit_max"))
                 tensors.append(moments.max)
+        for pair, (mean, _) in ({} if part.segments is None else part.segments.pairs()).items():
+            names.append((layer, layers[layer], pair))
+            tensors.append(mean)
     device = tensors[0].device if tensors else torch.device("cpu")
     values = torch.cat([torch.empty(0, device=device), *(each.to(device, non_blocking=True) for each in tensors)])
     heads = [len(each) for each in tensors]

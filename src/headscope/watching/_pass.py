@@ -22,10 +22,12 @@ from headscope._intercept import (
     placed,
     standing,
 )
-from headscope.stats._layer import LayerStats
+from headscope.stats import Observe
+from headscope.stats._layer import LayerStats, equally_segmented
 from headscope.watching._monitor import Monitor
 from headscope.watching._options import Options
 from headscope.watching._recording import Recording
+from headscope.watching._segments import fit_segments
 from headscope.watching._verify import Verifier
 
 
@@ -69,6 +71,7 @@ class Pass:
         self.refused: set[str] = set()
         self.written: set[str] = set()  # modules that have written out an attention
         self.may_be_heads: set[str] = set()  # those whose batch may be heads
+        self.unsegmented: dict[str, str] = {}  # layers with a call that does not fit the segments -> why
 
     def follows(self, name: str) -> bool:
         """Return whether a module is followed: all are in the first forward pass in which they run."""
@@ -144,7 +147,7 @@ class Pass:
                 call = replace(call, kind=kind)
             if call.is_written and (watch.options.what.keep_qk or call.from_exponentials):
                 call = by_product(call) or call
-            part = watch.verifier.measure(layer, call, watch.options.what)
+            part = watch.verifier.measure(layer, call, self._segmented(layer, call, kind))
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {_own_sizes(str(error), call)}") from error
         q = call.q if call.factors is None else call.factors[0]
@@ -156,9 +159,21 @@ class Pass:
             self._note_observed(name)
             watch.recording._add(layer, order, part, kind, origin)
             if watch.monitor is not None:
-                self.parts[layer] = self.parts[layer].merge(part) if layer in self.parts else part
+                both = equally_segmented([self.parts[layer], part]) if layer in self.parts else [part]
+                self.parts[layer] = both[0].merge(*both[1:])
 
         return record
+
+    def _segmented(self, layer: str, call: InterceptedCall, kind: str) -> Observe:
+        """Return the options with the segments of this call."""
+        what = self.watch.options.what
+        if what.segments is None:
+            return what
+        segments = fit_segments(what.segments, call, kind)
+        if not isinstance(segments, str):
+            return what if segments is what.segments else replace(what, segments=segments)
+        self.unsegmented[layer] = segments
+        return replace(what, segments=None)
 
     def _note_observed(self, name: str) -> None:
         self.observed.add(name)

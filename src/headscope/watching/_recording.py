@@ -15,7 +15,7 @@ from headscope._support.text import visible
 from headscope.comparing import Comparison, Thresholds, compare
 from headscope.report import viewer
 from headscope.stats import Column, HeadStats, Summary, merge
-from headscope.stats._layer import LayerStats
+from headscope.stats._layer import LayerStats, equally_segmented
 from headscope.stats._origin import LayerOrigin
 from headscope.watching import _recording_file
 from headscope.watching._about import About
@@ -270,7 +270,7 @@ class Recording:
         if name in self._parts:
             parts.insert(0, self._parts[name])
         try:
-            merged = merge(*(HeadStats({name: part}) for part in parts))
+            merged = merge(*(HeadStats({name: part}) for part in equally_segmented(parts)))
         except ValueError as error:
             raise WatchError(f"watch: {error}; a layer must have the same heads in every call") from error
         self._parts[name] = merged.parts[name]

@@ -46,6 +46,7 @@ from headscope.watching._options import Options, check, texts_of
 from headscope.watching._pass import Again, Pass
 from headscope.watching._problems import check_rule, nothing_observed
 from headscope.watching._recording import Recording
+from headscope.watching._segments import warn_of_unsegmented
 from headscope.watching._token_ids import Streams, check_texts, ids_of_keys
 from headscope.watching._verify import Verifier
 
@@ -179,6 +180,7 @@ class Watch:
         self._errors: dict[str, tuple[Tensor, float]] = {}
         self._warned: set[str] = set()
         self._taken_for_batches: set[str] = set()
+        self._unsegmented: set[str] = set()  # layers that a warning has named because they do not fit the segments
         self._warned_of_ids = False
         self._running: set[Pass] = set()
 
@@ -303,6 +305,10 @@ class Watch:
             self.recording._verify(self.verifier)
         if not finished or not forward.active or isinstance(forward, Again):
             return
+        unsegmented = {name: why for name, why in forward.unsegmented.items() if name not in self._unsegmented}
+        if unsegmented:
+            self._unsegmented |= unsegmented.keys()
+            warn_of_unsegmented(unsegmented)
         unfollowed = [name for name, operator in forward.unrecorded.items() if operator is None]
         unfollowed = [name for name in unfollowed if name in self._ran and name not in self._followed]
         self._followed |= forward.to_follow

@@ -1,0 +1,105 @@
+"""The weight between the segments of a sequence; and quantities of keys, merged by position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from headscope.stats._part import LayerPart
+
+__all__ = ["SegmentMass"]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentMass(LayerPart):
+    """The weight that flows between the segments of a sequence: row = the query's segment, column = the key's.
+
+    ``mass[query, key]`` is the mean of one pair of names, [H]. Weight on keys without a segment is in no column.
+
+    Attributes:
+        names: of the segments, S of them.
+        sum: the sum of the weights, float64 [H, S, S].
+        count: the number of counted rows whose query is in each segment, int64 [H, S].
+
+    Examples:
+        >>> import torch
+        >>> from headscope import Observe, Segments, observe
+        >>> q = torch.zeros(1, 1, 4, 8)  # equal logits: even rows
+        >>> observe(q, q, what=Observe(segments=Segments(["a", "b"], [0, 1, 1, 1]))).segments.mean
+        tensor([[[0.2500, 0.7500],
+                 [0.2500, 0.7500]]], dtype=torch.float64)
+    """
+
+    names: tuple[str, ...]
+    sum: Tensor
+    count: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over counted rows of the weight on a segment, [H, S, S]; NaN for a segment without such rows."""
+        return self.sum / self.count[..., None]
+
+    def __getitem__(self, pair: tuple[str, str]) -> Tensor:
+        places: list[int] = []
+        for name in pair:
+            if name not in self.names:
+                raise KeyError(f"{name}: is not a segment; expected two of {', '.join(self.names)}")
+            places.append(self.names.index(name))
+        if len(places) != 2:
+            raise KeyError(f"{pair}: expected two names, of the query's segment and of the key's")
+        return self.mean[:, places[0], places[1]]
+
+    @staticmethod
+    def merged(several: Sequence[SegmentMass]) -> SegmentMass:
+        """Return the mass of the rows of all.
+
+        Raises:
+            ValueError: different names.
+        """
+        first = several[0]
+        if other := next((each for each in several if each.names != first.names), None):
+            raise ValueError(
+                f"segments: cannot merge {', '.join(first.names)} with {', '.join(other.names)}; expected the same "
+                "names in the same order"
+            )
+        total, count = first.sum, first.count
+        for each in several[1:]:
+            total, count = total + each.sum, count + each.count
+        return SegmentMass(first.names, total, count)
+
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return ``segments/query/key`` -> mean and count of a pair, [H] both, for tables and trackers."""
+        mean = self.mean
+        return {
+            f"segments/{query}/{key}": (mean[:, a, b], self.count[:, a])
+            for (a, query), (b, key) in product(enumerate(self.names), repeat=2)
+        }
+
+
+def longer_sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return the sum of both by position, the shorter extended by zeros."""
+    if a is None or b is None:
+        return None
+    a, b = _equally_long(a, b, 0.0)
+    return a + b
+
+
+def longer_maximum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return the maximum of both by position, the shorter extended by NaN, which is no number."""
+    if a is None or b is None:
+        return None
+    return torch.fmax(*_equally_long(a, b, math.nan))
+
+
+def _equally_long(a: Tensor, b: Tensor, fill: float) -> tuple[Tensor, Tensor]:
+    keys = max(a.shape[-1], b.shape[-1])
+    a, b = (torch.nn.functional.pad(x, (0, keys - x.shape[-1]), value=fill) for x in (a, b))
+    return a, b
+
+
+SegmentMass.__module__ = "headscope.stats"  # its public path

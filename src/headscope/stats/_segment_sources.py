@@ -1,0 +1,135 @@
+"""The segments of a chat, and of the images in a prompt."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from headscope._support.arguments import as_whole, kind, whole
+
+Span = tuple[int, int]
+
+
+def chat_spans(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, options: Mapping[str, Any]
+) -> tuple[tuple[str, ...], list[list[Span]], Any]:
+    """Return a name and the characters of each message in the rendered chat, and the offsets of its tokens.
+
+    Raises:
+        TypeError, ValueError: see ``Segments.from_chat``.
+    """
+    if not isinstance(cast("object", messages), Sequence) or isinstance(messages, str) or not messages:
+        raise TypeError(f"messages: got {kind(messages)}, expected a list of mappings with role and content")
+    for method in ("apply_chat_template", "__call__"):
+        if not hasattr(tokenizer, method):
+            raise TypeError(f"tokenizer: got {kind(tokenizer)}, expected one with apply_chat_template")
+    text: Any = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    try:
+        encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"tokenizer: {kind(tokenizer)} has no offsets; expected a fast one (AutoTokenizer, use_fast=True)"
+        ) from error
+    roles: list[str] = []
+    spans: list[list[Span]] = []
+    end = 0
+    for number, message in enumerate(messages):
+        roles.append(str(message.get("role", "message")))
+        pieces: list[Span] = []
+        for content in _texts(message, number):
+            start = text.find(content, end)
+            if start < 0:
+                raise ValueError(
+                    f"messages: the rendered chat lacks the content of message {number} ({roles[-1]}), which the "
+                    "template changes or moves; use Segments.from_offsets on the text"
+                )
+            end = start + len(content)
+            pieces.append((start, end))
+        spans.append(pieces)
+    many, before = Counter(roles), Counter[str]()
+    names: list[str] = []
+    for role in roles:
+        before[role] += 1
+        names.append(role if many[role] == 1 else f"{role} {before[role]}")
+    return tuple(names), spans, encoded["offset_mapping"]
+
+
+def _texts(message: Mapping[str, Any], number: int) -> list[str]:
+    """Return the texts of a message, without the white space around them, which templates remove."""
+    content = message.get("content")
+    if isinstance(content, str):
+        content = [{"text": content}]
+    pieces = cast("list[object]", content) if isinstance(content, (list, tuple)) else []
+    every: list[Any] = [cast("Mapping[str, Any]", each).get("text") for each in pieces if isinstance(each, Mapping)]
+    texts = [each.strip() for each in every if isinstance(each, str) and each.strip()]
+    if not texts:
+        raise ValueError(f"messages: message {number} has no text; expected content with at least one character")
+    return texts
+
+
+def image_segments(
+    ids: Tensor | Sequence[int], image_token: int, grid: Span | Sequence[Span], parts: Span, newlines: bool,
+    names: Collection[str] | None,
+) -> tuple[tuple[str, ...], Tensor]:  # fmt: skip
+    """Return the names of the regions of all images, and the region of each token: -1 = newline, -2 = text.
+
+    Raises:
+        TypeError, ValueError: see ``Segments.from_image_tokens``.
+    """
+    tokens: Tensor = torch.as_tensor(ids, device="cpu").detach()
+    if tokens.dtype.is_floating_point or tokens.dtype in (torch.bool, torch.complex64):
+        raise TypeError(f"ids: dtype is {kind(tokens)}, expected whole numbers [K]")
+    if tokens.ndim == 2 and len(tokens) == 1:
+        tokens = tokens[0]
+    if tokens.ndim != 1:
+        raise ValueError(f"ids: got {list(tokens.shape)}, expected [K]: the tokens of one sequence")
+    single = len(grid) == 2 and as_whole(grid[0]) is not None
+    grids = [_grid("grid", each) for each in cast("Sequence[Span]", [grid] if single else grid)]
+    regions = _grid("parts", parts)
+    where = (tokens == whole("image_token", image_token, 0)).nonzero()[:, 0]
+    sizes = [rows * (columns + newlines) for rows, columns in grids]
+    if sum(sizes) != len(where):
+        shown = " + ".join(f"{rows} x {columns + newlines}" for rows, columns in grids) or "none"
+        raise ValueError(
+            f"grid: {shown} = {sum(sizes):,} tokens, the sequence has {len(where):,} with id {image_token}; expected "
+            "rows and columns after the model has merged patches, one grid for each image"
+        )
+    labels = _image_names(names, len(grids))
+    every: list[str] = []
+    pieces: list[Tensor] = []
+    for label, (rows, columns) in zip(labels, grids, strict=True):
+        if rows < regions[0] or columns < regions[1]:
+            raise ValueError(f"parts: got {regions}, expected at most {rows} x {columns}, the grid of {label!r}")
+        down = torch.arange(rows, device="cpu") * regions[0] // rows
+        across = torch.arange(columns, device="cpu") * regions[1] // columns
+        region = down[:, None] * regions[1] + across + len(every)  # [rows, columns]
+        if newlines:
+            region = torch.nn.functional.pad(region, (0, 1), value=-1)
+        pieces.append(region.flatten())
+        if regions == (1, 1):
+            every.append(label)
+        else:
+            every += [f"{label} [{y}, {x}]" for y in range(regions[0]) for x in range(regions[1])]
+    places = torch.full((len(tokens),), -2, device="cpu")
+    if pieces:
+        places[where] = torch.cat(pieces)
+    return tuple(every), places
+
+
+def _image_names(names: Collection[str] | None, count: int) -> list[str]:
+    if names is None:
+        return ["image"] if count == 1 else [f"image {n}" for n in range(count)]
+    if len(names) != count:
+        raise ValueError(f"names: got {len(names)}, expected one for each of {count} images")
+    return list(names)
+
+
+def _grid(argument: str, value: Any) -> Span:
+    sizes = [as_whole(each) for each in cast("Sequence[object]", value)] if isinstance(value, Sequence) else []
+    if len(sizes) != 2 or sizes[0] is None or sizes[1] is None or min(sizes[0], sizes[1]) < 1:
+        raise ValueError(f"{argument}: got {value!r}, expected (rows, columns) from 1")
+    return sizes[0], sizes[1]

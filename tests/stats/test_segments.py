@@ -1,0 +1,406 @@
+"""Segments: their constructors and errors; the mass between them merged, saved, compared and shown."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headscope
+from headscope import HeadStats, Observe, Segments, attend, masks, observe
+from headscope.comparing import Thresholds, compare
+from headscope.stats import SegmentMass
+
+B, H, T, D = 2, 3, 13, 5
+NAMES = ("a", "b", "c")
+
+
+def drawn(length: int = T, seed: int = 0) -> Tensor:
+    return torch.randn(B, H, length, D, generator=torch.Generator().manual_seed(seed))
+
+
+def ids(length: int = T) -> Tensor:
+    return torch.randint(-1, 3, (B, length), generator=torch.Generator().manual_seed(3))
+
+
+def stats_of(seed: int = 0, names: tuple[str, ...] = NAMES, **options: Any) -> HeadStats:
+    q = drawn(seed=seed)
+    return observe(q, q, mask=masks.causal(), what=Observe(segments=Segments(names, ids()), **options))
+
+
+# ---------------------------------------------------------------- constructors
+
+
+def test_spans_may_have_several_pieces() -> None:
+    made = Segments.from_spans({"user": [(0, 2), (4, 5)], "model": range(2, 4)}, 6)
+    assert made.names == ("user", "model")
+    assert made.ids.tolist() == [0, 0, 1, 1, 0, -1]
+
+
+def test_documents_take_names() -> None:
+    assert Segments.from_documents(torch.tensor([0, 1, 3]), ["x", "y"]).ids.tolist() == [0, 1, 1]
+
+
+def test_a_token_across_a_border_belongs_to_the_segment_with_most_of_it() -> None:
+    offsets = torch.tensor([[0, 0], [0, 5], [5, 8], [8, 12], [12, 12]])
+    made = Segments.from_offsets({"x": (0, 6), "y": (6, 12)}, offsets[None])
+    assert made.ids.tolist() == [-1, 0, 1, 1, -1]
+
+
+def test_offsets_of_a_tokenizer() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer: Any = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    text = "one two three . four ?"
+    made = Segments.from_offsets({"s": (0, 15), "q": (16, 22)}, tokenizer.encode(text).offsets)
+    assert made.ids.tolist() == [0, 0, 0, 0, 1, 1]
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.content is string %}{{ m.content | trim }}"
+    "{% else %}{% for part in m.content %}{{ part.text }} {% endfor %}{% endif %} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": " brief or long ? "},
+    {"role": "assistant", "content": [{"type": "text", "text": "long"}, {"type": "text", "text": "brief"}]},
+    {"role": "user", "content": "brief"},
+]
+
+
+def chat_tokenizer(template: str = TEMPLATE) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    transformers: Any = pytest.importorskip("transformers", reason="an optional dependency")
+    words = ["?", "be", "brief", "or", "long", "<", ">", "system", "user", "assistant", "end"]
+    inner: Any = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_a_chat() -> None:
+    """The content of each message, and nothing of the template; a word of an earlier message is not mistaken."""
+    tokenizer = chat_tokenizer()
+    made = Segments.from_chat(MESSAGES, tokenizer, add_generation_prompt=True)
+    assert made.names == ("system", "user 1", "assistant", "user 2")
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    words = tokenizer.convert_ids_to_tokens(ids)
+    assert len(words) == len(made.ids)
+    contents = [[word for word, n in zip(words, made.ids.tolist(), strict=True) if n == m] for m in range(-1, 4)]
+    assert contents[1:] == [["be", "brief"], ["brief", "or", "long", "?"], ["long", "brief"], ["brief"]]
+    assert {*contents[0]} == {"<", ">", "system", "user", "assistant", "end"}
+    assert Segments.from_chat(MESSAGES[:2], tokenizer, ["s", "q"]).names == ("s", "q")
+
+
+def test_wrong_chats() -> None:
+    tokenizer = chat_tokenizer()
+    with pytest.raises(ValueError, match=r"lacks the content of message 0 \(system\)"):
+        Segments.from_chat(MESSAGES, chat_tokenizer("{{ messages[1].content }}"))
+    with pytest.raises(ValueError, match="message 1 has no text"):
+        Segments.from_chat([MESSAGES[0], {"role": "user", "content": "  "}], tokenizer)
+    with pytest.raises(ValueError, match="names: got 1, expected one for each of 4 messages"):
+        Segments.from_chat(MESSAGES, tokenizer, ["a"])
+    with pytest.raises(TypeError, match="messages: got str"):
+        Segments.from_chat("hello", tokenizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tokenizer: got dict"):
+        Segments.from_chat(MESSAGES, {})
+
+
+def test_regions_of_an_image() -> None:
+    """Five rows by three columns: each region has the patches of its part of both axes."""
+    ids = [1, *[7] * 15, 2]
+    made = Segments.from_image_tokens(ids, 7, (5, 3), parts=(2, 3), text=None)
+    assert made.names[:2] == ("image [0, 0]", "image [0, 1]")
+    assert len(made.names) == 6
+    assert made.ids.tolist() == [-1, *[0, 1, 2] * 3, *[3, 4, 5] * 2, -1]
+
+
+def test_tiles_and_a_thumbnail() -> None:
+    ids = torch.tensor([[7, 7, 7, 7, 7, 7, 3, 7]])
+    made = Segments.from_image_tokens(ids, 7, [(1, 3), (3, 1), (1, 1)], names=["tile 0", "tile 1", "thumbnail"])
+    assert made.names == ("tile 0", "tile 1", "thumbnail", "text")
+    assert made.ids.tolist() == [0, 0, 0, 1, 1, 1, 3, 2]
+
+
+def test_rows_that_end_in_a_newline() -> None:
+    made = Segments.from_image_tokens([7] * 6, 7, (2, 2), newlines=True)
+    assert made.ids.tolist() == [0, 0, -1, 0, 0, -1]
+
+
+def test_later_writes_to_the_ids_have_no_effect() -> None:
+    own = torch.tensor([0, 1])
+    made = Segments(["a", "b"], own)
+    own[0] = 1
+    made.ids[1] = 0
+    assert made.ids.tolist() == [0, 1]
+
+
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "overlap": (
+        lambda: Segments.from_spans({"a": (0, 3), "b": (2, 4)}, 5),
+        ValueError,
+        r"'a' \(0, 3\) and 'b'.*overlap",
+    ),
+    "empty": (lambda: Segments.from_spans({"a": (2, 2)}, 5), ValueError, r"'a' has \(2, 2\), which is empty"),
+    "beyond": (lambda: Segments.from_spans({"a": (2, 6)}, 5), ValueError, "expected 0 to 5, the tokens"),
+    "no span": (lambda: Segments.from_spans({"a": []}, 5), ValueError, "'a' has none"),
+    "no pair": (lambda: Segments.from_spans({"a": (1, 2, 3)}, 5), TypeError, r"expected \(start, stop\)"),
+    "id without a name": (lambda: Segments(["a"], [0, 1]), ValueError, "ids: got 1, expected -1"),
+    "id below -1": (lambda: Segments(["a"], [-2]), ValueError, "ids: got -2"),
+    "65 names": (lambda: Segments([str(n) for n in range(65)], [64]), ValueError, "names: got 65, expected 1 to 64"),
+    "a name twice": (lambda: Segments(["a", "a"], [0]), ValueError, "different names"),
+    "pairs of one name": (lambda: Segments(["a", "a/a", "a/a/a"], [0]), ValueError, "pairs differ"),
+    "a str": (lambda: Segments("ab", [0]), TypeError, "names: got str"),
+    "floating ids": (lambda: Segments(["a"], torch.zeros(3)), TypeError, "ids: dtype is float32"),
+    "three axes": (lambda: Segments(["a"], torch.zeros(1, 2, 3).long()), ValueError, r"ids: got \[1, 2, 3\]"),
+    "offsets of another text": (
+        lambda: Segments.from_offsets({"a": (0, 2), "b": (5, 6)}, [(0, 2), (2, 4), (7, 9)]),
+        ValueError,
+        "no token belongs to 'b'",
+    ),
+    "offsets that end too early": (
+        lambda: Segments.from_offsets({"a": (0, 9)}, [(0, 2), (2, 4)]),
+        ValueError,
+        "expected 0 to 4, the characters of the offsets",
+    ),
+    "offsets backwards": (lambda: Segments.from_offsets({"a": (0, 1)}, [(2, 1)]), ValueError, "token 0 has"),
+    "a grid of another size": (
+        lambda: Segments.from_image_tokens([7] * 6, 7, [(2, 2), (1, 1)]),
+        ValueError,
+        "grid: 2 x 2 .* 1 x 1 = 5 tokens, the sequence has 6 with id 7",
+    ),
+    "no grid": (lambda: Segments.from_image_tokens([7], 7, (0, 1)), ValueError, r"grid: got \(0, 1\)"),
+    "more parts than patches": (
+        lambda: Segments.from_image_tokens([7] * 4, 7, (2, 2), parts=(3, 1)),
+        ValueError,
+        "parts: got .*at most 2 x 2",
+    ),
+    "names of images": (
+        lambda: Segments.from_image_tokens([7] * 4, 7, (2, 2), names=["a", "b"]),
+        ValueError,
+        "names: got 2, expected one for each of 1 images",
+    ),
+    "several sequences": (
+        lambda: Segments.from_image_tokens(torch.full((2, 4), 7), 7, (2, 2)),
+        ValueError,
+        r"ids: got \[2, 4\], expected \[K\]",
+    ),
+    "documents that do not ascend": (lambda: Segments.from_documents([0, 3, 3]), ValueError, "cu_seqlens: got 0, 3, 3"),
+    "too many documents": (lambda: Segments.from_documents(range(70)), ValueError, "names: got 69"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_segments(what: str) -> None:
+    make, error, text = WRONG[what]
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_ids_of_another_length() -> None:
+    q = drawn()
+    with pytest.raises(
+        ValueError, match=r"segments: ids are \[12\], expected \[K\] or \[B, K\], here \[13\] or \[2, 13\]"
+    ):
+        observe(q, q, what=Observe(segments=Segments(["a"], [0] * 12)))
+    with pytest.raises(ValueError, match=r"query_ids are \[3\], expected \[Q\]"):
+        observe(q, q, what=Observe(segments=Segments(["a"], [0] * T, [0] * 3)))
+
+
+def test_cross_attention_requires_query_ids() -> None:
+    with pytest.raises(ValueError, match="query_ids is missing"):
+        observe(drawn(), drawn(7), kind="cross", what=Observe(segments=Segments(["a"], [0] * 7)))
+
+
+def test_options_of_another_kind() -> None:
+    with pytest.raises(TypeError, match=r"segments: got .*, expected a headscope.Segments"):
+        Observe(segments=["a"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="received_max: got int"):
+        Observe(received_max=1)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+def test_decoding_steps_add_up_to_the_whole() -> None:
+    """The queries of a step have the ids of the last keys."""
+    q, k = drawn(), drawn(seed=1)
+    whole = observe(q, k, mask=masks.causal(), what=Observe(segments=Segments(NAMES, ids()), received_max=True))
+    steps = [
+        observe(
+            q[:, :, i : i + 1],
+            k[:, :, : i + 1],
+            mask=masks.causal(),
+            what=Observe(segments=Segments(NAMES, ids()[:, : i + 1]), received_max=True),
+        )
+        for i in range(T)
+    ]
+    merged = HeadStats.merge(*steps)
+    assert torch.equal(merged.segments.count, whole.segments.count)
+    torch.testing.assert_close(merged.segments.sum, whole.segments.sum, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(merged.received_max, whole.received_max, rtol=1e-6, atol=1e-6)
+
+
+def test_attend_measures_the_same() -> None:
+    q, what = drawn(), Observe(segments=Segments(NAMES, ids()), received_max=True)
+    attended = attend(q, q, q, mask=masks.causal(), observe=what)
+    again = attend(q, q, q, mask=masks.causal(), observe=what)  # by the fast path, where there is one
+    for stats in (attended.stats, again.stats):
+        assert stats is not None
+        torch.testing.assert_close(stats.segments.sum, stats_of().segments.sum, rtol=1e-6, atol=1e-6)
+    assert torch.equal(attended.out, headscope.attention(q, q, q, mask=masks.causal()))
+
+
+def test_segments_need_no_other_statistic() -> None:
+    q = drawn()
+    what = Observe(row_stats=False, received=False, segments=Segments(NAMES, ids()))
+    stats = observe(q, q, mask=masks.causal(), what=what)
+    torch.testing.assert_close(stats.segments.sum, stats_of().segments.sum)
+    with pytest.raises(ValueError, match="received: was not observed"):
+        _ = stats.received
+
+
+def test_the_largest_weight_needs_no_received() -> None:
+    q = drawn()
+    stats = observe(q, q, what=Observe(row_stats=False, received=False, received_max=True))
+    p = observe(q, q, what=Observe(keep_qk=True)).tile(0, T, 0, T)
+    torch.testing.assert_close(stats.received_max, p.double().amax((0, 2)), rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="received: was not observed"):
+        _ = stats.received
+
+
+def test_a_pair_by_its_names() -> None:
+    mass = stats_of().segments
+    assert torch.equal(mass["b", "c"], mass.mean[:, 1, 2])
+    with pytest.raises(KeyError, match="d: is not a segment; expected two of a, b, c"):
+        _ = mass["d", "a"]
+
+
+def test_a_merge_adds() -> None:
+    one, other = stats_of(received_max=True), stats_of(1, received_max=True)
+    both = one.merge(other)
+    assert torch.equal(both.segments.sum, one.segments.sum + other.segments.sum)
+    assert torch.equal(both.segments.count, one.segments.count + other.segments.count)
+    assert torch.equal(both.received_max, torch.maximum(one.received_max, other.received_max))
+
+
+def test_a_merge_requires_the_same_names() -> None:
+    with pytest.raises(ValueError, match="segments: cannot merge a, b, c with a, b, d"):
+        stats_of().merge(stats_of(names=("a", "b", "d")))
+    q = drawn()
+    with pytest.raises(ValueError, match="segments: cannot merge, only one of the two has it"):
+        stats_of().merge(observe(q, q))
+
+
+def test_the_shorter_maximum_is_extended() -> None:
+    q = drawn()
+    short = observe(q[:, :, :7], q[:, :, :7], what=Observe(received_max=True))
+    whole = observe(q, q, what=Observe(received_max=True))
+    both = short.merge(whole).received_max
+    assert torch.equal(both[:, 7:], whole.received_max[:, 7:])
+    assert torch.equal(both[:, :7], torch.maximum(short.received_max, whole.received_max[:, :7]))
+
+
+def test_files_and_copies(tmp_path: Path) -> None:
+    stats = stats_of(received_max=True)
+    path = stats.save(tmp_path / "stats.safetensors")
+    for again in (HeadStats.load(path), copy.deepcopy(stats), pickle.loads(pickle.dumps(stats)), stats.to("cpu")):
+        assert again.segments.names == NAMES
+        assert torch.equal(again.segments.sum, stats.segments.sum)
+        assert torch.equal(again.segments.count, stats.segments.count)
+        assert torch.equal(again.received_max, stats.received_max)
+
+
+def test_a_key_that_no_row_sees(tmp_path: Path) -> None:
+    q = drawn()
+    stats = observe(q, q, mask=masks.KeyLengths(torch.tensor([9, 11])), what=Observe(received_max=True))
+    assert stats.received_max[:, 11:].isnan().all()
+    assert not stats.received_max[:, :11].isnan().any()
+    loaded = HeadStats.load(stats.save(tmp_path / "s.safetensors"))
+    torch.testing.assert_close(loaded.received_max, stats.received_max, rtol=0, atol=0, equal_nan=True)
+
+
+def damaged(stats: HeadStats, **parts: Any) -> HeadStats:
+    from dataclasses import replace
+
+    return HeadStats({name: replace(part, **parts) for name, part in stats.parts.items()})
+
+
+def test_impossible_numbers_in_a_file_are_refused(tmp_path: Path) -> None:
+    stats = stats_of(received_max=True)
+    mass = stats.segments
+    heavy = SegmentMass(NAMES, mass.sum * 3, mass.count)
+    many = SegmentMass(NAMES, mass.sum, mass.count + 10_000)
+    for part, text in (
+        ({"segments": heavy}, "segments/sum"),
+        ({"segments": many}, "segments/count"),
+        ({"received_max": stats.received_max + 1}, "received_max"),
+    ):
+        path = damaged(stats, **part).save(tmp_path / "wrong.safetensors", force=True)
+        with pytest.raises(ValueError, match=text):
+            HeadStats.load(path)
+
+
+def test_tables_trackers_and_dictionaries() -> None:
+    stats = stats_of()
+    name, mass = "segments/b/c", stats.segments
+    assert stats.flat()[f"attn/L00/H01/{name}"] == pytest.approx(float(mass["b", "c"][1]))
+    stored = stats.to_dict()["layers"]["0"]["segments"]
+    assert stored["names"] == [*NAMES]
+    assert stored["mean"][1][1][2] == pytest.approx(float(mass["b", "c"][1]))
+    table = stats.table(sort=name, names=["entropy"])
+    assert table.columns[3].header == name
+    assert table.row_count == H
+    with pytest.raises(ValueError, match="sort: got 'segments/b/d'"):
+        stats.table(sort="segments/b/d")
+
+
+def test_pandas() -> None:
+    pandas = pytest.importorskip("pandas", reason="pandas is optional")
+    frame = stats_of().to_pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    lines = frame[frame.name == "segments/b/c"]
+    assert lines["mean"].tolist() == pytest.approx(stats_of().segments["b", "c"].tolist())
+
+
+def test_a_segment_without_rows_is_left_out() -> None:
+    q = drawn()
+    stats = observe(q, q, what=Observe(segments=Segments(["a", "b"], [0] * T)))
+    assert stats.segments.mean[:, 1].isnan().all()
+    assert "attn/L00/H00/segments/b/a" not in stats.flat()
+    assert stats.to_dict()["layers"]["0"]["segments"]["mean"][0][1] == [None, None]
+
+
+def test_a_change_between_segments_is_found() -> None:
+    k = drawn()
+    towards = k.clone()
+    towards[:, 1] *= 40  # head 1 becomes sharp
+    what = Observe(segments=Segments(NAMES, ids()))
+    before, after = (observe(x, x, what=what) for x in (k, towards))
+    comparison = compare(before, after, Thresholds(share=0.02))
+    moved = {name for head in comparison.moved for name in head.moved if name.startswith("segments/")}
+    assert moved
+    assert {head.head for head in comparison.moved} == {1}
+    change = next(each for each in comparison.moved[0].changes if each.name in moved)
+    a, b = change.name.split("/")[1:]
+    assert change.change == pytest.approx(float(after.segments[a, b][1] - before.segments[a, b][1]))
+    assert math.isnan(change.error)
+    assert any(change.name in cells for cells in comparison.cells())
+
+
+def test_other_segments_are_named() -> None:
+    comparison = compare(stats_of(), stats_of(names=("a", "b", "d")))
+    assert "Different segments: a, b, c before, a, b, d after" in comparison.notes
+    q = drawn()
+    assert "segments of 0" in compare(stats_of(), observe(q, q)).only_before

@@ -1,0 +1,32 @@
+"""Segments and the largest weight of each key by definition: float64, dense. Nothing of headscope is imported here."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def segment_mass(p: Tensor, counted: Tensor, query_ids: Tensor, key_ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Sum [H, S, S] and count [H, S] of weights [B, H, Q, K] over counted rows [B, H, Q], by ids [B, Q] and [B, K]."""
+    heads = p.shape[1]
+    total = torch.zeros(heads, size, size, dtype=torch.float64)
+    count = torch.zeros(heads, size, dtype=torch.int64)
+    for a in range(size):
+        rows = counted & (query_ids == a)[:, None]  # [B, H, Q]
+        count[:, a] = rows.sum((0, 2))
+        for b in range(size):
+            pairs = rows[..., None] & (key_ids == b)[:, None, None]
+            total[:, a, b] = torch.where(pairs, p.double(), 0.0).sum((0, 2, 3))
+    return total, count
+
+
+def largest_received(p: Tensor, counted: Tensor, visible: Tensor) -> Tensor:
+    """The largest weight that a counted row gives each key, [H, K]; NaN where none sees it."""
+    pairs = visible & counted[..., None]
+    shown = torch.where(pairs, p.double(), -math.inf)
+    if 0 in (p.shape[0], p.shape[2]):
+        return torch.full((p.shape[1], p.shape[3]), math.nan, dtype=torch.float64)
+    largest = shown.amax((0, 2))
+    return largest.masked_fill(largest == -math.inf, math.nan)
