@@ -188,6 +188,8 @@ struct KeyStatistics : EdgeSearch<T, QV> {
         const std::int8_t* segment = s->key_segments + offset;
         const std::int32_t* ends = s->segment_ends + offset;
         const T* p = stored + (j0 - begin) * ROWS;
+        V<T> factor[QV];
+        UNROLL_FOR(v, QV) factor[v] = load(factors + v * L);
         for (int n = 0, last; n < keys; n = last) {
             last = int(ends[n] - j0 < keys ? ends[n] - j0 : keys);
             if (segment[n] < 0) continue;
@@ -204,7 +206,7 @@ struct KeyStatistics : EdgeSearch<T, QV> {
             for (; j < last; j++)
                 UNROLL_FOR(v, QV) all[v] += load(p + j * ROWS + v * L);
             T* to = segment_mass + segment[n] * ROWS;
-            UNROLL_FOR(v, QV) store(to + v * L, load(to + v * L) + all[v] * load(factors + v * L));
+            UNROLL_FOR(v, QV) store(to + v * L, load(to + v * L) + all[v] * factor[v]);
         }
     }
     // Adds the segments of a vector of rows to those of their heads.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -366,12 +368,16 @@ def test_tables_trackers_and_dictionaries() -> None:
         stats.table(sort="segments/b/d")
 
 
-def test_pandas() -> None:
-    pandas = pytest.importorskip("pandas", reason="pandas is optional")
-    frame = stats_of().to_pandas()
-    assert isinstance(frame, pandas.DataFrame)
-    lines = frame[frame.name == "segments/b/c"]
-    assert lines["mean"].tolist() == pytest.approx(stats_of().segments["b", "c"].tolist())
+def test_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub: Any = types.ModuleType("pandas")  # which is optional
+    stub.DataFrame = lambda lines, columns: [dict(zip(columns, line, strict=True)) for line in lines]
+    monkeypatch.setitem(sys.modules, "pandas", stub)
+    stats = stats_of()
+    lines = [line for line in stats.to_pandas() if line["name"] == "segments/b/c"]
+    assert [line["head"] for line in lines] == [*range(H)]
+    assert [line["mean"] for line in lines] == stats.segments["b", "c"].tolist()
+    assert [line["count"] for line in lines] == stats.segments.count[:, 1].tolist()
+    assert math.isnan(lines[0]["std"])
 
 
 def test_a_segment_without_rows_is_left_out() -> None:

@@ -238,9 +238,9 @@ class HeadStats:
 
         Raises:
             TypeError: one of them is not a HeadStats.
-            ValueError: a layer with different heads, bins, edges or first keys, on another device, or with a part that
-                only one of them has (q and k may be missing: ``tile`` then has some of the runs); recordings of
-                different models, or of different parts of a layer's heads.
+            ValueError: a layer with different heads, bins, edges, first keys or segments, on another device, or with a
+                part that only one of them has (q and k may be missing: ``tile`` then has some of the runs); recordings
+                of different models, or of different parts of a layer's heads.
 
         Warns:
             UserWarning: a recording of an earlier version, which does not state its model and heads.

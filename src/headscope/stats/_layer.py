@@ -357,7 +357,7 @@ class LayerStats(_Part):
         """Return the statistics of the runs of all, in this order.
 
         Raises:
-            ValueError: different heads, devices, bins, edges or first keys, or a part that only some of them have.
+            ValueError: different heads, devices, bins, edges, first keys or segments, or a part that only some have.
         """
         for other in others:
             if self.heads != other.heads:
