@@ -60,9 +60,9 @@ def _weights(
     sum_: Tensor, count: Tensor, largest: Tensor, visible: Tensor, exact: bool
 ) -> tuple[dict[str, Tensor], bool]:
     """Return the means and maxima of visible bins, and whether they are equal, so that the maxima are not stored."""
-    sums, most = sum_[visible], largest[visible]
+    sums, most = sum_.masked_select(visible), largest.masked_select(visible)
     if not exact:
-        mean = sums.double() / count[visible]
+        mean = sums.double() / count.masked_select(visible)
         equal = torch.equal(mean, most.double())
         numbers = {"mean": mean} if equal else {"mean": mean, "max": most.double()}
         sizes: list[int] = visible.flatten(1).sum(-1).tolist()
@@ -81,18 +81,19 @@ def _weights(
 
 def _offsets(places: Tensor, visible: Tensor, lengths: tuple[int, int] | None) -> dict[str, Tensor]:
     """Return the places of the maxima: queries and keys from the first of their bin; without those that are all 0."""
-    at = dict(zip(_PLACES[-places.shape[-1] :], places[visible].long().unbind(-1), strict=True))
-    for name, start in zip(("query", "key"), _starts(visible, lengths), strict=True):
+    at = dict(zip(_PLACES[-places.shape[-1] :], places.unbind(-1), strict=True))
+    for name, start in zip(("query", "key"), _starts(visible.shape[-1], lengths), strict=True):
         at[name] = at[name] - start
-    return {name: narrowed(x) for name, x in at.items() if bool(x.any())}
+    offsets = {name: x.masked_select(visible) for name, x in at.items()}
+    return {name: narrowed(x) for name, x in offsets.items() if bool(x.any())}
 
 
-def _starts(visible: Tensor, lengths: tuple[int, int] | None) -> tuple[Tensor | int, Tensor | int]:
-    """Return the first query and key of each visible bin; 0 if the ranges of the bins are not known."""
+def _starts(bins: int, lengths: tuple[int, int] | None) -> tuple[Tensor | int, Tensor | int]:
+    """Return the first query of each row of bins [n, 1], and the first key of each column [n]; 0 if not known."""
     if lengths is None:
         return 0, 0
-    rows, columns = (_bounds(visible.shape[-1], length)[:-1] for length in lengths)
-    return rows[:, None].expand_as(visible)[visible], columns.expand_as(visible)[visible]
+    rows, columns = (_bounds(bins, length)[:-1] for length in lengths)
+    return rows[:, None], columns
 
 
 def _bounds(bins: int, length: int) -> Tensor:
@@ -183,13 +184,12 @@ def read_map(entry: Mapping[str, Any], under: str, tensors: Mapping[str, Tensor]
     visible = count > 0
     equal = read_value(entry, "equal", bool)
     read = _read_codes if form == "codes" else _read_exact
-    sums, most = read(held, count[visible], visible.flatten(1).sum(-1).tolist(), equal)
-    at = _read_places(held, read_list(entry, "places", str), visible, layer)
-    places = torch.full((layer.heads, n, n, 4), -1, dtype=at.dtype, device="cpu")
-    places[visible] = at
+    sums, most = read(held, count.masked_select(visible), visible.flatten(1).sum(-1).tolist(), equal)
+    places = _read_places(held, read_list(entry, "places", str), visible, layer)
     sum_ = torch.zeros(count.shape, dtype=sums.dtype, device="cpu")
     largest = torch.full(count.shape, math.nan, dtype=most.dtype, device="cpu")
-    sum_[visible], largest[visible] = sums, most
+    sum_.masked_scatter_(visible, sums)
+    largest.masked_scatter_(visible, most)
     return HeadMap(sum_, count, largest, places)
 
 
@@ -258,21 +258,24 @@ def _read_exact(held: _Tensors, counts: Tensor, sizes: list[int], equal: bool) -
 
 
 def _read_places(held: _Tensors, names: list[str], visible: Tensor, layer: Layer) -> Tensor:
-    """Return the places of the maxima of visible bins, int32 [cells, 4]."""
+    """Return the places of the maxima, whole numbers [H, n, n, 4]; -1 where no pair is visible."""
     cells, n = int(visible.sum()), visible.shape[-1]
+    far = layer.lengths is not None and max(layer.lengths) > 2**31
+    places = torch.zeros(*visible.shape, 4, dtype=torch.int64 if far else torch.int32, device="cpu")
     ends: list[Tensor | int] = [layer.runs, layer.of, 2**31, 2**31]
     if layer.lengths is not None:
-        rows, columns = (_bounds(n, length).diff() for length in layer.lengths)
-        ends[2:] = rows[:, None].expand_as(visible)[visible], columns.expand_as(visible)[visible]
-    columns_: list[Tensor] = []
-    for name, end, start in zip(_PLACES, ends, (0, 0, *_starts(visible, layer.lengths)), strict=True):
-        offset = torch.zeros(cells, dtype=torch.int64, device="cpu")
+        rows, columns = (_bounds(n, length) for length in layer.lengths)
+        places[..., 2], places[..., 3] = rows[:-1, None], columns[:-1]
+        ends[2:] = rows.diff()[:, None], columns.diff()
+    for column, (name, end) in enumerate(zip(_PLACES, ends, strict=True)):
+        most = end.masked_select(visible) if isinstance(end, Tensor) else end
+        offset = torch.zeros(1, dtype=torch.int64, device="cpu")
         if name in names:
             offset = held.read(name, (cells,), *_WHOLE).long()
-        if bool(((offset < 0) | (offset >= end)).any()):
-            raise ValueError(
-                f"{held.under}/map/{name}: holds {offset.min()} to {offset.max()}, outside the possible range"
+            places[..., column] += torch.zeros_like(visible, dtype=places.dtype).masked_scatter_(
+                visible, offset.to(places.dtype)
             )
-        columns_.append(offset + start)
-    far = layer.lengths is not None and max(layer.lengths) > 2**31
-    return torch.stack(columns_, -1).to(torch.int64 if far else torch.int32)
+        if cells and bool(((offset < 0) | (offset >= most)).any()):
+            name = f"{held.under}/map/{name}"
+            raise ValueError(f"{name}: holds {offset.min()} to {offset.max()}, outside the possible range")
+    return places.masked_fill_(~visible[..., None], -1)
