@@ -42,8 +42,9 @@ def bert(dtype: torch.dtype) -> Recording:
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    model = transformers.BertModel(transformers.BertConfig()).eval().to(dtype)
-    ids = torch.randint(1000, model.config.vocab_size, (1, BERT_TOKENS))
+    model: Any = transformers.BertModel(config := transformers.BertConfig()).eval()
+    model.to(dtype)
+    ids = torch.randint(1000, config.vocab_size, (1, BERT_TOKENS))
     with torch.no_grad(), watch(model, what=Observe(map=BERT_TOKENS, keep_qk=True)) as recording:
         model(ids)
     return recording
