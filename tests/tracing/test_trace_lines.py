@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headscope import trace
 from headscope.tracing._written import tape
@@ -69,3 +69,21 @@ def test_each_call_of_a_function_has_its_own_number() -> None:
         for _ in range(3):
             half(x)
     assert [event.call for event in reel.events if event.name == "mul"] == [1, 2, 3]
+
+
+def test_the_output_is_the_line_that_returns_it() -> None:
+    class Prints(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (f(x).unflatten(-1, (2, 3)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            out = ((q @ k.mT / 3**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+            shape = self.o(out).shape  # as for a print
+            return self.o(out).view(shape)
+
+    steps = trace(Prints(), torch.randn(2, 7, 6))
+    row = steps.row("output")
+    assert "return self.o(out)" in (row.code or "")
+    assert (row.note, row.held) == (None, True)

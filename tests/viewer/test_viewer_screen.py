@@ -11,9 +11,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from headscope import Observe, observe
+from headscope import Observe, observe, trace, watch
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
+from support import seed_modules
 from support.browser import Page, chromium, in_a_browser, long, look, numbers, place, recorded, short, thumbs
 
 pytestmark = in_a_browser
@@ -172,3 +173,29 @@ def test_stacked_marks_stay_on_their_chip(look: Any) -> None:
     page = look(recorded(7, texts, Observe(map=7, tokens=torch.arange(7))), "view=head")
     page.locator(".strip").first.wait_for()
     assert {*style(page, ".strip button", "overflow")} <= {"hidden", "clip"}
+
+
+# ---------------------------------------------------------------- first colours
+
+
+@pytest.mark.parametrize(
+    ("length", "bins", "texts", "scale"), [(7, 7, 2, "linear"), (67, 67, 1, "log"), (67, 13, 1, "log")]
+)
+def test_colours_are_linear_where_each_cell_is_one_pair_of_few_tokens(
+    look: Any, length: int, bins: int, texts: int, scale: str
+) -> None:
+    q = torch.randn(texts, 3, length, 8, generator=torch.Generator().manual_seed(3))
+    part = observe(q, q, what=Observe(map=bins)).parts["0"]
+    page = look(of_layers({"layer": part}))
+    thumbs(page)
+    assert page.get_by_label("Scale").input_value() == scale
+
+
+def test_an_unusual_step_stands_out(look: Any, tmp_path: Path) -> None:
+    module, x = seed_modules.FoldedHeads(6, 2), torch.randn(2, 7, 6)
+    with watch(module) as recording:
+        module(x)
+    page = look(recording.save_html(tmp_path / "steps.html", trace=trace(module, x)), "view=trace")
+    notes = page.locator(".step .note")
+    assert notes.count() == 1
+    assert "! unusual: divided by √E" in notes.inner_text()

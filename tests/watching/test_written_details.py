@@ -314,3 +314,42 @@ def test_queries_before_the_last_keys_have_no_positions() -> None:
     hidden = F.pad(ids == 0, (5, 0))[:, None, None]
     p = scores_of(q, torch.cat([k, of_tokens], 2)).double().masked_fill(hidden, -math.inf).softmax(-1)
     torch.testing.assert_close(column.mean, torch.special.entr(p).sum(-1).mean((0, 2)), rtol=1e-5, atol=0)
+
+
+class Given(nn.Module):
+    """Attention of q, k and v that the caller has projected."""
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q, k, v)
+
+
+def of_each_entry(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack([of_each_row(*each) for each in zip(q, k, v, strict=True)])
+
+
+@pytest.mark.parametrize("shape", [(3, TOKENS, WIDTH), (2, 3, TOKENS, WIDTH)])
+@pytest.mark.parametrize("attend", [of_each_row, of_each_entry])
+def test_a_batch_that_may_be_heads_is_reported(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], shape: tuple[int, ...]
+) -> None:
+    module, qkv = Given(attend), [torch.randn(shape) for _ in range(3)]
+    with warnings.catch_warnings(record=True, action="always") as caught, watch(module) as seen:
+        module(*qkv)
+        module(*qkv)
+    whole = attend is of_each_row and len(shape) == 4
+    (part,) = seen.stats.parts.values()
+    assert part.heads == (3 if whole else 1)
+    messages = [str(each.message) for each in caught]
+    assert [" may be heads is taken for a batch" in each for each in messages] == ([] if whole else [True])
+
+
+def test_tokens_that_are_not_projected_are_a_batch() -> None:
+    module, x = Given(of_each_row), torch.randn(3, TOKENS, WIDTH)
+    with watch(module) as seen:
+        module(x, x, x)
+    (part,) = seen.stats.parts.values()
+    assert (part.heads, part.of) == (1, 3 * TOKENS)

@@ -33,8 +33,9 @@ export interface State {
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
 }
 
-/** With many keys most weights are small: linear colours would show few of them. */
-const small = data.layers.some((layer) => layer.map && (!layer.map.exact || (!data.image && layer.map.columns > 64)));
+/** With many keys, or several in a cell, most weights are small: linear colours would show few of them. */
+const small = data.layers.some(({ map, lengths }) =>
+  map && ((!map.exact && lengths?.[1] !== map.columns) || (!data.image && map.columns > 64)));
 
 const DULL = ["uniform", "first", "local"];
 

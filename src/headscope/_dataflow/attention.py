@@ -39,6 +39,7 @@ class WrittenAttention:
         is_whole: whether the product holds all of the weights.
         is_in_order: whether queries and keys are tokens in their order, as far as known.
         beside: the number of keys, at the end, that are not tokens, but parameters or zeros.
+        may_be_heads: whether what counts as entries of a batch may be heads: tensors of three axes from outside.
     """
 
     scores: Tensor
@@ -60,6 +61,7 @@ class WrittenAttention:
     is_whole: bool
     is_in_order: bool
     beside: int
+    may_be_heads: bool
 
 
 @dataclass(frozen=True)

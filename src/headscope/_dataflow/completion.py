@@ -89,6 +89,7 @@ def complete(
         is_whole=is_whole,
         is_in_order=_are_in_order(roles, value_keys, query_tokens, key_tokens),
         beside=count_beside(key_tokens) if query_tokens != key_tokens else 0,
+        may_be_heads=product.outside > 1 and not roles.heads and _has_axes_before(len(axes), roles, query_tokens),
     )
 
 
@@ -191,6 +192,12 @@ def _factors(product: Product, rows_are_keys: bool, roles: Roles, count: int) ->
 
 def _of_rows(fixed: Fixed) -> Fixed:
     return frozenset(each for each in fixed if each[0].kind != "feature")
+
+
+def _has_axes_before(axes: int, roles: Roles, queries: Tokens) -> bool:
+    """Return whether tensors have an axis, before those of scores of so many axes, that is a batch or heads."""
+    is_of_entry = any(not isinstance(each, Piece) and each[0].is_outside for each in queries)
+    return is_of_entry if axes == 2 else axes == 3 and [piece.size > 1 for piece in roles.batch] == [True]
 
 
 def _are_in_order(roles: Roles, value_keys: Axis, queries: Tokens, keys: Tokens) -> bool:

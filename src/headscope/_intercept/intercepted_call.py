@@ -101,6 +101,7 @@ class InterceptedCall:
             subtracted, so that the logits follow from q and k.
         is_written: whether a module has written it out: then q and k are 0, and its scores are the bias.
         factors: the queries and keys of such a call, [B, H, Q, D] and [B, H, K, D]; None: unknown.
+        may_be_heads: whether what counts as entries of a batch may be heads.
     """
 
     q: Tensor
@@ -131,6 +132,7 @@ class InterceptedCall:
     from_exponentials: bool = False
     is_written: bool = False
     factors: tuple[Tensor, Tensor] | None = None
+    may_be_heads: bool = False
 
     @property
     def known_keys(self) -> Tensor | None:

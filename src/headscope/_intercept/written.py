@@ -294,6 +294,7 @@ def as_call(attention: WrittenAttention) -> InterceptedCall:
         is_visibility_known=is_visibility_known,
         from_exponentials=attention.from_exponentials or is_shifted,
         is_written=True,
+        may_be_heads=attention.may_be_heads,
         factors=None if attention.q is None or attention.k is None else (attention.q, attention.k),
     )
 

@@ -68,6 +68,7 @@ class Pass:
         self.to_follow: set[str] = set()
         self.refused: set[str] = set()
         self.written: set[str] = set()  # modules that have written out an attention
+        self.may_be_heads: set[str] = set()  # those whose batch may be heads
 
     def follows(self, name: str) -> bool:
         """Return whether a module is followed: all are in the first forward pass in which they run."""
@@ -130,6 +131,8 @@ class Pass:
         try:
             call = make()
             kind = kind_of_call(name, call, watch.options.kinds, before)
+            if call.may_be_heads:
+                self.may_be_heads.add(name)
             watch.compare(layer, call)
             if kind == "self":
                 call = standing(call)

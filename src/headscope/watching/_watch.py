@@ -178,6 +178,7 @@ class Watch:
         self._refused: set[str] = set()  # modules with an attention that could not be recorded
         self._errors: dict[str, tuple[Tensor, float]] = {}
         self._warned: set[str] = set()
+        self._taken_for_batches: set[str] = set()
         self._warned_of_ids = False
         self._running: set[Pass] = set()
 
@@ -321,6 +322,7 @@ class Watch:
             return
         self._warn_of_unrecorded(forward, missing, unfollowed)
         self._warn_of_unknown_ids()
+        self._warn_of_batches(forward)
         if missing:
             raise WatchError(
                 f"watch: {len(missing)} of the attention layers that ran could not be observed: "
@@ -352,6 +354,18 @@ class Watch:
             self._warned.add(name)
             warnings.warn(
                 f'watch: {text}, which the recording does not include; unseen="ignore" silences this warning',
+                WatchWarning,
+                stacklevel=user_stacklevel(),
+            )
+
+    def _warn_of_batches(self, forward: Pass) -> None:
+        """Warn, once for each layer, of an axis that was taken for a batch and may be heads."""
+        for name in sorted(forward.may_be_heads - self._taken_for_batches):
+            self._taken_for_batches.add(name)
+            warnings.warn(
+                f"watch: {name}: an axis of q, k and v that may be heads is taken for a batch; for heads, multiply "
+                '[B, H, length, D] as a whole, or watch the module that projects q, k and v; unseen="ignore" silences '
+                "this warning",
                 WatchWarning,
                 stacklevel=user_stacklevel(),
             )

@@ -57,10 +57,22 @@ def add_ending(writer: Writer, returned: Tensor | None) -> None:
     if joined is None:
         _add_without_projection(writer, returned)
         return
-    projection = joined.projection
-    assert projection is not None
+    assert joined.projection is not None
+    projection = _find_returned(writer, joined.projection, returned)
     _add_concatenation(writer, joined.rows, projection.event)
     _add_output(writer, projection, returned)
+
+
+def _find_returned(writer: Writer, projection: Projection, returned: Tensor | None) -> Projection:
+    """Return the projection of the same rows that the module returns, if it computes several, such as for a print."""
+    if returned is None:
+        return projection
+    made = {event.index for event in writer.origins.tape.makers(returned)}
+    if projection.event.index in made:
+        return projection
+    rows = projection.rows.unique()
+    others = writer.origins.projections.items()
+    return next((each for index, each in others if index in made and is_same(each.rows, rows)), projection)
 
 
 def _add_sum_of_heads(writer: Writer) -> bool:
