@@ -163,8 +163,8 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "keys without weights": (kept("top_keys"), "kept/0: top_weights is missing; expected together with top_keys"),
     "infinite entropy": (filled("0/kept/0/values/entropy", math.inf), "0/kept/0/values/entropy: holds inf"),
     "NaN in the map": (
-        filled("0/map/max", math.nan),
-        "0/map/max: expected weights, or sums of them, of at most 1, got nan",
+        filled("0/map/scale", math.nan),
+        "0/map/scale: holds nan to nan, outside the possible range",
     ),
     "a weight of 2": (filled("0/edges/p", 2), "0/edges/p: expected weights, or sums of them, of at most 1, got 2"),
     "NaN edge": (filled("0/edges/p", math.nan), "0/edges/p: expected weights, or sums of them, of at most 1, got nan"),
@@ -172,7 +172,8 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         filled("1/received", 1e300),
         r"1/received: expected weights, or sums of them, of at most 7, got 1e\+300",
     ),
-    "too much in a bin": (filled("0/map/sum", math.inf), "0/map/sum: expected weights, or sums of them, of at most"),
+    "too much in a bin": (filled("0/map/scale", 2), "0/map/(sum|max): expected weights, or sums of them, of at most"),
+    "infinite scale": (filled("0/map/scale", math.inf), "0/map/scale: holds .* to inf, outside the possible range"),
     "chance of 0": (filled("0/moments/chance/min", 0), "0/moments/chance/min: is not possible for any rows"),
     **{
         f"{what} of {value}": (

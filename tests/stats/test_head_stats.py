@@ -25,7 +25,7 @@ from torch import Tensor
 from headscope import HeadStats, Observe, observe
 from headscope.masks import causal
 from headscope.stats import _statistics_file, histogram_edges, merge
-from support.recording_files import without_checksums
+from support.recording_files import as_version_1, without_checksums
 
 ALL = Observe(map=4, edges=7, top=2, windows=(2,), tokens=torch.arange(11) % 4, keep_rows=True)
 
@@ -402,7 +402,7 @@ def test_html_is_escaped() -> None:
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     stats = stats_of(what=replace(ALL, rows=5)).named("layer/0 ü").merge(stats_of(seed=3).named("b"))
-    path = stats.save(tmp_path / "heads.safetensors")
+    path = stats.save(tmp_path / "heads.safetensors", exact=True)
     back = HeadStats.load(path)
     assert_same(stats, back, exactly=True)
     assert repr(back) == repr(stats)
@@ -515,10 +515,10 @@ def test_more_kept_rows_than_a_file_can_name_are_refused(tmp_path: Path) -> None
 
 
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_statistics_file, "VERSION", 2)
-    path = stats_of().save(tmp_path / "heads.safetensors")
+    monkeypatch.setattr(_statistics_file, "VERSION", 3)
+    path = stats_of(what=ALL).save(tmp_path / "heads.safetensors")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"format 2, this version of headscope reads up to 1"):
+    with pytest.raises(ValueError, match=r"format 3, this version of headscope reads up to 2"):
         HeadStats.load(path)
 
 
@@ -606,9 +606,10 @@ def test_what_a_header_says_in_another_kind_is_told_as_damage(name: str, got: An
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Statistics of one layer with all that there can be."""
-    what = replace(ALL, keep_qk=True)
-    return _statistics_file.save(stats_of(what=what).parts, None, tmp_path / "heads.safetensors", False, qk=True)
+    """Statistics of one layer with all that there can be, as format 1."""
+    stats = stats_of(what=replace(ALL, keep_qk=True))
+    path = _statistics_file.save(stats.parts, None, tmp_path / "heads.safetensors", False, qk=True)
+    return as_version_1(path, stats.parts)
 
 
 @pytest.mark.parametrize(("to", "nth"), [("gone", 0), ("flat", 1), ("bool", 2)])

@@ -332,8 +332,11 @@ class HeadStats:
             limit = whole("limit", limit, 0, " or None")
         return _tables.render_table(self.parts, sort, names, descending, limit)
 
-    def save(self, path: str | Path, *, force: bool = False) -> Path:
+    def save(self, path: str | Path, *, force: bool = False, exact: bool = False) -> Path:
         """Write all except the q and k of ``tile`` to one safetensors file with a JSON header.
+
+        Means and maxima of a map take 16 bits each, with a relative error of at most 1e-3; ``exact`` writes float64.
+        Everything else is exact.
 
         The file is written atomically. It replaces another file of statistics, and any other file only with ``force``;
         anything that is not a regular file is never replaced. A link stays, and its target is replaced.
@@ -342,7 +345,7 @@ class HeadStats:
             FileExistsError: the path exists and is not a file of headscope statistics, or not a regular file.
             ValueError: the statistics are too large for one file, such as retained rows of very many calls.
         """
-        return _statistics_file.save(self.parts, self.origin, Path(path), force)
+        return _statistics_file.save(self.parts, self.origin, Path(path), force, exact=exact)
 
     @staticmethod
     def load(path: str | Path) -> HeadStats:

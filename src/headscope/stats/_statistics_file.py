@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -47,9 +47,11 @@ from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
 from headscope.stats._segment_mass import SegmentMass
 from headscope.stats._segments import Segments
+from headscope.stats._stored_map import Layer, read_map, store_map
 from headscope.stats._tensor_reader import NoTensorsError, TensorFile
 
-VERSION = 1
+VERSION = 2
+_WITHOUT_MAPS = 1  # the version of files without maps, which earlier versions read
 _ORIGIN_VERSION = 1
 _NUMBERS = ("heads", "runs", "looked_at", "of")
 Axes = tuple[str | int, ...]
@@ -71,7 +73,7 @@ _PAIRS = {"top_keys": "top_weights", "top_weights": "top_keys"}
 
 def save(
     parts: Mapping[str, LayerStats], origin: Origin | None, path: Path, force: bool,
-    more: Mapping[str, str] | None = None, *, qk: bool = False,
+    more: Mapping[str, str] | None = None, *, qk: bool = False, exact: bool = False,
 ) -> Path:  # fmt: skip
     """See ``HeadStats.save``; ``more`` are further entries of the header, ``qk``: also q, k and lse."""
     from safetensors import SafetensorError
@@ -86,9 +88,9 @@ def save(
         raise FileExistsError(
             f"{path}: exists and is not a file of headscope statistics; to overwrite it, pass force=True"
         )
-    layers, tensors = _store_layers(parts, qk=qk)
+    layers, tensors = _store_layers(parts, qk=qk, exact=exact)
     entries = {
-        STATISTICS: json.dumps({"version": VERSION, "checksums": True, "layers": layers}),
+        STATISTICS: json.dumps({"version": _version_of(layers), "checksums": True, "layers": layers}),
         **_store_origin(origin),
         **(more or {}),
     }
@@ -107,20 +109,30 @@ def save(
     return path
 
 
-def size_of(parts: Mapping[str, LayerStats], *, qk: bool = False) -> int:
+def size_of(parts: Mapping[str, LayerStats], *, qk: bool = False, exact: bool = False) -> int:
     """Return the bytes of the file that ``save`` would write, without its header."""
-    return sum(x.numel() * x.element_size() for x in _store_layers(parts, qk=qk)[1].values())
+    return sum(x.numel() * x.element_size() for x in _store_layers(parts, qk=qk, exact=exact)[1].values())
 
 
-def _store_layers(parts: Mapping[str, LayerStats], *, qk: bool) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+def _store_layers(
+    parts: Mapping[str, LayerStats], *, qk: bool, exact: bool
+) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Return the entry of each layer in the header, and all tensors by their name in the file."""
     tensors: dict[str, Tensor] = {}
-    layers = [_store_layer(part, name, f"{number}", tensors) for number, (name, part) in enumerate(parts.items())]
-    if qk:
-        for number, (entry, part) in enumerate(zip(layers, parts.values(), strict=True)):
-            entry["qk"] = [_store_qk(each, f"{number}/qk/{n}", tensors) for n, each in enumerate(part.tiles.values())]
-            entry["qk_runs"] = [*part.tiles]
+    layers: list[dict[str, Any]] = []
+    for number, (name, part) in enumerate(parts.items()):
+        entry = _store_layer(replace(part, map=None), name, f"{number}", tensors)
+        weights = {run: weights_of(tiles).checked() for run, tiles in part.tiles.items()} if qk else {}
+        if qk:
+            entry["qk"] = [_store_qk(each, f"{number}/qk/{n}", tensors) for n, each in enumerate(weights.values())]
+            entry["qk_runs"] = [*weights]
+        cells = store_map(part, f"{number}", tensors, weights, exact=exact)
+        layers.append(entry if cells is None else {**entry, "cells": cells})
     return layers, tensors
+
+
+def _version_of(layers: list[dict[str, Any]]) -> int:
+    return VERSION if any("cells" in entry for entry in layers) else _WITHOUT_MAPS
 
 
 def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
@@ -159,7 +171,9 @@ def _load(file: TensorFile, header: dict[str, Any]) -> dict[str, LayerStats]:
     if len({*layer_names}) < len(layers):
         raise ValueError(f"layers: got {Counter(layer_names).most_common(1)[0][0]} twice, expected different names")
     tensors = file.read(name for name in file.entries if "/qk/" not in name)  # pieces of q and k are read on request
-    parts = [_read_layer(layer, f"{n}", tensors, file) for n, layer in enumerate(layers)]
+    parts = [
+        _with_map(_read_layer(layer, f"{n}", tensors, file), layer, f"{n}", tensors) for n, layer in enumerate(layers)
+    ]
     check_moments(parts)
     return dict(zip(layer_names, parts, strict=True))
 
@@ -229,9 +243,8 @@ def _read_layer_origin(header: dict[str, Any]) -> LayerOrigin:
     return LayerOrigin((widths[0], widths[1]), Part(of, (heads[0], heads[1]), holder))
 
 
-def _store_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _store_qk(weights: KeptWeights, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Store the q, k and lse of a run."""
-    weights = weights_of(tiles).checked()
     tensors |= {f"{under}/{name}": x for name, x in weights.tensors().items()}
     return weights.metadata()
 
@@ -367,6 +380,18 @@ def _read_segments(entry: dict[str, Any], read: Callable[..., Tensor], rows: int
     if read_value(entry, "received_max", bool):
         parts["received_max"] = read("received_max", "H", "K", within=(0, None))
     return parts
+
+
+def _with_map(part: LayerStats, entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]) -> LayerStats:
+    """Return a layer with its map, if ``store_map`` stored one."""
+    cells = read_value({"cells": None} | entry, "cells", dict, NoneType)
+    if cells is None:
+        return part
+    weights = {run: tiles.to_weights() for run, tiles in part.tiles.items()}
+    stored = read_map(cells, under, tensors, Layer(part.heads, part.runs, part.of, part.lengths, weights))
+    if cells["form"] != "weights":
+        check_parts(under, {"map": stored})
+    return replace(part, map=stored)
 
 
 def _read_lengths(entry: dict[str, Any], of: int) -> tuple[int, int] | None:

@@ -150,7 +150,7 @@ class Recording:
         """Compare this recording with a later one, head by head; see ``headscope.comparing.compare``."""
         return compare(self, other, thresholds)
 
-    def save(self, path: str | Path, *, qk: bool = False, force: bool = False) -> Path:
+    def save(self, path: str | Path, *, qk: bool = False, force: bool = False, exact: bool = False) -> Path:
         """Write one safetensors file; ``HeadStats.load`` reads its statistics, too.
 
         Args:
@@ -159,12 +159,15 @@ class Recording:
                 can be computed from the file; it then grows with the length, by B · (H + Hkv) · D numbers for each
                 position.
             force: overwrite any file.
+            exact: write maps in float64. Else their means and maxima take 16 bits each, with a relative error of at
+                most 1e-3; with ``qk``, a map with a bin for each token is not written, but computed from q and k when
+                it is read.
 
         Raises:
             FileExistsError, ValueError: see ``HeadStats.save``.
             ValueError: ``qk``, and a mask that is too large to be saved.
         """
-        return _recording_file.save(self.stats, self.about, self.alarms, Path(path), force, qk)
+        return _recording_file.save(self.stats, self.about, self.alarms, Path(path), force, qk, exact)
 
     def save_html(self, path: str | Path, *, force: bool = False, **options: Any) -> Path:
         """Write one self-contained HTML page with every head; see docs/guides/page.md.

@@ -41,14 +41,16 @@ def description(about: About) -> dict[str, Any]:
     return entries
 
 
-def save(stats: HeadStats, about: About, alarms: Iterable[Alarm], path: Path, force: bool, qk: bool) -> Path:
+def save(
+    stats: HeadStats, about: About, alarms: Iterable[Alarm], path: Path, force: bool, qk: bool, exact: bool
+) -> Path:
     """See ``Recording.save``."""
     entries = description(about)
     del entries["origin"]  # a separate entry, which HeadStats.load reads, too
     added = {name: entries.pop(name) for name in _ADDED}  # earlier versions ignore entries outside of "about"
     raised = [asdict(alarm) | {name: float(getattr(alarm, name)) for name in _NUMBERS} for alarm in alarms]
     header = {RECORDING: json.dumps({"version": VERSION, "about": entries, "alarms": raised, **added})}
-    return _statistics_file.save(stats.parts, stats.origin, path, force, header, qk=qk)
+    return _statistics_file.save(stats.parts, stats.origin, path, force, header, qk=qk, exact=exact)
 
 
 def load(path: Path) -> tuple[HeadStats, About, tuple[Alarm, ...]]:
