@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headscope.stats._head_weights import HeadWeights, merge_weights
 from headscope.stats._kept_weights import Tiles
 from headscope.stats._quantities import histogram_edges
 
@@ -70,8 +71,7 @@ class Moments(_Part):
         none = count == 0
         M2 = away.square().sum(-1).masked_fill(none, math.nan)
         edges = histogram_edges(name)
-        inner = torch.tensor(edges[1:-1], dtype=flat.dtype, device=flat.device)
-        bins = torch.bucketize(values, inner, right=True)
+        bins = torch.bucketize(values, torch.tensor(edges[1:-1], dtype=flat.dtype, device=flat.device), right=True)
         histogram = count.new_zeros(len(count), len(edges) - 1).scatter_add_(1, bins, defined.long())
         if flat.shape[1] == 0:
             return Moments(count, mean, M2, mean, mean, histogram)
@@ -136,10 +136,9 @@ class MomentsTable(_Part, Mapping[str, Moments]):
         return self._together
 
     def __getitem__(self, name: str) -> Moments:
-        try:
-            n = self.names.index(name)
-        except ValueError:
-            raise KeyError(name) from None
+        if name not in self.names:
+            raise KeyError(name)
+        n = self.names.index(name)
         all_ = self.together
         bins = len(histogram_edges(name)) - 1
         numbers = (all_.count[n], all_.mean[n], all_.M2[n], all_.min[n], all_.max[n])
@@ -343,6 +342,7 @@ class LayerStats(_Part):
         tiles: run -> access to its weights, for runs with retained q and k, in order; saved only on request.
         lengths: the numbers of queries and keys of each run; None if they differ.
         first: the number of first real keys in ``first`` and ``streaming_{w}``; None if unknown.
+        weights: those of chosen heads, one entry for each run.
     """
 
     heads: int
@@ -360,6 +360,7 @@ class LayerStats(_Part):
     tiles: Mapping[int, Tiles] = field(default_factory=dict[int, Tiles])
     lengths: tuple[int, int] | None = None
     first: int | None = None
+    weights: tuple[HeadWeights, ...] = ()
 
     @property
     def last_tiles(self) -> Tiles | None:
@@ -380,7 +381,7 @@ class LayerStats(_Part):
                     f"device: cannot merge statistics on {self.rows.device} with statistics on {other.rows.device}; "
                     'move both to one device first: stats.to("cpu")'
                 )
-            for part in ("moments", "received", "map", "edges", "kept"):
+            for part in ("moments", "received", "map", "edges", "kept", "weights"):
                 if _has(self, part) != _has(other, part):
                     option = "row_stats" if part == "moments" else part
                     raise ValueError(
@@ -409,6 +410,7 @@ class LayerStats(_Part):
             {n + run: at for n, each in zip(before, several, strict=True) for run, at in each.tiles.items()},
             self.lengths if all(each.lengths == self.lengths for each in others) else None,
             first[0] if first else None,
+            merge_weights(each.weights for each in several),
         )
 
     def to(self, device: torch.device | str) -> LayerStats:
@@ -426,8 +428,7 @@ def _longer(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return None
     keys = max(a.shape[-1], b.shape[-1])
-    a, b = (torch.nn.functional.pad(x, (0, keys - x.shape[-1])) for x in (a, b))
-    return a + b
+    return reduce(torch.add, (torch.nn.functional.pad(x, (0, keys - x.shape[-1])) for x in (a, b)))
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -440,7 +441,7 @@ def moved(value: Any, device: torch.device) -> Any:
         return {name: moved(each, device) for name, each in value.items()}
     if isinstance(value, tuple):
         return tuple(moved(each, device) for each in value)
-    if isinstance(value, (Moments, HeadMap, Edges, Kept, LayerStats)):
+    if isinstance(value, (Moments, HeadMap, Edges, Kept, HeadWeights, LayerStats)):
         return replace(value, **{each.name: moved(getattr(value, each.name), device) for each in fields(value)})
     return value
 

@@ -34,6 +34,9 @@ def to_dict(parts: Mapping[str, LayerStats]) -> dict[str, Any]:
         }
         if part.edges is not None:
             layers[layer]["edges"] = [[edge._asdict() for edge in part.edges.of(head)] for head in range(part.heads)]
+        if part.weights:
+            shapes = [[run.p.shape[0], *run.p.shape[2:]] for run in part.weights]  # [B, R, K]
+            layers[layer]["weights"] = {"heads": [*part.weights[0].heads], "shapes": shapes}
     for layer, head, name, summary in summaries_of(parts):
         layers[layer]["heads"][head][name] = {
             "count": summary.count,
