@@ -152,21 +152,23 @@ def _weights(scene: Scene, heads: Sequence[int]) -> Tensor:
     alone = replace(call, heads=len(heads), kv_heads=len(heads))
     sizes = block_sizes(alone, count, observe_inputs.BLOCK)
     by_head = _differs_by_head(scene)
+    simple = scene.lse is None and scene.inputs.sinks is None and device.type == "cpu"
     for b in slices(call.batch, sizes.batch):
         for r in slices(count, sizes.rows):
             at = r if scene.whole else torch.tensor(list(scene.rows[r]), device=device)[None, None]
             j = visible_keys(call, scene.plan, r if scene.whole else list(scene.rows[r]))
-            shown = None
+            hidden: list[_Hidden] = []
             for n in slices(len(heads), sizes.kv_heads):
                 some = heads[n]
-                if n.start == 0 or by_head:
-                    shown = _shown(_visible(scene, b, some if by_head else some[:1], at, j), dtype)
+                if simple and (n.start == 0 or by_head):
+                    hidden = _hidden(scene, b, some if by_head else some[:1], at, j)
                 out = p[b, n, r]
                 if j.start > 0 or j.stop < call.keys:
                     out[..., : j.start] = 0.0
                     out[..., j.stop :] = 0.0
                 if j.start < j.stop:
-                    out[..., j] = _block(scene, b, some, r, at, j, shown)
+                    block = _Block(b, tuple(some), r, at, j)
+                    out[..., j] = _block(scene, block, hidden if simple else None)
     return p
 
 
@@ -194,32 +196,55 @@ def _visible(scene: Scene, b: slice, heads: Sequence[int], at: slice | Tensor, j
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-class _Shown(NamedTuple):
-    """Which keys the mask shows, boolean, and 0 for these and -inf for others, to add to logits."""
+class _Hidden(NamedTuple):
+    """Columns of a block in which some keys are masked: 0 for visible and -inf for masked keys, to add to logits."""
 
-    visible: Tensor
-    hidden: Tensor
-
-
-def _shown(visible: Tensor | None, dtype: torch.dtype) -> _Shown | None:
-    if visible is None:
-        return None
-    hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return _Shown(visible, hidden.masked_fill_(~visible, -torch.inf))
+    columns: slice
+    tile: Tensor
 
 
-def _bias(scene: Scene, b: slice, heads: Sequence[int], at: slice | Tensor, j: slice) -> Tensor | None:
+def _hidden(scene: Scene, b: slice, heads: Sequence[int], at: slice | Tensor, j: slice) -> list[_Hidden]:
+    """Return the columns of a block, counted from its first key, that are not visible to every row."""
+    plan, parts = scene.plan, [j]
+    if plan is None or plan.everything or j.start == j.stop:
+        return []
+    if plan.rest is None and plan.spans.shape[2] == 1:  # of a causal block only the last keys are masked for some row
+        spans = plan.spans if plan.spans.shape[0] == 1 else plan.spans[b]
+        if spans.shape[1] > 1:
+            spans = spans[:, at] if isinstance(at, slice) else spans.index_select(1, at[0, 0])
+        first = min(max(int(spans[..., 0].max()), j.start), j.stop)
+        end = max(min(int(spans[..., 1].min()), j.stop), first)
+        parts = [part for part in (slice(j.start, first), slice(end, j.stop)) if part.start < part.stop]
+    hidden: list[_Hidden] = []
+    for part in parts:
+        visible = _visible(scene, b, heads, at, part)
+        assert visible is not None  # only a plan with everything gives None
+        tile = torch.zeros(visible.shape, dtype=accumulate_dtype(scene.call.dtype)).masked_fill_(~visible, -torch.inf)
+        hidden.append(_Hidden(slice(part.start - j.start, part.stop - j.start), tile))
+    return hidden
+
+
+class _Block(NamedTuple):
+    """A block: batch entries, heads, rows of the scene, the queries that they are, keys."""
+
+    b: slice
+    heads: tuple[int, ...]
+    r: slice
+    at: slice | Tensor
+    j: slice
+
+
+def _bias(bias: Tensor | None, block: _Block) -> Tensor | None:
     """Return the bias of a block, broadcastable to [b, heads, i, j]."""
-    bias = scene.inputs.bias
     if bias is None:
         return None
     if bias.shape[0] > 1:
-        bias = bias[b]
+        bias = bias[block.b]
     if bias.shape[1] > 1:
-        bias = bias[:, _as_index(heads)]
+        bias = bias[:, _as_index(block.heads)]
     if bias.shape[2] > 1:
-        bias = bias[:, :, at] if isinstance(at, slice) else bias.index_select(2, at[0, 0])
-    return bias if bias.shape[3] == 1 else bias[..., j]
+        bias = bias[:, :, block.at] if isinstance(block.at, slice) else bias.index_select(2, block.at[0, 0])
+    return bias if bias.shape[3] == 1 else bias[..., block.j]
 
 
 def _as_index(heads: Sequence[int]) -> slice | list[int]:
@@ -228,43 +253,35 @@ def _as_index(heads: Sequence[int]) -> slice | list[int]:
     return slice(heads[0], heads[-1] + 1) if successive else list(heads)
 
 
-def _block(
-    scene: Scene, b: slice, heads: Sequence[int], r: slice, at: slice | Tensor, j: slice, shown: _Shown | None
-) -> Tensor:
-    """Return the weights of a block, [b, heads, r, j]; ``shown``: by the mask, None = all."""
+def _block(scene: Scene, block: _Block, hidden: list[_Hidden] | None) -> Tensor:
+    """Return the weights of a block, [b, heads, i, j]; ``hidden``: None = by the careful path."""
     call, dtype = scene.call, accumulate_dtype(scene.call.dtype)
-    q = scene.q[b, _as_index(heads), r].to(dtype)
-    k = scene.inputs.k[b, _as_index([head // call.group for head in heads]), j].to(dtype)
-    bias = _bias(scene, b, heads, at, j)
-    if scene.lse is None and scene.inputs.sinks is None and q.device.type == "cpu":
+    q = scene.q[block.b, _as_index(block.heads), block.r].to(dtype)
+    k = scene.inputs.k[block.b, _as_index([head // call.group for head in block.heads]), block.j].to(dtype)
+    bias = _bias(scene.inputs.bias, block)
+    if hidden is not None:
         s = cap_logits(scaled_products(q, k, call.scale, call.softcap), call.softcap)
-        s = s if bias is None else s.add_(bias.to(dtype))
-        s = s if shown is None else s.add_(shown.hidden)  # many times faster than filling; NaN and infinity survive it
+        if bias is not None:
+            s += bias.to(dtype)
+        for columns, tile in hidden:  # adding is many times faster than filling, but NaN and infinity survive it
+            s[..., columns] += tile
         if bool(s.amax(-1).isfinite().all()):
             return torch.softmax(s, -1)
-    return _careful_block(scene, b, heads, r, (q, k, bias), None if shown is None else shown.visible)
+    return _careful_block(scene, block, q, k, bias)
 
 
-def _careful_block(
-    scene: Scene,
-    b: slice,
-    heads: Sequence[int],
-    r: slice,
-    tensors: tuple[Tensor, Tensor, Tensor | None],
-    visible: Tensor | None,
-) -> Tensor:
+def _careful_block(scene: Scene, block: _Block, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     """Return the weights of a block with empty rows, rows that are not finite, sinks or a specified lse."""
-    q, k, bias = tensors  # of the block
+    visible = _visible(scene, block.b, block.heads, block.at, block.j)
     if visible is not None:
         bias = torch.where(visible, q.new_zeros(()) if bias is None else bias.to(q.dtype), -torch.inf)
-    whole = slice(0, len(q)), slice(0, len(heads))
-    call = replace(
-        scene.call, lead=(len(q),), heads=len(heads), kv_heads=len(heads), queries=q.shape[2], keys=k.shape[2]
-    )
-    sinks = None if scene.inputs.sinks is None else scene.inputs.sinks[list(heads)]
+    heads, queries, keys = len(block.heads), q.shape[2], k.shape[2]
+    call = replace(scene.call, lead=(len(q),), heads=heads, kv_heads=heads, queries=queries, keys=keys)
+    sinks = None if scene.inputs.sinks is None else scene.inputs.sinks[list(block.heads)]
     inputs = Inputs(q, k, k[..., :0], bias, sinks)
-    alone = replace(scene, call=call, plan=None, inputs=inputs, rows=range(call.queries), q=q, has_norms=False)
-    lse = None if scene.lse is None else scene.lse[b, list(heads), r]
-    tile = weights(alone, Rows(q, *whole, slice(0, call.queries), lse, None), slice(0, call.keys))
+    alone = replace(scene, call=call, plan=None, inputs=inputs, rows=range(queries), q=q, has_norms=False)
+    lse = None if scene.lse is None else scene.lse[block.b, list(block.heads), block.r]
+    whole = Rows(q, slice(0, len(q)), slice(0, heads), slice(0, queries), lse, None)
+    tile = weights(alone, whole, slice(0, keys))
     broken = tile.broken[..., None] if tile.visible is None else tile.broken[..., None] & tile.visible
     return tile.p.masked_fill(broken, torch.nan)
