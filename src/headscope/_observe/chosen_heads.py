@@ -24,12 +24,13 @@ from headscope._observe.placement import find_first_key
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene, sample
 from headscope._observe.visibility import visible_block, visible_rows
-from headscope._support.fingerprint import Fingerprint
 from headscope._support.logits import cap_logits, scaled_products
 from headscope.masks import Dense
 from headscope.stats import HeadWeights, Observe
 
 SAMPLE = 16  # keys of which a checksum is computed
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+_FACTOR = 0x1E3779B97F4A7C15  # near the golden ratio, as in Fibonacci hashing (Knuth 1998, section 6.4)
 
 
 def check_chosen(request: Request) -> None:
@@ -129,7 +130,7 @@ def _place(scene: Scene, picked: Sequence[int]) -> Tensor:
         keys = scene.inputs.k
         if keys.numel():
             some = torch.tensor(sample(SAMPLE, keys.shape[2]), device=device)
-            place[3] = Fingerprint(keys.index_select(2, some)).sums.sum()
+            place[3] = _checksum(keys.index_select(2, some))
         return place
     at = at[:1, picked]  # of the first batch entry
     if at.numel() and scene.call.keys:
@@ -139,6 +140,12 @@ def _place(scene: Scene, picked: Sequence[int]) -> Tensor:
         place[0], place[1] = starts.min(), starts.max()
         place[2] = find_first_key(scene.k_at)
     return place
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """Return a sum of the bits of all numbers, each times an odd 64-bit number that depends on its place; int64 []."""
+    words = x.contiguous().view(_WORDS[x.element_size()]).flatten().long()
+    return (words * (torch.arange(1, 2 * len(words), 2, device=x.device) * _FACTOR)).sum()
 
 
 def _weights(scene: Scene, heads: Sequence[int]) -> Tensor:
