@@ -22,13 +22,15 @@ from headscope._observe.inputs import Request
 from headscope._observe.native_observer import Ready
 from headscope._observe.placement import find_first_key
 from headscope._observe.result import Observed
-from headscope._observe.scene import Scene, sample
+from headscope._observe.scene import Scene, build_scene, sample
 from headscope._observe.visibility import visible_block, visible_rows
 from headscope._support.logits import cap_logits, scaled_products
 from headscope.masks import Dense
 from headscope.stats import HeadWeights, Observe
 
 SAMPLE = 16  # keys of which a checksum is computed
+MASKED = 2
+"""How many times smaller a block is with a mask: fewer rows have fewer keys that only some of them see."""
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 _FACTOR = 0x1E3779B97F4A7C15  # near the golden ratio, as in Fibonacci hashing (Knuth 1998, section 6.4)
 
@@ -75,8 +77,8 @@ def with_weights(layer: LayerStats, request: Request, known: Scene | Ready) -> L
     """Return the statistics of a call with the weights of its chosen heads, if there are any."""
     if not request.what.weights:
         return layer
-    assert isinstance(known, Scene)  # a description is reused only if no weights are requested
-    return replace(layer, weights=(_chosen_weights(request, known),))
+    scene = known if isinstance(known, Scene) else build_scene(request)
+    return replace(layer, weights=(_chosen_weights(request, scene),))
 
 
 def _sees(scene: Scene) -> Tensor:
@@ -84,7 +86,7 @@ def _sees(scene: Scene) -> Tensor:
     call, count, device = scene.call, len(scene.rows), scene.q.device
     sees = torch.full((call.batch, call.heads, count), call.keys > 0, device=device)
     plan, bias = scene.plan, scene.inputs.bias
-    if (bias is None and (plan is None or plan.everything)) or 0 in (*sees.shape, call.keys):
+    if (bias is None and (plan is None or not plan.may_be_empty)) or 0 in (*sees.shape, call.keys):
         return sees
     whole, j = slice(0, call.batch), slice(0, call.keys)
     at_h = slice(0, call.heads if bias is not None or _differs_by_head(scene) else 1)
@@ -157,7 +159,8 @@ def _weights(scene: Scene, heads: Sequence[int]) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
     p = torch.empty(shape, dtype=dtype, device=device)
     alone = replace(call, heads=len(heads), kv_heads=len(heads))
-    sizes = block_sizes(alone, count, observe_inputs.BLOCK)
+    masked = scene.plan is not None and not scene.plan.everything
+    sizes = block_sizes(alone, count, observe_inputs.BLOCK // (MASKED if masked else 1))
     by_head = _differs_by_head(scene)
     simple = scene.lse is None and scene.inputs.sinks is None and device.type == "cpu"
     for b in slices(call.batch, sizes.batch):

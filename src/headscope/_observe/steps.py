@@ -56,7 +56,8 @@ def attend_request(request: Request) -> Result | None:
         observed = native_observer.observe_natively(ready, request.inputs, into)
         if observed is None:
             return None
-        if _is_simple(request) and request.has_place and repeater_of(request.prepared, request.what) is None:
+        repeats = _is_simple(request) and request.has_place and not request.what.weights
+        if repeats and repeater_of(request.prepared, request.what) is None:
             _prepared_observations.add((request.prepared, id(request.what)), _repeat(ready, request.what))
         layer = layer_stats(request.call, request.what, known, observed, tiles_of(request, known))
         return *into, HeadStats({"0": with_weights(layer, request, known)})
@@ -100,8 +101,7 @@ def _is_simple(request: Request) -> bool:
     """Return whether q, k and v are the only tensors of a request."""
     what, inputs, mask = request.what, request.inputs, request.mask
     tensors = (request.lse, request.q_pos, request.k_pos, request.real, inputs.bias, inputs.sinks, what.tokens)
-    retains = what.keep_qk or what.weights
-    quiet = all(x is None for x in tensors) and not isinstance(what.rows, Tensor) and not retains
+    quiet = all(x is None for x in tensors) and not isinstance(what.rows, Tensor) and not what.keep_qk
     return quiet and request.call.form == "plain" and (mask is None or mask.is_constant())
 
 

@@ -101,11 +101,11 @@ def save(
     try:
         content = encode(plain, entries)
     except SafetensorError as error:
-        runs = sum(len(part.kept) for part in parts.values())
+        runs = sum(max(len(part.kept), len(part.weights)) for part in parts.values())
         raise ValueError(
             f"{path}: too large for one file ({error}): the header would list {len(plain)} tensors, because the "
-            f"rows of {runs} calls are retained; observe without keep_rows and top, or save and start again more "
-            "often"
+            f"rows or weights of {runs} calls are retained; observe without keep_rows, top and weights, or save and "
+            "start again more often"
         ) from error
     replace_file(path, content)
     return path
