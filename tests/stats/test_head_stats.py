@@ -508,7 +508,7 @@ def test_more_kept_rows_than_a_file_can_name_are_refused(tmp_path: Path) -> None
     (part,) = stats.parts.values()
     kept = replace(part.kept[0], values={"x" * 10**8: part.kept[0].counted})  # in place of some 60,000 calls
     with pytest.raises(
-        ValueError, match=r"too large for one file .* rows of 1 calls are retained; observe without keep_rows and top"
+        ValueError, match=r"too large for one file .* rows or weights of 1 calls are retained; observe without"
     ):
         HeadStats({"0": replace(part, kept=(kept,))}).save(path)
     assert path.read_bytes() == before

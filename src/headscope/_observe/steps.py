@@ -15,6 +15,7 @@ from headscope._attend.interface import full_precision
 from headscope._attend.prepare import Prepared
 from headscope._observe import native_observer
 from headscope._observe.aggregate import LazyLayer, layer_stats, tiles_of
+from headscope._observe.chosen_heads import check_chosen, measures_only_weights, observe_chosen, with_weights
 from headscope._observe.inputs import Request, to_reductions
 from headscope._observe.native_observer import Ready
 from headscope._observe.portable import observe_blocks
@@ -27,12 +28,16 @@ from headscope.stats import HeadStats, Observe
 def observe_request(request: Request) -> HeadStats:
     """Return the statistics of a request, by all three steps of ``headscope._observe``."""
     with torch.no_grad(), full_precision(request.call), exact_products(request.call.device):
+        check_chosen(request)
+        if measures_only_weights(request.what):
+            return HeadStats({"0": observe_chosen(request, build_scene(request))})
         known, ready = _find_ready(request)
         observed = None if ready is None else native_observer.observe_natively(ready, request.inputs)
         if observed is None:
             known = known if isinstance(known, Scene) else build_scene(request)
             observed = observe_blocks(to_reductions(request.what), known)
-        return HeadStats({"0": layer_stats(request.call, request.what, known, observed, tiles_of(request, known))})
+        layer = layer_stats(request.call, request.what, known, observed, tiles_of(request, known))
+        return HeadStats({"0": with_weights(layer, request, known)})
 
 
 def attend_request(request: Request) -> Result | None:
@@ -41,6 +46,9 @@ def attend_request(request: Request) -> Result | None:
     Returns None if that is not possible: attend first then, and observe after it. All query rows are observed.
     """
     with torch.no_grad(), full_precision(request.call), exact_products(request.call.device):
+        check_chosen(request)
+        if measures_only_weights(request.what):
+            return None
         known, ready = _find_ready(request)
         if ready is None:
             return None
@@ -48,11 +56,11 @@ def attend_request(request: Request) -> Result | None:
         observed = native_observer.observe_natively(ready, request.inputs, into)
         if observed is None:
             return None
-        if _is_simple(request) and request.has_place and repeater_of(request.prepared, request.what) is None:
+        repeats = _is_simple(request) and request.has_place and not request.what.weights
+        if repeats and repeater_of(request.prepared, request.what) is None:
             _prepared_observations.add((request.prepared, id(request.what)), _repeat(ready, request.what))
-        return *into, HeadStats(
-            {"0": layer_stats(request.call, request.what, known, observed, tiles_of(request, known))}
-        )
+        layer = layer_stats(request.call, request.what, known, observed, tiles_of(request, known))
+        return *into, HeadStats({"0": with_weights(layer, request, known)})
 
 
 Result = tuple[Tensor, Tensor, HeadStats]

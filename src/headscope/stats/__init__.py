@@ -14,6 +14,7 @@ from headscope.stats._dense import (
     row_statistics,
 )
 from headscope.stats._head_stats import HeadStats, merge
+from headscope.stats._head_weights import HeadWeights
 from headscope.stats._layer import Edge, Edges, HeadMap, Kept
 from headscope.stats._options import Observe
 from headscope.stats._quantities import ROW_QUANTITIES, Quantity, histogram_edges, quantity_names, quantity_of
@@ -32,6 +33,7 @@ __all__ = [
     "HeadMap",
     "HeadMeans",
     "HeadStats",
+    "HeadWeights",
     "Kept",
     "Match",
     "Observe",

@@ -17,6 +17,7 @@ from torch import Tensor
 from headscope._support.arguments import as_whole, check_type, kind, whole
 from headscope._support.text import visible
 from headscope.stats import _statistics_file, _tables
+from headscope.stats._head_weights import HeadWeights, sequences
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
 from headscope.stats._origin import Origin, joined
 from headscope.stats._segment_mass import SegmentMass
@@ -199,6 +200,56 @@ class HeadStats:
         if not part.kept:
             raise ValueError("kept: was not observed; observe with Observe(keep_rows=True) or Observe(top=8)")
         return part.kept
+
+    @property
+    def weights(self) -> dict[int, Tensor]:
+        """Head -> its weights [B, R, K]; R and K are Q and K of the whole sequence, unless ``rows`` selected queries.
+
+        Successive runs of one sequence, as in decoding with a key/value cache, are joined; see ``weights_of``. Weights
+        are 0 for masked keys, for keys that a run did not have, and in rows without visible keys.
+
+        Raises:
+            ValueError: the weights were not observed, there are several layers, or the runs are of several sequences.
+        """
+        return {head: self._sequence(head)[0] for head in self.weights_runs[0].heads}
+
+    @property
+    def weights_rows(self) -> Tensor:
+        """The query of each row of ``weights``, counted from the first query of the sequence, int64 [R].
+
+        Raises:
+            ValueError: as ``weights``.
+        """
+        return self._sequence(self.weights_runs[0].heads[0])[1]
+
+    @property
+    def weights_runs(self) -> tuple[HeadWeights, ...]:
+        """The weights of chosen heads as they were observed, one entry for each call."""
+        part = self._only("weights_runs")
+        if not part.weights:
+            raise ValueError("weights: were not observed; observe with Observe(weights=(0, 5))")
+        return part.weights
+
+    def weights_of(self, head: int) -> list[Tensor]:
+        """Return the weights [B, R, K] of a chosen head, of each sequence.
+
+        Runs are joined to one sequence if the queries of a run continue those of the run before it, with the same B. In
+        self-attention they begin at the position after its last query: with a cache, K grows by Q. In cross-attention
+        the run has one query and the same keys. Any other run begins a new sequence.
+
+        Raises:
+            ValueError: the weights of the head were not observed, or there are several layers.
+        """
+        return [p for p, _ in sequences(self.weights_runs, head)]
+
+    def _sequence(self, head: int) -> tuple[Tensor, Tensor]:
+        several = sequences(self.weights_runs, head)
+        if len(several) > 1:
+            raise ValueError(
+                f"weights: the runs are of {len(several)} sequences, expected one; use weights_of(head), which returns "
+                "a list, or weights_runs"
+            )
+        return several[0]
 
     def tile(self, i0: int, i1: int, j0: int, j1: int, *, run: int | None = None) -> Tensor:
         """Return exact weights p[i0:i1, j0:j1] of an observed call, [B, H, i1 - i0, j1 - j0].

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headscope.stats._head_weights import HeadWeights, merge_weights
 from headscope.stats._kept_weights import Tiles
 from headscope.stats._part import LayerPart as _Part
 from headscope.stats._part import wide as wide
@@ -53,8 +54,7 @@ class Moments(_Part):
         none = count == 0
         M2 = away.square().sum(-1).masked_fill(none, math.nan)
         edges = histogram_edges(name)
-        inner = torch.tensor(edges[1:-1], dtype=flat.dtype, device=flat.device)
-        bins = torch.bucketize(values, inner, right=True)
+        bins = torch.bucketize(values, torch.tensor(edges[1:-1], dtype=flat.dtype, device=flat.device), right=True)
         histogram = count.new_zeros(len(count), len(edges) - 1).scatter_add_(1, bins, defined.long())
         if flat.shape[1] == 0:
             return Moments(count, mean, M2, mean, mean, histogram)
@@ -119,10 +119,9 @@ class MomentsTable(_Part, Mapping[str, Moments]):
         return self._together
 
     def __getitem__(self, name: str) -> Moments:
-        try:
-            n = self.names.index(name)
-        except ValueError:
-            raise KeyError(name) from None
+        if name not in self.names:
+            raise KeyError(name)
+        n = self.names.index(name)
         all_ = self.together
         bins = len(histogram_edges(name)) - 1
         numbers = (all_.count[n], all_.mean[n], all_.M2[n], all_.min[n], all_.max[n])
@@ -328,6 +327,7 @@ class LayerStats(_Part):
         first: the number of first real keys in ``first`` and ``streaming_{w}``; None if unknown.
         segments: see there.
         received_max: the largest weight that each key receives, by position, [H, K].
+        weights: those of chosen heads, one entry for each run.
     """
 
     heads: int
@@ -347,6 +347,7 @@ class LayerStats(_Part):
     first: int | None = None
     segments: SegmentMass | None = None
     received_max: Tensor | None = None
+    weights: tuple[HeadWeights, ...] = ()
 
     @property
     def last_tiles(self) -> Tiles | None:
@@ -367,7 +368,7 @@ class LayerStats(_Part):
                     f"device: cannot merge statistics on {self.rows.device} with statistics on {other.rows.device}; "
                     'move both to one device first: stats.to("cpu")'
                 )
-            for part in ("moments", "received", "map", "edges", "kept", "segments", "received_max"):
+            for part in ("moments", "received", "map", "edges", "kept", "segments", "received_max", "weights"):
                 if _has(self, part) != _has(other, part):
                     option = "row_stats" if part == "moments" else part
                     raise ValueError(
@@ -399,6 +400,7 @@ class LayerStats(_Part):
             first[0] if first else None,
             SegmentMass.merged(masses) if masses else None,
             reduce(longer_maximum, [each.received_max for each in several]),
+            merge_weights(each.weights for each in several),
         )
 
     def to(self, device: torch.device | str) -> LayerStats:
@@ -430,7 +432,7 @@ def moved(value: Any, device: torch.device) -> Any:
         return {name: moved(each, device) for name, each in value.items()}
     if isinstance(value, tuple):
         return tuple(moved(each, device) for each in value)
-    if isinstance(value, (Moments, HeadMap, Edges, Kept, LayerStats, SegmentMass)):
+    if isinstance(value, (Moments, HeadMap, Edges, Kept, HeadWeights, LayerStats, SegmentMass)):
         return replace(value, **{each.name: moved(getattr(value, each.name), device) for each in fields(value)})
     return value
 

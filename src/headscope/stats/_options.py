@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headscope._support.arguments import check_type, kind, number, whole
+from headscope.stats._head_weights import CALL_GIB, GIB, check_limit, count_rows, head_numbers, listed
 from headscope.stats._quantities import ROW_QUANTITIES
 from headscope.stats._segments import Segments
 
@@ -41,10 +42,14 @@ class Observe:
         extra: names of optional row quantities: ``second_weight``.
         segments: named segments of the sequence: the weight that flows from segment to segment.
         received_max: the largest weight that each key receives.
+        weights: heads whose weights are retained, [B, R, K] each, in ``HeadStats.weights``; ``rows`` selects the R
+            queries. If nothing else is measured, no other head is computed.
+        weights_gib: the largest size of these weights in one call, in GiB; above it the call raises before it measures.
 
     Raises:
         TypeError: an argument is not of the right kind.
-        ValueError: a number is out of range, a name unknown, or ``keep_rows`` or ``extra`` without ``row_stats``.
+        ValueError: a number is out of range, a name unknown, a head named twice, or ``keep_rows`` or ``extra`` without
+            ``row_stats``.
 
     Examples:
         >>> import torch
@@ -69,6 +74,8 @@ class Observe:
     extra: Collection[str] = ()
     segments: Segments | None = None
     received_max: bool = False
+    weights: Collection[int] = ()
+    weights_gib: float = CALL_GIB
 
     def __post_init__(self) -> None:
         for name in ("row_stats", "received", "keep_rows", "keep_qk", "received_max"):
@@ -104,6 +111,35 @@ class Observe:
         object.__setattr__(self, "extra", self._extra())
         if self.segments is not None:
             check_type("segments", self.segments, Segments, "a headscope.Segments or None")
+        object.__setattr__(self, "weights", head_numbers(self.weights))
+        object.__setattr__(self, "weights_gib", check_limit(self.weights_gib))
+
+    def check_weights(
+        self, sizes: tuple[int, int, int], dtype: torch.dtype, recorded: int = 0, limit: float = math.inf
+    ) -> int:
+        """Return the size of the weights of the chosen heads of one call, in bytes, after checks.
+
+        Args:
+            sizes: B, Q and K of the call.
+            dtype: of the weights.
+            recorded: the size of the weights of earlier calls, in bytes.
+            limit: the largest size of the weights of all calls, in GiB.
+
+        Raises:
+            ValueError: the weights are larger than ``weights_gib``, or than ``limit`` together with those recorded.
+        """
+        rows = count_rows(self.rows, sizes[1])
+        size = sizes[0] * len(self.weights) * rows * sizes[2] * dtype.itemsize
+        if size > self.weights_gib * GIB or size + recorded > limit * GIB:
+            earlier = f" after {recorded / GIB:.3g} GiB of earlier calls" if recorded else ""
+            most = self.weights_gib if size > self.weights_gib * GIB else limit
+            raise ValueError(
+                f"weights: those of heads {listed([*self.weights])}, [B, heads, R, K] = [{sizes[0]}, "
+                f"{len(self.weights)}, {rows}, {sizes[2]}], need {size / GIB:.3g} GiB{earlier}; expected at most "
+                f"{most:.3g} GiB; observe fewer rows (rows=) or heads, retain q and k (keep_qk=True) and read pieces "
+                "with tile(...), or raise weights_gib="
+            )
+        return size
 
     def _extra(self) -> tuple[str, ...]:
         names = [each.name for each in ROW_QUANTITIES if each.on_request]

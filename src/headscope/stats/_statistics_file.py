@@ -26,6 +26,7 @@ from headscope.stats._checks import (
     check_widths,
 )
 from headscope.stats._checksums import read_checksums, store_checksums
+from headscope.stats._head_weights import HeadWeights, check_weights, store_weights
 from headscope.stats._header import (
     ORIGIN,
     RECORDING,
@@ -65,7 +66,7 @@ _QK: dict[str, Axes] = {
 }  # fmt: skip
 _KINDS = {"rest": ("BOOL",), "spans": ("I64",)}  # by their safetensors names
 _FLOATING = ("F64", "F32", "F16", "BF16")
-_WHOLE = ("rows", "broken", "count", "histogram", "eligible", "argmax", "at", "queries", "top_keys")
+_WHOLE = ("rows", "broken", "count", "histogram", "eligible", "argmax", "at", "queries", "top_keys", "place")
 _FIGURES = (torch.float32, torch.float64)
 _DTYPES = {"counted": torch.bool, **dict.fromkeys(_WHOLE, torch.int64)}  # all others are of ``_FIGURES``
 _PAIRS = {"top_keys": "top_weights", "top_weights": "top_keys"}
@@ -99,11 +100,11 @@ def save(
     try:
         content = encode(plain, entries)
     except SafetensorError as error:
-        runs = sum(len(part.kept) for part in parts.values())
+        runs = sum(max(len(part.kept), len(part.weights)) for part in parts.values())
         raise ValueError(
             f"{path}: too large for one file ({error}): the header would list {len(plain)} tensors, because the "
-            f"rows of {runs} calls are retained; observe without keep_rows and top, or save and start again more "
-            "often"
+            f"rows or weights of {runs} calls are retained; observe without keep_rows, top and weights, or save and "
+            "start again more often"
         ) from error
     replace_file(path, content)
     return path
@@ -195,6 +196,7 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
     for run, rows in enumerate(part.kept):
         tensors |= {f"{under}/kept/{run}/queries": rows.queries, f"{under}/kept/{run}/counted": rows.counted}
         tensors |= {f"{under}/kept/{run}/values/{what}": x for what, x in rows.values.items()}
+    store_weights(part.weights, under, tensors)
     return {
         "name": name,
         **{what: getattr(part, what) for what in _NUMBERS},
@@ -206,6 +208,7 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
         "first": part.first,
         "segments": None if part.segments is None else list(part.segments.names),
         "received_max": part.received_max is not None,
+        **({"weights": [[run.length, *run.heads] for run in part.weights]} if part.weights else {}),
     }
 
 
@@ -323,7 +326,7 @@ def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tenso
 def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], file: TensorFile) -> LayerStats:
     """Read the result of ``_store_layer``."""
     later = {"lengths": None, "first": None, "qk": [], "qk_runs": None, "segments": None, "received_max": False}
-    entry = later | entry  # older files lack these
+    entry = later | {"weights": []} | entry  # older files lack these
     numbers = {what: read_whole(entry, what, 0) for what in _NUMBERS}
     looked_at = read_whole(entry, "looked_at", 0, numbers["of"])
     lengths = _read_lengths(entry, numbers["of"])
@@ -367,6 +370,7 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
         **numbers, rows=rows, broken=broken, moments=moments, **parts, kept=retained,
         tiles=dict(zip(runs, tiles, strict=True)), lengths=lengths,
         first=None if read_value(entry, "first", int, NoneType) is None else read_whole(entry, "first", 1, math.inf),
+        weights=_read_weights(read_list(entry, "weights", list), under, read, numbers),
     )  # fmt: skip
 
 
@@ -392,6 +396,25 @@ def _with_map(part: LayerStats, entry: dict[str, Any], under: str, tensors: Mapp
     if cells["form"] != "weights":
         check_parts(under, {"map": stored})
     return replace(part, map=stored)
+
+
+def _read_weights(
+    entries: list[list[Any]], under: str, read: Callable[..., Tensor], numbers: dict[str, int]
+) -> tuple[HeadWeights, ...]:
+    """Read the weights of chosen heads: of each run its number of queries, and its heads."""
+    if len(entries) not in (0, numbers["runs"]):
+        raise ValueError(f"weights: got {len(entries)} entries for {numbers['runs']} runs")
+    runs: list[HeadWeights] = []
+    for n, numbers_of_run in enumerate(entries):
+        length, *heads = read_wholes({"weights": numbers_of_run}, "weights", numbers["of"])
+        b, r, k = (f"{axis} of weights {n}" for axis in "BRK")
+        at = f"weights/{n}"
+        queries = read(f"{at}/queries", r, within=(0, length))
+        run = HeadWeights(tuple(heads), queries, read(f"{at}/p", b, len(heads), r, k), length, read(f"{at}/place", 4))
+        runs.append(check_weights(f"{under}/{at}", run, numbers["heads"]))
+    if len({run.heads for run in runs}) > 1:
+        raise ValueError(f"weights: got runs of different heads, expected those of {list(runs[0].heads)}")
+    return tuple(runs)
 
 
 def _read_lengths(entry: dict[str, Any], of: int) -> tuple[int, int] | None:

@@ -37,6 +37,9 @@ def to_dict(parts: Mapping[str, LayerStats]) -> dict[str, Any]:
         if part.segments is not None:
             numbers = {what: plain(getattr(part.segments, what).tolist()) for what in ("mean", "sum", "count")}
             layers[layer]["segments"] = {"names": list(part.segments.names), **numbers}
+        if part.weights:
+            shapes = [[run.p.shape[0], *run.p.shape[2:]] for run in part.weights]  # [B, R, K]
+            layers[layer]["weights"] = {"heads": [*part.weights[0].heads], "shapes": shapes}
     for layer, head, name, summary in summaries_of(parts):
         layers[layer]["heads"][head][name] = {
             "count": summary.count,

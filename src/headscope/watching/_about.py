@@ -73,6 +73,7 @@ def about_of(model: nn.Module, options: Options, layers: Choice | None, texts: t
         each: _plain(getattr(options, each)) for each in ("every", "kinds", "positions", "accelerate", "verify")
     }
     entries |= {"tokens": _plain(options.tokens) or entries["tokens"], "layers": _plain(layers)}
+    entries["weights"] = _plain(options.weights) or entries["weights"]
     versions = {"headscope": __version__, "torch": torch.__version__}
     if "transformers" in sys.modules:
         versions["transformers"] = sys.modules["transformers"].__version__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -27,6 +27,8 @@ class Options:
     unseen: Literal["error", "ignore"]
     monitor: Monitor | None
     verify: int = 0
+    weights: Mapping[str, Collection[int]] | None = None
+    recording_gib: float = 0.0
 
 
 def check(

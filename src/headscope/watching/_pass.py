@@ -24,6 +24,7 @@ from headscope._intercept import (
 )
 from headscope.stats import Observe
 from headscope.stats._layer import LayerStats, equally_segmented
+from headscope.watching._chosen_heads import ChosenHeads
 from headscope.watching._monitor import Monitor
 from headscope.watching._options import Options
 from headscope.watching._recording import Recording
@@ -42,6 +43,7 @@ class Watching(Protocol):
     recording: Recording
     monitor: Monitor | None
     verifier: Verifier
+    chosen_heads: ChosenHeads
 
     def follows(self, name: str) -> bool:
         """Return whether the operations of a module are followed."""
@@ -148,6 +150,7 @@ class Pass:
             if call.is_written and (watch.options.what.keep_qk or call.from_exponentials):
                 call = by_product(call) or call
             part = watch.verifier.measure(layer, call, self._segmented(layer, call, kind))
+            part = watch.verifier.measure(layer, call, watch.chosen_heads.options(name, call))
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {_own_sizes(str(error), call)}") from error
         q = call.q if call.factors is None else call.factors[0]

@@ -24,7 +24,7 @@ from headscope.watching._verify import Verifier
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch import nn
+    from torch import Tensor, nn
 
 
 class Pass(Protocol):
@@ -123,6 +123,14 @@ class Recording:
     def alarms(self) -> tuple[Alarm, ...]:
         """The alarms that were raised, if the model was watched with ``alarms``."""
         return self._alarms if self._monitor is None else tuple(self._monitor.alarms)
+
+    def weights(self, layer: int | str, head: int) -> list[Tensor]:
+        """Return the weights [B, Q, K] of a chosen head of a layer, of each sequence; see ``HeadStats.weights_of``.
+
+        Raises:
+            ValueError: the weights of the head were not observed.
+        """
+        return self.stats[layer].weights_of(head)
 
     def flat(self) -> dict[str, float]:
         """Return means under flat names for trackers: ``attn/L03/H05/entropy``."""

@@ -41,6 +41,7 @@ from headscope._support.arguments import check_type, whole
 from headscope._support.user_line import user_stacklevel
 from headscope.stats import HeadStats, Observe
 from headscope.watching._about import about_of
+from headscope.watching._chosen_heads import RECORDING_GIB, ChosenHeads, check_chosen_heads
 from headscope.watching._monitor import Limits, Monitor, writer
 from headscope.watching._options import Options, check, texts_of
 from headscope.watching._pass import Again, Pass
@@ -69,6 +70,8 @@ def watch(
     log: Any = None,
     alarms: bool | Limits = False,
     verify: int = 0,
+    weights: Mapping[str, Collection[int]] | None = None,
+    weights_gib: float | None = None,
 ) -> Watch:
     """Watch every attention head of a model: ``with headscope.watch(model) as seen: model(**inputs)``.
 
@@ -101,6 +104,11 @@ def watch(
         alarms: warn of entropy collapse, growing logits and a rising sink; ``Limits`` defines when.
         verify: compute this many rows of each recorded call again in float64, from 0, and compare statistics and
             output; ``recording.about.verified`` has the errors. An error that rounding does not explain is a warning.
+        weights: layers, by names or patterns as in ``layers``, -> the heads whose weights are retained:
+            ``{"decoder.layers.3.encoder_attn": [0, 5]}``; ``recording.weights(layer, head)`` returns them. If ``what``
+            measures nothing and ``layers`` is None, only these layers are recorded.
+        weights_gib: the largest size of all these weights, in GiB; by default 8, and 2 in one call. A call that would
+            exceed it raises before it is measured.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; texts that do not match any layer when the watch ends.
@@ -132,7 +140,11 @@ def watch(
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
     limits = Limits() if alarms is True else alarms or None
     monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
-    options = Options(what, whole("every", every), tokens, kinds, positions, accelerate, unseen, monitor, verify)
+    what, layers = check_chosen_heads(what, weights, weights_gib, layers)
+    limit = RECORDING_GIB if weights_gib is None else what.weights_gib
+    options = Options(
+        what, whole("every", every), tokens, kinds, positions, accelerate, unseen, monitor, verify, weights, limit
+    )
     return Watch(model, options, layers, texts_of(texts))
 
 
@@ -169,6 +181,7 @@ class Watch:
         self.recording = Recording(HeadStats({}), about_of(model, options, layers, texts))
         self.recording._monitor = options.monitor
         self.verifier = Verifier(options.verify)
+        self.chosen_heads = ChosenHeads(self.modules, self.chosen, options.what, options.weights, options.recording_gib)
         self._lock = threading.RLock()  # a writer of the monitor may run the model itself
         self._entered = False
         self._streams = Streams()
@@ -230,6 +243,7 @@ class Watch:
         if recording._parts or recording._pending:
             if recording.texts is not None:
                 check_texts(len(recording.texts), recording.stats.parts.values())
+            self.chosen_heads.warn_of_unused()
             return
         if recording.about.ran == 0:
             raise WatchError(

@@ -1,0 +1,297 @@
+"""The weights of chosen heads of an observed call, block by block, and of no other heads.
+
+A block is the softmax of its logits where all are finite. Where a row is empty or not finite, or a sink or a specified
+lse takes part, the block is normalised as in ``block_weights``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscope._attend.blocks import block_sizes, slices, visible_keys
+from headscope._attend.interface import Inputs, accumulate_dtype
+from headscope._observe import inputs as observe_inputs
+from headscope._observe.aggregate import LayerStats, layer_stats, tiles_of
+from headscope._observe.block_weights import Rows, weights
+from headscope._observe.inputs import Request
+from headscope._observe.native_observer import Ready
+from headscope._observe.placement import find_first_key
+from headscope._observe.result import Observed
+from headscope._observe.scene import Scene, build_scene, sample
+from headscope._observe.visibility import visible_block, visible_rows
+from headscope._support.logits import cap_logits, scaled_products
+from headscope.masks import Dense
+from headscope.stats import HeadWeights, Observe
+
+SAMPLE = 16  # keys of which a checksum is computed
+MASKED = 2
+"""How many times smaller a block is with a mask: fewer rows have fewer keys that only some of them see."""
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+_FACTOR = 0x1E3779B97F4A7C15  # near the golden ratio, as in Fibonacci hashing (Knuth 1998, section 6.4)
+
+
+def check_chosen(request: Request) -> None:
+    """Check the chosen heads of a request, and the size of their weights, before anything is computed.
+
+    Raises:
+        ValueError: a head does not exist, or the weights are larger than the limit.
+    """
+    call, what = request.call, request.what
+    if not what.weights:
+        return
+    if max(what.weights) >= call.heads:
+        raise ValueError(f"weights: head {max(what.weights)} does not exist; expected heads 0 to {call.heads - 1}")
+    what.check_weights((call.batch, call.queries, call.keys), accumulate_dtype(call.dtype))
+
+
+def measures_only_weights(what: Observe) -> bool:
+    """Return whether the weights of chosen heads are all that is measured, so no pass over other heads is necessary."""
+    others = (what.row_stats, what.received, what.map, what.edges, what.top)
+    return bool(what.weights) and not any(others)
+
+
+def observe_chosen(request: Request, scene: Scene) -> LayerStats:
+    """Return the statistics of a call of which only the weights of chosen heads are measured.
+
+    ``broken`` counts rows of the chosen heads only.
+    """
+    call, rows = scene.call, len(scene.rows)
+    weights_of_heads = _chosen_weights(request, scene)
+    counted = _sees(scene)
+    if scene.may_count is not None:
+        counted = counted & scene.may_count
+    broken = torch.zeros(call.batch, call.heads, rows, dtype=torch.bool, device=counted.device)
+    if weights_of_heads.p.shape[2] == rows and weights_of_heads.p.numel():
+        broken[:, list(weights_of_heads.heads)] = weights_of_heads.p.sum(-1).isnan()
+    observed = Observed({}, counted & ~broken, (counted & broken).sum((0, 2)), None, None, None, None, None)
+    layer = layer_stats(call, request.what, scene, observed, tiles_of(request, scene))
+    return replace(layer, weights=(weights_of_heads,))
+
+
+def with_weights(layer: LayerStats, request: Request, known: Scene | Ready) -> LayerStats:
+    """Return the statistics of a call with the weights of its chosen heads, if there are any."""
+    if not request.what.weights:
+        return layer
+    scene = known if isinstance(known, Scene) else build_scene(request)
+    return replace(layer, weights=(_chosen_weights(request, scene),))
+
+
+def _sees(scene: Scene) -> Tensor:
+    """Return which rows have a visible key, boolean [B, H, R]."""
+    call, count, device = scene.call, len(scene.rows), scene.q.device
+    sees = torch.full((call.batch, call.heads, count), call.keys > 0, device=device)
+    plan, bias = scene.plan, scene.inputs.bias
+    if (bias is None and (plan is None or not plan.may_be_empty)) or 0 in (*sees.shape, call.keys):
+        return sees
+    whole, j = slice(0, call.batch), slice(0, call.keys)
+    at_h = slice(0, call.heads if bias is not None or _differs_by_head(scene) else 1)
+    for r in slices(count, observe_inputs.BLOCK // (call.batch * at_h.stop * call.keys)):
+        if scene.whole:
+            visible = visible_block(plan, bias, (whole, at_h, r, j), device)
+        else:
+            index = torch.tensor(list(scene.rows[r]), device=device)[None, None]
+            visible = visible_rows(plan, bias, whole, at_h, index, j)
+        if visible is not None:
+            sees[:, :, r] = visible.any(-1)
+    return sees
+
+
+def _chosen_weights(request: Request, scene: Scene) -> HeadWeights:
+    """Return the weights of the chosen heads of a call."""
+    rows, mask = scene.rows, request.what.rows
+    picked = list(range(len(rows))) if not isinstance(mask, Tensor) else _rows_of_mask(mask, rows)
+    if len(picked) < len(rows):  # on a device, a scene has all rows
+        rows = [rows[r] for r in picked]
+        index = torch.tensor(picked, dtype=torch.long, device=scene.q.device)
+        lse = None if scene.lse is None else scene.lse.index_select(2, index)
+        scene = replace(scene, rows=rows, q=scene.q.index_select(2, index), lse=lse)
+    heads = request.what.weights
+    queries = torch.tensor(list(rows), dtype=torch.long, device=scene.q.device)
+    return HeadWeights(tuple(heads), queries, _weights(scene, tuple(heads)), scene.call.queries, _place(scene, picked))
+
+
+def _rows_of_mask(mask: Tensor, rows: Sequence[int]) -> list[int]:
+    """Return the places among ``rows`` of those that a mask selects in some head of some batch entry."""
+    some = mask.flatten(0, -2).any(0) if mask.ndim > 1 else mask.reshape(-1)
+    if len(some) == 1:
+        return list(range(len(rows))) if bool(some) else []
+    chosen = some.tolist()
+    return [place for place, row in enumerate(rows) if chosen[row]]
+
+
+def _place(scene: Scene, picked: Sequence[int]) -> Tensor:
+    """Return ``HeadWeights.place``."""
+    at, device = scene.own if scene.line is None else scene.line, scene.q.device
+    place = torch.tensor([HeadWeights.NOWHERE, HeadWeights.NOWHERE, 0, 0], device=device)
+    if at is None:
+        keys = scene.inputs.k
+        if keys.numel():
+            some = torch.tensor(sample(SAMPLE, keys.shape[2]), device=device)
+            place[3] = _checksum(keys.index_select(2, some))
+        return place
+    at = at[:1, picked]  # of the first batch entry
+    if at.numel() and scene.call.keys:
+        starts = at - torch.tensor(list(scene.rows), dtype=torch.long, device=device)
+        if scene.line is None:
+            starts = starts.masked_fill(at < 0, HeadWeights.NOWHERE)
+        place[0], place[1] = starts.min(), starts.max()
+        place[2] = find_first_key(scene.k_at)
+    return place
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """Return a sum of the bits of all numbers, each times an odd 64-bit number that depends on its place; int64 []."""
+    words = x.contiguous().view(_WORDS[x.element_size()]).flatten().long()
+    return (words * (torch.arange(1, 2 * len(words), 2, device=x.device) * _FACTOR)).sum()
+
+
+def _weights(scene: Scene, heads: Sequence[int]) -> Tensor:
+    """Return the weights of some heads, [B, heads, R, K]."""
+    call, dtype = scene.call, accumulate_dtype(scene.call.dtype)
+    count, device = len(scene.rows), scene.q.device
+    shape = (call.batch, len(heads), count, call.keys)
+    if 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    p = torch.empty(shape, dtype=dtype, device=device)
+    alone = replace(call, heads=len(heads), kv_heads=len(heads))
+    masked = scene.plan is not None and not scene.plan.everything
+    sizes = block_sizes(alone, count, observe_inputs.BLOCK // (MASKED if masked else 1))
+    by_head = _differs_by_head(scene)
+    simple = scene.lse is None and scene.inputs.sinks is None and device.type == "cpu"
+    for b in slices(call.batch, sizes.batch):
+        for r in slices(count, sizes.rows):
+            at = r if scene.whole else torch.tensor(list(scene.rows[r]), device=device)[None, None]
+            j = visible_keys(call, scene.plan, r if scene.whole else list(scene.rows[r]))
+            hidden: list[_Hidden] = []
+            for n in slices(len(heads), sizes.kv_heads):
+                some = heads[n]
+                if simple and (n.start == 0 or by_head):
+                    hidden = _hidden(scene, b, some if by_head else some[:1], at, j)
+                out = p[b, n, r]
+                if j.start > 0 or j.stop < call.keys:
+                    out[..., : j.start] = 0.0
+                    out[..., j.stop :] = 0.0
+                if j.start < j.stop:
+                    block = _Block(b, tuple(some), r, at, j)
+                    out[..., j] = _block(scene, block, hidden if simple else None)
+    return p
+
+
+def _differs_by_head(scene: Scene) -> bool:
+    """Return whether the visible keys may differ between heads, the bias aside."""
+    rest = None if scene.plan is None else scene.plan.rest
+    if rest is None:
+        return False
+    alike = (isinstance(x, Dense) and (x.tensor.ndim < 3 or x.tensor.shape[-3] == 1) for x in rest.leaves())
+    return not all(alike)
+
+
+def _visible(scene: Scene, b: slice, heads: Sequence[int], at: slice | Tensor, j: slice) -> Tensor | None:
+    """Return which keys the mask shows, boolean, broadcastable to [b, heads, i, j]; None = all."""
+    parts: list[Tensor] = []
+    for head in heads:
+        h = slice(head, head + 1)
+        if isinstance(at, slice):
+            part = visible_block(scene.plan, None, (b, h, at, j), scene.q.device)
+        else:
+            part = visible_rows(scene.plan, None, b, h, at, j)
+        if part is None:
+            return None
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+class _Hidden(NamedTuple):
+    """Columns of a block in which some keys are masked: 0 for visible and -inf for masked keys, to add to logits."""
+
+    columns: slice
+    tile: Tensor
+
+
+def _hidden(scene: Scene, b: slice, heads: Sequence[int], at: slice | Tensor, j: slice) -> list[_Hidden]:
+    """Return the columns of a block, counted from its first key, that are not visible to every row."""
+    plan, parts = scene.plan, [j]
+    if plan is None or plan.everything or j.start == j.stop:
+        return []
+    if plan.rest is None and plan.spans.shape[2] == 1:  # of a causal block only the last keys are masked for some row
+        spans = plan.spans if plan.spans.shape[0] == 1 else plan.spans[b]
+        if spans.shape[1] > 1:
+            spans = spans[:, at] if isinstance(at, slice) else spans.index_select(1, at[0, 0])
+        first = min(max(int(spans[..., 0].max()), j.start), j.stop)
+        end = max(min(int(spans[..., 1].min()), j.stop), first)
+        parts = [part for part in (slice(j.start, first), slice(end, j.stop)) if part.start < part.stop]
+    hidden: list[_Hidden] = []
+    for part in parts:
+        visible = _visible(scene, b, heads, at, part)
+        assert visible is not None  # only a plan with everything gives None
+        tile = torch.zeros(visible.shape, dtype=accumulate_dtype(scene.call.dtype)).masked_fill_(~visible, -torch.inf)
+        hidden.append(_Hidden(slice(part.start - j.start, part.stop - j.start), tile))
+    return hidden
+
+
+class _Block(NamedTuple):
+    """A block: batch entries, heads, rows of the scene, the queries that they are, keys."""
+
+    b: slice
+    heads: tuple[int, ...]
+    r: slice
+    at: slice | Tensor
+    j: slice
+
+
+def _bias(bias: Tensor | None, block: _Block) -> Tensor | None:
+    """Return the bias of a block, broadcastable to [b, heads, i, j]."""
+    if bias is None:
+        return None
+    if bias.shape[0] > 1:
+        bias = bias[block.b]
+    if bias.shape[1] > 1:
+        bias = bias[:, _as_index(block.heads)]
+    if bias.shape[2] > 1:
+        bias = bias[:, :, block.at] if isinstance(block.at, slice) else bias.index_select(2, block.at[0, 0])
+    return bias if bias.shape[3] == 1 else bias[..., block.j]
+
+
+def _as_index(heads: Sequence[int]) -> slice | list[int]:
+    """Return an index of an axis of heads, without a copy if they are successive."""
+    successive = list(heads) == list(range(heads[0], heads[0] + len(heads)))
+    return slice(heads[0], heads[-1] + 1) if successive else list(heads)
+
+
+def _block(scene: Scene, block: _Block, hidden: list[_Hidden] | None) -> Tensor:
+    """Return the weights of a block, [b, heads, i, j]; ``hidden``: None = by the careful path."""
+    call, dtype = scene.call, accumulate_dtype(scene.call.dtype)
+    q = scene.q[block.b, _as_index(block.heads), block.r].to(dtype)
+    k = scene.inputs.k[block.b, _as_index([head // call.group for head in block.heads]), block.j].to(dtype)
+    bias = _bias(scene.inputs.bias, block)
+    if hidden is not None:
+        s = cap_logits(scaled_products(q, k, call.scale, call.softcap), call.softcap)
+        if bias is not None:
+            s += bias.to(dtype)
+        for columns, tile in hidden:  # adding is many times faster than filling, but NaN and infinity survive it
+            s[..., columns] += tile
+        if bool(s.amax(-1).isfinite().all()):
+            return torch.softmax(s, -1)
+    return _careful_block(scene, block, q, k, bias)
+
+
+def _careful_block(scene: Scene, block: _Block, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the weights of a block with empty rows, rows that are not finite, sinks or a specified lse."""
+    visible = _visible(scene, block.b, block.heads, block.at, block.j)
+    if visible is not None:
+        bias = torch.where(visible, q.new_zeros(()) if bias is None else bias.to(q.dtype), -torch.inf)
+    heads, queries, keys = len(block.heads), q.shape[2], k.shape[2]
+    call = replace(scene.call, lead=(len(q),), heads=heads, kv_heads=heads, queries=queries, keys=keys)
+    sinks = None if scene.inputs.sinks is None else scene.inputs.sinks[list(block.heads)]
+    inputs = Inputs(q, k, k[..., :0], bias, sinks)
+    alone = replace(scene, call=call, plan=None, inputs=inputs, rows=range(queries), q=q, has_norms=False)
+    lse = None if scene.lse is None else scene.lse[block.b, list(block.heads), block.r]
+    whole = Rows(q, slice(0, len(q)), slice(0, heads), slice(0, queries), lse, None)
+    tile = weights(alone, whole, slice(0, keys))
+    broken = tile.broken[..., None] if tile.visible is None else tile.broken[..., None] & tile.visible
+    return tile.p.masked_fill(broken, torch.nan)
