@@ -52,9 +52,9 @@ struct KeyStatistics : EdgeSearch<T, QV> {
             T* factor = block_tops + n * ROWS;
             UNROLL_FOR(v, QV) store(factor + v * L, exp2(load(factor + v * L) - top[v]) * scale[v]);
             if (s->bins)
-                normalize<true>(f, j0, keys, factor);
+                normalize<true>(j0, keys, factor);
             else
-                normalize<false>(f, j0, keys, factor);
+                normalize<false>(j0, keys, factor);
             if (s->total.received) add_received(block, j0, keys, factor);
             if (s->total.received_max) raise_received_max(block, j0, keys, factor);
             if (s->segments) add_to_segments(block, j0, keys, factor);
@@ -66,7 +66,7 @@ struct KeyStatistics : EdgeSearch<T, QV> {
             for (int v = 0; v < QV && v * L < block.count; v++) fold_into_map(block, v, scales);
     }
     template <bool MAP>
-    void normalize(const Forward& f, std::int64_t j0, int keys, const T* factors) {
+    void normalize(std::int64_t j0, int keys, const T* factors) {
         const T* p = stored + (j0 - begin) * ROWS;
         V<T> factor[QV];
         UNROLL_FOR(v, QV) factor[v] = load(factors + v * L);
