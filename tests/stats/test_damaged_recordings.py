@@ -45,7 +45,8 @@ class Both(nn.Module):
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recording with all that there can be."""
     torch.manual_seed(0)
-    model, what = Both().eval(), Observe(map=3, edges=3, top=2, windows=(1, 2), keep_rows=True, keep_qk=True)
+    options: Any = {"map": 3, "edges": 3, "top": 2, "windows": (1, 2), "keep_rows": True, "keep_qk": True}
+    model, what = Both().eval(), Observe(**options, weights=(0, 1))
     ids = torch.arange(7) % 3
     with torch.no_grad(), watch(model, what=what, texts=list("abcdefg"), tokens=ids, kinds={"b": "cross"}) as seen:
         model(torch.randn(1, 7, 12))
@@ -76,6 +77,7 @@ def use(path: Path, good: Recording) -> None:
     refused_or_done(lambda: compare(recording, good).to_dict())
     refused_or_done(lambda: stats.merge(good.stats))
     refused_or_done(lambda: stats[0].tile(0, 7, 0, 7))
+    refused_or_done(lambda: stats[0].weights_of(1))
 
 
 def refused_or_done(do: Callable[[], object]) -> None:
