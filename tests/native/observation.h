@@ -22,8 +22,8 @@ struct Observation {
     bool attends, received, values, floor;  // floor: none of the largest weights is below it
     std::int64_t most, bins, shares, edges;
     std::int64_t first_query = 0, total_queries = 0, total_keys = 0;  // the whole that the map divides
-    bool received_max;                       // with `received`
-    std::int64_t segments;                   // 0: none
+    bool received_max;                                                // with `received`
+    std::int64_t segments;                                            // 0: none
     Array key_segments, row_segments, ends;  // [B or 1, 1, 1, K], [B or 1, 1, 1, R] and as the keys; as in Statistics
 
     std::int64_t query(std::int64_t b, std::int64_t h, std::int64_t r) const {
