@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import torch
 
@@ -23,14 +24,15 @@ def load_model(attention: str):
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     torch.manual_seed(0)
-    config = WhisperConfig(
+    make_config: Any = WhisperConfig
+    config = make_config(
         vocab_size=1001, d_model=96, encoder_layers=2, decoder_layers=12, encoder_attention_heads=12,
         decoder_attention_heads=12, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=1500,
         max_target_positions=240, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
         suppress_tokens=None, begin_suppress_tokens=None, init_std=0.3, attn_implementation=attention,
     )  # fmt: skip
     model = WhisperForConditionalGeneration(config).eval()
-    generation = model.generation_config
+    generation: Any = model.generation_config
     generation.no_timestamps_token_id, generation.is_multilingual = 1000, False
     generation.eos_token_id, generation.max_length = None, 200
     return model
