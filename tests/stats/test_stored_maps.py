@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -69,6 +69,9 @@ def assert_near(ours: HeadMap, theirs: HeadMap, error: float = ERROR) -> None:
 
 
 @given(st.lists(st.one_of(st.just(0.0), st.floats(1e-50, 1.0)), min_size=1, max_size=29))
+@example([1e-50, math.nextafter(1e-50, 1)])
+@example([0.3, 0.3 + 1e-9, 0.3 + 1e-8])
+@example([0.3, 0.3 + 1e-6, 0.3 + 1e-5, 0.0])
 def test_a_code_has_the_stated_error_and_the_order_of_its_weight(numbers: list[float]) -> None:
     weights = torch.tensor(numbers, dtype=torch.float64)
     scale = scale_of(weights)
