@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headscope.stats._checks import check_parts
 from headscope.stats._derived_map import DerivedMap, MapSource, fits, source_of
 from headscope.stats._header import read_list, read_value, read_whole
 from headscope.stats._kept_weights import KeptWeights
@@ -161,6 +164,18 @@ class _Tensors(NamedTuple):
 
     def has(self, name: str) -> bool:
         return f"{self.under}/map/{name}" in self.tensors
+
+
+def with_map(part: LayerStats, entry: Mapping[str, Any], under: str, tensors: Mapping[str, Tensor]) -> LayerStats:
+    """Return a layer that was read with its map, if its entry in the header states one; raise as ``read_map``."""
+    cells = read_value({"cells": None} | {**entry}, "cells", dict, NoneType)
+    if cells is None:
+        return part
+    weights = {run: tiles.to_weights() for run, tiles in part.tiles.items()}
+    stored = read_map(cells, under, tensors, Layer(part.heads, part.runs, part.of, part.lengths, weights))
+    if not isinstance(stored, DerivedMap):
+        check_parts(under, {"map": stored})
+    return replace(part, map=stored)
 
 
 def read_map(entry: Mapping[str, Any], under: str, tensors: Mapping[str, Tensor], layer: Layer) -> HeadMap:
