@@ -25,7 +25,7 @@ import headscope
 from headscope import HeadStats, Observe, Recording, masks, observe, watch
 from headscope.report._viewer.packing import Map
 from headscope.report.viewer import render_recording
-from headscope.stats import HeadMap, _statistics_file
+from headscope.stats import HeadMap, _derived_map, _statistics_file
 from headscope.stats._layer import LayerStats
 from headscope.stats._map_codes import ERROR, decode, encode, expand_runs, runs_of_equal, scale_of
 from headscope.stats._tensor_reader import TensorFile
@@ -326,6 +326,19 @@ def test_the_size_that_is_announced_is_that_of_the_file(qk: bool, exact: bool, t
     path = written(stats, tmp_path / "a.safetensors", qk=qk, exact=exact)
     begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     assert _statistics_file.size_of(stats.parts, qk=qk, exact=exact) == path.stat().st_size - begin
+
+
+def test_a_map_is_compared_with_q_and_k_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    compute = _derived_map.computed_map
+    monkeypatch.setattr(_derived_map, "computed_map", lambda source: (computed.append(0), compute(source))[1])
+    stats = observed(bins=LENGTH)
+    size = _statistics_file.size_of(stats.parts, qk=True)
+    assert form(written(stats, tmp_path / "a.safetensors", qk=True)) == "weights"
+    assert size == _statistics_file.size_of(stats.parts, qk=True)
+    assert len(computed) == 1
+    other = HeadStats({"0": replace(stats.parts["0"], tiles=observed(bins=LENGTH, seed=1).parts["0"].tiles)})
+    assert form(written(other, tmp_path / "a.safetensors", qk=True)) == "codes", "of other q and k"
 
 
 def test_only_visible_bins_and_other_counts_take_bytes(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import NoneType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ _PLACES = ("run", "entry", "query", "key")
 _MOST_CELLS = 8
 _WHOLE = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64)
+
+_known: WeakKeyDictionary[LayerStats, Mapping[int, Tensor] | None] = WeakKeyDictionary()
+"""The rows that count in a map that q and k give again, or None: ``size_of`` and then ``save`` compute it once."""
 
 
 def store_map(
@@ -44,10 +48,13 @@ def store_map(
     if stored is None:
         return None
     if not exact and sorted(weights) == [*range(part.runs)]:
-        source = source_of(stored, part.lengths, weights)
-        if source is not None:
-            tensors |= {f"{under}/map/counted/{run}": x for run, x in source.counted.items()}
-            return {"bins": source.bins, "form": "weights"}
+        if part not in _known:
+            source = source_of(stored, part.lengths, weights)
+            _known[part] = None if source is None else source.counted
+        counted = _known[part]
+        if counted is not None:
+            tensors |= {f"{under}/map/counted/{run}": x for run, x in counted.items()}
+            return {"bins": stored.bins, "form": "weights"}
     sum_, count, largest, places = (x.detach().cpu() for x in (stored.sum, stored.count, stored.max, stored.places))
     visible = count > 0
     mine, equal = _weights(sum_, count, largest, visible, exact)
