@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -25,7 +25,7 @@ import headscope
 from headscope import HeadStats, Observe, Recording, masks, observe, watch
 from headscope.report._viewer.packing import Map
 from headscope.report.viewer import render_recording
-from headscope.stats import HeadMap, _statistics_file
+from headscope.stats import HeadMap, _derived_map, _statistics_file
 from headscope.stats._layer import LayerStats
 from headscope.stats._map_codes import ERROR, decode, encode, expand_runs, runs_of_equal, scale_of
 from headscope.stats._tensor_reader import TensorFile
@@ -69,6 +69,9 @@ def assert_near(ours: HeadMap, theirs: HeadMap, error: float = ERROR) -> None:
 
 
 @given(st.lists(st.one_of(st.just(0.0), st.floats(1e-50, 1.0)), min_size=1, max_size=29))
+@example([1e-50, math.nextafter(1e-50, 1)])
+@example([0.3, 0.3 + 1e-9, 0.3 + 1e-8])
+@example([0.3, 0.3 + 1e-6, 0.3 + 1e-5, 0.0])
 def test_a_code_has_the_stated_error_and_the_order_of_its_weight(numbers: list[float]) -> None:
     weights = torch.tensor(numbers, dtype=torch.float64)
     scale = scale_of(weights)
@@ -323,6 +326,19 @@ def test_the_size_that_is_announced_is_that_of_the_file(qk: bool, exact: bool, t
     path = written(stats, tmp_path / "a.safetensors", qk=qk, exact=exact)
     begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     assert _statistics_file.size_of(stats.parts, qk=qk, exact=exact) == path.stat().st_size - begin
+
+
+def test_a_map_is_compared_with_q_and_k_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    compute = _derived_map.computed_map
+    monkeypatch.setattr(_derived_map, "computed_map", lambda source: (computed.append(0), compute(source))[1])
+    stats = observed(bins=LENGTH)
+    size = _statistics_file.size_of(stats.parts, qk=True)
+    assert form(written(stats, tmp_path / "a.safetensors", qk=True)) == "weights"
+    assert size == _statistics_file.size_of(stats.parts, qk=True)
+    assert len(computed) == 1
+    other = HeadStats({"0": replace(stats.parts["0"], tiles=observed(bins=LENGTH, seed=1).parts["0"].tiles)})
+    assert form(written(other, tmp_path / "a.safetensors", qk=True)) == "codes", "of other q and k"
 
 
 def test_only_visible_bins_and_other_counts_take_bytes(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ ERROR = 1e-3
 """The largest relative error of a mean or a max that is stored as a code."""
 
 _MOST_RANGE = 130.0  # ln(high / low): half a step, 130 / 65534 / 2, is then below ERROR
+_NARROW = 1e-6  # a smaller range in so many steps is below the rounding of a logarithm
 _STEPS = 65_534
 _SHIFT = 32_768
 
@@ -37,6 +38,7 @@ def encode(values: Tensor, low: float, high: float) -> Tensor:
     codes = torch.ones_like(values)
     if step > 0:
         codes += ((values.log() - math.log(low)) / step).round_().clamp_(0, _STEPS)
+    codes.masked_fill_(values >= high, _STEPS + 1)
     return (torch.where(values > 0, codes, 0.0) - _SHIFT).to(torch.int16)
 
 
@@ -49,7 +51,9 @@ def decode(codes: Tensor, low: float, high: float) -> Tensor:
 
 
 def _step(low: float, high: float) -> float:
-    return (math.log(high) - math.log(low)) / _STEPS if high > low > 0 else 0.0
+    """Return the logarithm of the ratio of two codes; 0 if all weights are nearly equal, to low or to high."""
+    extent = math.log(high) - math.log(low) if low > 0 else 0.0
+    return extent / _STEPS if extent > _NARROW else 0.0
 
 
 def narrowed(values: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from headscope._support.files import describe_obstacle, replace_file
 from headscope._support.scalar_options import check_scale, check_softcap
 from headscope.masks import FAR
+from headscope.stats import _stored_map
 from headscope.stats._checks import (
     MOMENTS,
     check_complete,
@@ -48,7 +49,6 @@ from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
 from headscope.stats._segment_mass import SegmentMass
 from headscope.stats._segments import Segments
-from headscope.stats._stored_map import Layer, read_map, store_map
 from headscope.stats._tensor_reader import NoTensorsError, TensorFile
 
 VERSION = 2
@@ -127,7 +127,7 @@ def _store_layers(
         if qk:
             entry["qk"] = [_store_qk(each, f"{number}/qk/{n}", tensors) for n, each in enumerate(weights.values())]
             entry["qk_runs"] = [*weights]
-        cells = store_map(part, f"{number}", tensors, weights, exact=exact)
+        cells = _stored_map.store_map(part, f"{number}", tensors, weights, exact=exact)
         layers.append(entry if cells is None else {**entry, "cells": cells})
     return layers, tensors
 
@@ -173,7 +173,8 @@ def _load(file: TensorFile, header: dict[str, Any]) -> dict[str, LayerStats]:
         raise ValueError(f"layers: got {Counter(layer_names).most_common(1)[0][0]} twice, expected different names")
     tensors = file.read(name for name in file.entries if "/qk/" not in name)  # pieces of q and k are read on request
     parts = [
-        _with_map(_read_layer(layer, f"{n}", tensors, file), layer, f"{n}", tensors) for n, layer in enumerate(layers)
+        _stored_map.with_map(_read_layer(layer, f"{n}", tensors, file), layer, f"{n}", tensors)
+        for n, layer in enumerate(layers)
     ]
     check_moments(parts)
     return dict(zip(layer_names, parts, strict=True))
@@ -384,18 +385,6 @@ def _read_segments(entry: dict[str, Any], read: Callable[..., Tensor], rows: int
     if read_value(entry, "received_max", bool):
         parts["received_max"] = read("received_max", "H", "K", within=(0, None))
     return parts
-
-
-def _with_map(part: LayerStats, entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]) -> LayerStats:
-    """Return a layer with its map, if ``store_map`` stored one."""
-    cells = read_value({"cells": None} | entry, "cells", dict, NoneType)
-    if cells is None:
-        return part
-    weights = {run: tiles.to_weights() for run, tiles in part.tiles.items()}
-    stored = read_map(cells, under, tensors, Layer(part.heads, part.runs, part.of, part.lengths, weights))
-    if cells["form"] != "weights":
-        check_parts(under, {"map": stored})
-    return replace(part, map=stored)
 
 
 def _read_weights(

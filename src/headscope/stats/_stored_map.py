@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from types import NoneType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from headscope.stats._checks import check_parts
 from headscope.stats._derived_map import DerivedMap, MapSource, fits, source_of
 from headscope.stats._header import read_list, read_value, read_whole
 from headscope.stats._kept_weights import KeptWeights
@@ -23,6 +27,9 @@ _PLACES = ("run", "entry", "query", "key")
 _MOST_CELLS = 8
 _WHOLE = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64)
+
+_known: WeakKeyDictionary[LayerStats, Mapping[int, Tensor] | None] = WeakKeyDictionary()
+"""The rows that count in a map that q and k give again, or None: ``size_of`` and then ``save`` compute it once."""
 
 
 def store_map(
@@ -41,10 +48,13 @@ def store_map(
     if stored is None:
         return None
     if not exact and sorted(weights) == [*range(part.runs)]:
-        source = source_of(stored, part.lengths, weights)
-        if source is not None:
-            tensors |= {f"{under}/map/counted/{run}": x for run, x in source.counted.items()}
-            return {"bins": source.bins, "form": "weights"}
+        if part not in _known:
+            source = source_of(stored, part.lengths, weights)
+            _known[part] = None if source is None else source.counted
+        counted = _known[part]
+        if counted is not None:
+            tensors |= {f"{under}/map/counted/{run}": x for run, x in counted.items()}
+            return {"bins": stored.bins, "form": "weights"}
     sum_, count, largest, places = (x.detach().cpu() for x in (stored.sum, stored.count, stored.max, stored.places))
     visible = count > 0
     mine, equal = _weights(sum_, count, largest, visible, exact)
@@ -161,6 +171,18 @@ class _Tensors(NamedTuple):
 
     def has(self, name: str) -> bool:
         return f"{self.under}/map/{name}" in self.tensors
+
+
+def with_map(part: LayerStats, entry: Mapping[str, Any], under: str, tensors: Mapping[str, Tensor]) -> LayerStats:
+    """Return a layer that was read with its map, if its entry in the header states one; raise as ``read_map``."""
+    cells = read_value({"cells": None} | {**entry}, "cells", dict, NoneType)
+    if cells is None:
+        return part
+    weights = {run: tiles.to_weights() for run, tiles in part.tiles.items()}
+    stored = read_map(cells, under, tensors, Layer(part.heads, part.runs, part.of, part.lengths, weights))
+    if not isinstance(stored, DerivedMap):
+        check_parts(under, {"map": stored})
+    return replace(part, map=stored)
 
 
 def read_map(entry: Mapping[str, Any], under: str, tensors: Mapping[str, Tensor], layer: Layer) -> HeadMap:
