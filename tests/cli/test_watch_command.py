@@ -261,7 +261,7 @@ def test_a_window_is_shorter_where_all_weights_are_computed(
 ) -> None:
     config = transformers.GPTJConfig(n_positions=29, n_embd=24, n_layer=1, n_head=3, rotary_dim=4, **SIZES)
     written = save(transformers.GPTJForCausalLM(config), tmp_path / "written")
-    monkeypatch.setattr("headscope.cli._shared.model_loading._limit", lambda *_: 100_000)
+    monkeypatch.setattr("headscope.cli._shared.model_loading.find_limit", lambda *_: 100_000)
     sizes = [(loaded.context, loaded.limit) for loaded in (load(str(folder)), load(str(written)))]
     assert sizes == [(32768, 100_000), (4096, 100_000)]
 

@@ -137,9 +137,8 @@ class InterceptedCall:
     @property
     def known_keys(self) -> Tensor | None:
         """The keys; None: they are not known."""
-        if not self.is_written:
-            return self.k
-        return None if self.factors is None else self.factors[1]
+        _, keys = (None, self.k) if not self.is_written else self.factors or (None, None)
+        return keys
 
 
 def measure(call: InterceptedCall, what: Observe) -> LayerStats:

@@ -114,9 +114,9 @@ def _save(recording: Recording, options: WatchOptions) -> str | None:
 
 def _announce(recording: Recording, options: WatchOptions) -> None:
     """Say how large the file will be, if it will be large."""
-    from headscope.stats import _statistics_file
+    from headscope.cli._shared.watch_options import size_of_file
 
-    size = _statistics_file.size_of(recording.stats.parts, qk=options.keep_qk)
+    size = size_of_file(recording.stats, options.keep_qk)
     if size > LARGE:
         remedy = "; without --keep-qk it is smaller" if options.keep_qk else ""
         say(f"headscope watch: writing {visible(options.out or '')}: {size / 1e6:,.0f} MB{remedy}")

@@ -23,7 +23,7 @@ from headscope.cli._shared.console import few, one_line
 from headscope.cli._shared.folder_checks import INDEX, SINGLE, check_dtypes, check_folder, check_places, unread_files
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_config import confined, read_config
-from headscope.cli._shared.model_size import check_size
+from headscope.cli._shared.model_size import check_size, find_limit
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,7 +32,6 @@ SHIPPED = ("text", "digits")
 MOST_SPECIAL = 1000  # tokens; above, a vocabulary has words
 MOST_TOKENS = 32768  # default context, as current models allow 131072 and more
 MOST_WRITTEN = 4096  # that of models that write their attention out, whose weights take T × T numbers for each head
-NO_LIMIT = 1 << 30
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -309,7 +308,7 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
         with _tokenizer_errors(f"{name}: {_tokenizer_file(tokenizer, name)}: cannot decode token {token}"):
             return tokenizer.decode([token])
 
-    limit = _limit(model, config, tokenizer)
+    limit = find_limit(model, config, tokenizer)
     is_fused = getattr(model.config, "_attn_implementation", None) not in (None, "eager")
     return Loaded(
         model, label, "text", min(limit, MOST_TOKENS if is_fused else MOST_WRITTEN),
@@ -379,18 +378,6 @@ def _tokenizer_errors(problem: str, remedy: str = "") -> Generator[None]:
         raise
     except BaseException as error:
         raise Mistake(f"{problem}: {_first(error)}{remedy}") from error
-
-
-def _limit(model: Any, config: Any, tokenizer: Any) -> int:
-    """Return the most tokens that the model and its tokenizer allow."""
-    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-    limits = [getattr(config, name, None) for name in names]
-    limits += [None if tokenizer is None else tokenizer.model_max_length]
-    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-    for table in tables:  # RoBERTa and its family count positions from padding_idx + 1
-        if getattr(table, "padding_idx", None) is not None:
-            limits.append(table.num_embeddings - table.padding_idx - 1)
-    return int(min([NO_LIMIT, *(n for n in limits if isinstance(n, (int, float)) and n > 0)]))
 
 
 def _ends(tokenizer: Any) -> tuple[list[int], list[int]]:

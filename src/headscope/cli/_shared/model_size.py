@@ -15,6 +15,9 @@ from headscope.cli._shared.mistakes import Mistake
 MOST_GROWTH = 4  # float32 in memory is twice float16 in files, and some parameters are initialised
 ALWAYS_FINE = 1 << 30  # bytes
 
+NO_LIMIT = 1 << 30
+"""In place of the most tokens of a model that states none."""
+
 
 def check_size(name: str, folder: Path, kind: Any, config: Any) -> None:
     """Check that a model is not much larger than its weights: transformers initialises missing parameters at random.
@@ -61,3 +64,15 @@ def _without_memory(kind: Any, config: Any) -> Any:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size / 1e6:.2g} MB"
+
+
+def find_limit(model: Any, config: Any, tokenizer: Any) -> int:
+    """Return the most tokens that the model and its tokenizer allow."""
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+    limits = [getattr(config, name, None) for name in names]
+    limits += [None if tokenizer is None else tokenizer.model_max_length]
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    for table in tables:  # RoBERTa and its family count positions from padding_idx + 1
+        if getattr(table, "padding_idx", None) is not None:
+            limits.append(table.num_embeddings - table.padding_idx - 1)
+    return int(min([NO_LIMIT, *(n for n in limits if isinstance(n, (int, float)) and n > 0)]))

@@ -111,6 +111,13 @@ def _parse_thresholds(limits: tuple[str, ...]) -> Thresholds:
         raise Mistake(f"--threshold: {error}") from error
 
 
+def size_of_file(stats: HeadStats, keep_qk: bool) -> int:
+    """Return the bytes of the file of a recording."""
+    from headscope.stats import _statistics_file
+
+    return _statistics_file.size_of(stats.parts, qk=keep_qk)
+
+
 def _check_recording_path(path: Path, force: bool) -> None:
     """Check before any long work that the recording can be written.
 
