@@ -64,8 +64,7 @@ def complete(
     if not is_whole and (softmax is None or not _is_part(role, p, roles)):
         return REFUSAL
     shared = (roles.batch, roles.heads if is_whole else _own_heads(p_axes, roles))
-    if not is_left:
-        v, out = v.transpose(-2, -1), out.transpose(-2, -1)
+    v, out = (v, out) if is_left else (v.transpose(-2, -1), out.transpose(-2, -1))
     query_tokens, key_tokens = _tokens(product, rows_are_keys)
     q, k = _factors(product, rows_are_keys, roles, logits.shape[-1])
     within = enclosing([product.scope, scope] if softmax is None else [product.scope, softmax.scope, scope])

@@ -149,8 +149,8 @@ class Pass:
                 call = replace(call, kind=kind)
             if call.is_written and (watch.options.what.keep_qk or call.from_exponentials):
                 call = by_product(call) or call
-            part = watch.verifier.measure(layer, call, self._segmented(layer, call, kind))
-            part = watch.verifier.measure(layer, call, watch.chosen_heads.options(name, call))
+            what = self._segmented(layer, call, kind, watch.chosen_heads.options(name, call))
+            part = watch.verifier.measure(layer, call, what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {_own_sizes(str(error), call)}") from error
         q = call.q if call.factors is None else call.factors[0]
@@ -167,9 +167,8 @@ class Pass:
 
         return record
 
-    def _segmented(self, layer: str, call: InterceptedCall, kind: str) -> Observe:
+    def _segmented(self, layer: str, call: InterceptedCall, kind: str, what: Observe) -> Observe:
         """Return the options with the segments of this call."""
-        what = self.watch.options.what
         if what.segments is None:
             return what
         segments = fit_segments(what.segments, call, kind)
