@@ -203,7 +203,8 @@ void bind_observation(nb::module_& m) {
                 std::array<Address, 2> position, std::array<Address, 2> own_key, Address ids,
                 std::array<Address, 3> first, std::array<Address, 4> may_count, Address external_lse, double rounding,
                 int top_k, std::int64_t bins, std::array<std::int64_t, 3> edges, std::array<Address, 3> borders,
-                const Places& places, std::int64_t size, std::int64_t scratch_size) {
+                const Places& places, std::int64_t size, std::int64_t scratch_size,
+                std::array<std::int64_t, 9> exchange) {
                  new (x) Observation{call,
                                      {},
                                      rows[0],
@@ -218,7 +219,19 @@ void bind_observation(nb::module_& m) {
                                      std::int64_t(borders[2]),
                                      places,
                                      size,
-                                     scratch_size};
+                                     scratch_size,
+                                     {}};
+                 x->exchange = {reinterpret_cast<const std::int64_t*>(exchange[0]),
+                                reinterpret_cast<const double*>(exchange[1]),
+                                reinterpret_cast<const double*>(exchange[2]),
+                                exchange[3],
+                                exchange[4],
+                                exchange[5],
+                                exchange[6],
+                                exchange[7],
+                                exchange[8],
+                                nullptr,
+                                nullptr};
                  Statistics& s = x->stats;
                  s.total_queries = call.queries;
                  s.bins = bins;

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from headscope._attend.call import Call
-from headscope._observe.inputs import Request
+from headscope._observe.exchange import sum_nulls, to_exchange
+from headscope._observe.inputs import Request, to_reductions
 from headscope._observe.kept_tiles import ObservedTiles, keep_tiles
 from headscope._observe.native_observer import Ready
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
 from headscope.stats import Observe
 from headscope.stats._layer import Kept, LayerStats, Moments
+from headscope.stats._nulls import Nulls
 
 
 class LazyLayer(Mapping[str, LayerStats]):
@@ -73,7 +75,16 @@ def layer_stats(
         tiles={} if tiles is None else {0: tiles},
         lengths=(call.queries, call.keys),
         first=what.first if what.row_stats else None,
+        nulls=_nulls(what, known, observed),
     )
+
+
+def _nulls(what: Observe, known: Scene | Ready, observed: Observed) -> Nulls | None:
+    """Return what chance gives, if rows are measured."""
+    if observed.nulls is not None or not what.row_stats or not isinstance(known, Scene):
+        return observed.nulls
+    names = tuple(name for name in observed.rows if name != "argmax")
+    return sum_nulls(to_exchange(to_reductions(what), known, names), observed.rows)
 
 
 def _filed(columns: Tensor, first_key: int) -> Tensor:

@@ -21,12 +21,14 @@ from headscope._attend.call import Call
 from headscope._attend.interface import Inputs, accumulate_dtype, readable
 from headscope._observe.block_weights import ROUNDING
 from headscope._observe.edges import Candidates
+from headscope._observe.exchange import Exchange, to_exchange
 from headscope._observe.inputs import Reductions, to_reductions
 from headscope._observe.portable import row_names
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
 from headscope.stats import Observe, histogram_edges
 from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed
+from headscope.stats._nulls import Nulls
 
 QUANTITIES = (
     "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",
@@ -78,7 +80,7 @@ def _fits(ids: Tensor) -> bool:
 
 PLACES = (
     "counted", "values", "top_weight", "top_key", "received", "eligible", "sum", "max", "pairs", "at",
-    "edge_weight", "edge_at", "whole", "numbers",
+    "edge_weight", "edge_at", "whole", "numbers", "nulls",
 )  # fmt: skip
 """The results of a call, in the order of ``Place`` in csrc/python/observation.h."""
 
@@ -121,7 +123,8 @@ class Ready:
         self.borders = borders_of(self.names, self.dtype) if self.reductions.rows else None
         self.parts, self.size, room = self._laid_out()
         edges = (self.reductions.edges, *((self.names.index(x) if later else -1) for x in ("max_weight", "max_logit")))
-        self.observation, self.held = self._to_observation(scene, edges, room)
+        exchange = to_exchange(self.reductions, scene, self.names) if self.reductions.rows else None
+        self.observation, self.held = self._to_observation(scene, edges, room, exchange)
 
     def _laid_out(self) -> tuple[dict[str, _Part], int, int]:
         """Return the places of the results; the bytes of results, and of scratch memory, which comes last."""
@@ -151,6 +154,7 @@ class Ready:
         if self.borders is not None:
             counts = len(self.names) * call.heads * (1 + self.borders.shape[1])
             stay |= {"whole": (whole, (counts,)), "numbers": (double, (4, len(self.names), call.heads))}
+            stay["nulls"] = (double, (2, len(self.names), call.heads))
         parts: dict[str, _Part] = {}
         size = end = 0
         for name, (dtype, shape) in (stay | passing).items():
@@ -159,7 +163,9 @@ class Ready:
             size = end if name in stay else size
         return parts, size, end - size
 
-    def _to_observation(self, scene: Scene, edges: tuple[int, ...], room: int) -> tuple[Any, Any]:
+    def _to_observation(
+        self, scene: Scene, edges: tuple[int, ...], room: int, exchange: Exchange | None
+    ) -> tuple[Any, Any]:
         """Return the extension's ``Observation``, and the objects that must stay alive for it.
 
         Its arguments, after the call: rows and the address of their indices; the place of each of ``QUANTITIES`` among
@@ -167,7 +173,7 @@ class Ready:
         the key positions, and of each query's own key; token ids; address, batch stride and number of the first keys;
         address and strides of ``may_count``; lse, and its tolerance; number of largest weights; bins of the map; edges
         of its bins; number, address and length of the histograms' borders; the offset of each of ``PLACES``, -1 for
-        none; the size of the result, and of the scratch memory after it.
+        none; the size of the result, and of the scratch memory after it; and what chance gives, see ``_to_factors``.
         """
         address, reductions = native.address, self.reductions
         kernel_call = native.to_kernel_call(self.call, scene.plan, scene.inputs)
@@ -190,6 +196,7 @@ class Ready:
         if may_count is not None:
             strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
         lse = None if scene.lse is None else readable(scene.lse.to(self.dtype)).contiguous()
+        factors, of_factors = _to_factors(self.names, exchange)
         observation = native.extension.Observation(
             kernel_call.call, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
             line, own, address(ids), (*_by_batch(first), first.shape[1]), (address(may_count), *strides),
@@ -197,9 +204,10 @@ class Ready:
             max(1, reductions.top) if reductions.top or reductions.argmax else 0, reductions.bins, edges,
             (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
             [self.parts[name].offset if name in self.parts else -1 for name in PLACES], self.size, room,
+            factors,
         )  # fmt: skip
         mine = kernel_call.held[3:]  # q, k and v change from call to call
-        return observation, (mine, index, line_at, own_at, ids, first, may_count, lse)
+        return observation, (mine, index, line_at, own_at, ids, first, may_count, lse, of_factors)
 
     def observed(self, memory: Tensor) -> Observed:
         """Return the results, as views of their memory."""
@@ -222,6 +230,7 @@ class Ready:
             Candidates(at["top_weight"], at["top_key"]) if reductions.top else None,
             moments,
             at["whole"][: call.heads] if "whole" in at else None,  # rows that have an lse
+            Nulls(self.names, at["nulls"]) if "nulls" in at else None,
         )
 
 
@@ -287,6 +296,29 @@ def _by_batch(x: Tensor) -> tuple[Address, int]:
     """Return the address of [B or 1, n], and its batch stride."""
     assert (x.dtype, x.stride(-1)) == (torch.int64, 1)  # as build_scene makes them
     return x.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)
+
+
+def _to_factors(names: tuple[str, ...], exchange: Exchange | None) -> tuple[list[int], Any]:
+    """Return what the kernels read to sum nulls, and the tensors that must stay alive for it.
+
+    The numbers: the address of each name's index among the factors (-1 = it needs none, -2 = it has no null);
+    addresses of means and spreads, and their strides of a quantity, batch entry and head; the places of mass, chance
+    and effective_keys among the outputs.
+    """
+    if exchange is None:
+        return [0] * 9, None
+    index = torch.tensor([_factor(name, exchange) for name in names], dtype=torch.int64, device="cpu")
+    mean, spread = (readable(x).contiguous() for x in (exchange.mean, exchange.spread))
+    _, batch, heads, rows = mean.shape
+    strides = (batch * heads * rows, 0 if batch == 1 else heads * rows, 0 if heads == 1 else rows)
+    places = (names.index(name) for name in ("mass", "chance", "effective_keys"))
+    return [index.data_ptr(), native.address(mean), native.address(spread), *strides, *places], (index, mean, spread)
+
+
+def _factor(name: str, exchange: Exchange) -> int:
+    if name in exchange.names:
+        return exchange.names.index(name)
+    return -1 if name in exchange.single else -2
 
 
 @cache

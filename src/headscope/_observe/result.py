@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headscope._observe.edges import Candidates
 from headscope.stats._layer import Edges, HeadMap, Moments
+from headscope.stats._nulls import Nulls
 
 
 class Observed(NamedTuple):
@@ -24,6 +25,7 @@ class Observed(NamedTuple):
         top: keys, int64, and weights of each row's largest, [B, H, R, k] both, or None.
         moments: of the rows, if they are known already.
         rows_counted: the number of counted rows of each head, int64 [H], if known already.
+        nulls: what chance gives for the rows, if known already.
     """
 
     rows: dict[str, Tensor]
@@ -36,3 +38,4 @@ class Observed(NamedTuple):
     top: Candidates | None
     moments: Mapping[str, Moments] | None = None
     rows_counted: Tensor | None = None
+    nulls: Nulls | None = None

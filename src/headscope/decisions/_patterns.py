@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headscope._analysis.answers import Basis, Decision, HasStats, decimal, stats_of
 from headscope._analysis.pattern_means import pattern_means, smallest_window
-from headscope.stats import PATTERNS, HeadStats
+from headscope.stats import CLEAR_SCORE, CLEAR_Z, PATTERNS, HeadStats, is_name
 
 __all__ = ["PatternScore", "Patterns", "patterns"]
 
@@ -22,6 +22,8 @@ class PatternScore:
         score: from 0 (chance or worse) to 1 (every row is exactly the pattern).
         rows: the number of informative rows.
         exact: whether it equals ``pattern_scores`` of the dense weights of the same rows; else an estimate.
+        z: how far the mass on the pattern's keys is from what chance gives, in standard deviations; NaN for "uniform",
+            where exchanging keys changes nothing, and for files of earlier versions.
 
     Examples:
         >>> import torch
@@ -29,8 +31,8 @@ class PatternScore:
         >>> from headscope.decisions import patterns
         >>> q = 40 * torch.eye(4)[None, None]  # each row attends to its own key
         >>> best = patterns(observe(q, q)).best[0]
-        >>> best.pattern, round(best.score, 3), best.rows
-        ('self', 1.0, 4)
+        >>> best.pattern, round(best.score, 3), best.rows, round(best.z, 2), best.is_clear
+        ('self', 1.0, 4, 3.46, True)
     """
 
     layer: str
@@ -39,6 +41,16 @@ class PatternScore:
     score: float
     rows: int
     exact: bool
+    z: float = math.nan
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the score is at least 0.3, and at least 3 standard deviations from chance.
+
+        If the statistics are from a file of an earlier version, which lacks what chance gives, the score decides.
+        """
+        unknown = math.isnan(self.z) and self.pattern != "uniform"
+        return self.score >= CLEAR_SCORE and (unknown or self.z >= CLEAR_Z)
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,14 @@ class Patterns(Decision):
         """
         return tuple(ranked[0] for ranked in self._ranked())
 
+    @property
+    def names(self) -> tuple[PatternScore, ...]:
+        """Return for each head the clear pattern with the highest score, or "uniform"; other heads are omitted.
+
+        "uniform" is no claim that a head differs from chance: it is what chance gives.
+        """
+        return tuple(named[0] for ranked in self._ranked() if (named := [each for each in ranked if _is_name(each)]))
+
     def _ranked(self) -> list[list[PatternScore]]:
         heads: dict[tuple[str, int], list[PatternScore]] = {}
         for each in self.scores:
@@ -99,6 +119,10 @@ class Patterns(Decision):
             second = (_marked(rest[0]), decimal(rest[0].score)) if rest else ("", "")
             lines.append((best.layer, str(best.head), _marked(best), decimal(best.score), f"{best.rows:,}", *second))
         return lines
+
+
+def _is_name(score: PatternScore) -> bool:
+    return score.is_clear or is_name(score.pattern, score.score, score.z)
 
 
 def _marked(score: PatternScore) -> str:
@@ -138,8 +162,8 @@ def patterns(stats: HeadStats | HasStats) -> Patterns:
         for head in range(part.heads):
             for name in PATTERNS:
                 if name in means and not math.isnan(means[name][0][head]):
-                    score, rows, exact = (x[head] for x in means[name])
-                    scores.append(PatternScore(layer, head, name, score, rows, exact))
+                    score, rows, exact, z = (x[head] for x in means[name])
+                    scores.append(PatternScore(layer, head, name, score, rows, exact, z))
     local = {layer: w for layer, part in parts.items() if (w := smallest_window(part)) is not None}
     names = tuple(dict.fromkeys(each.pattern for each in scores))
     rows = [int(n) for part in parts.values() for n in part.moments["chance"].count.tolist()]

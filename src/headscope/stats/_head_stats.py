@@ -7,7 +7,7 @@ docs/concepts/statistics.md defines every number, with its traps, and the measur
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -89,8 +89,7 @@ class HeadStats:
         layer = self._layer(at[0]) if at else self._layer("")
         part = self.parts[layer]
         if len(at) == 2 and isinstance(at[1], str):
-            column = stack_columns([part], self._known(part, at[1], layer))
-            return Column(*(getattr(column, each.name)[0] for each in fields(column)))
+            return stack_columns([part], self._known(part, at[1], layer)).layer(0)
         head = as_whole(at[1]) if len(at) in (2, 3) else None
         if head is None:
             raise TypeError(

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from headscope.stats._kept_weights import Tiles
+from headscope.stats._nulls import Nulls, merged_nulls
+from headscope.stats._part import Part
 from headscope.stats._quantities import histogram_edges
 
 
@@ -25,23 +27,8 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class _Part:
-    """A part that is copied and pickled with its own numbers only: a tensor view would include its whole storage."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: _alone(value) for name, value in self.__dict__.items()}
-
-
-def _alone(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Packed):
-        return Packed(*map(_alone, value))
-    return {name: _alone(each) for name, each in value.items()} if isinstance(value, dict) else value
-
-
 @dataclass(frozen=True, eq=False)
-class Moments(_Part):
+class Moments(Part):
     """One row quantity of every head.
 
     Attributes:
@@ -115,7 +102,7 @@ class Packed(NamedTuple):
         return Moments(count.view(names, heads), mean, M2, least, largest, histogram.view(names, heads, -1))
 
 
-class MomentsTable(_Part, Mapping[str, Moments]):
+class MomentsTable(Part, Mapping[str, Moments]):
     """Row quantities by name, with numbers in one tensor: storing and merging all costs as much as one.
 
     Args:
@@ -169,7 +156,7 @@ def _either(a: Moments, b: Moments, what: str, both: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadMap(_Part):
+class HeadMap(Part):
     """The weights of each head in n x n bins: bin b holds queries (rows) or keys (columns) ⌊bT/n⌋ to ⌊(b+1)T/n⌋ - 1.
 
     Attributes:
@@ -257,7 +244,7 @@ class Edge(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Edges(_Part):
+class Edges(Part):
     """The k largest weights of each head.
 
     Attributes:
@@ -304,7 +291,7 @@ def largest_first(p: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept(_Part):
+class Kept(Part):
     """The retained rows of one run, batch entry by batch entry.
 
     Attributes:
@@ -327,7 +314,7 @@ class Kept(_Part):
 
 
 @dataclass(frozen=True, eq=False)
-class LayerStats(_Part):
+class LayerStats(Part):
     """The statistics of one layer.
 
     Attributes:
@@ -343,6 +330,7 @@ class LayerStats(_Part):
         tiles: run -> access to its weights, for runs with retained q and k, in order; saved only on request.
         lengths: the numbers of queries and keys of each run; None if they differ.
         first: the number of first real keys in ``first`` and ``streaming_{w}``; None if unknown.
+        nulls: what chance gives; None in files of earlier versions, and without row quantities.
     """
 
     heads: int
@@ -360,6 +348,7 @@ class LayerStats(_Part):
     tiles: Mapping[int, Tiles] = field(default_factory=dict[int, Tiles])
     lengths: tuple[int, int] | None = None
     first: int | None = None
+    nulls: Nulls | None = None
 
     @property
     def last_tiles(self) -> Tiles | None:
@@ -409,6 +398,7 @@ class LayerStats(_Part):
             {n + run: at for n, each in zip(before, several, strict=True) for run, at in each.tiles.items()},
             self.lengths if all(each.lengths == self.lengths for each in others) else None,
             first[0] if first else None,
+            merged_nulls(several),
         )
 
     def to(self, device: torch.device | str) -> LayerStats:
@@ -440,7 +430,7 @@ def moved(value: Any, device: torch.device) -> Any:
         return {name: moved(each, device) for name, each in value.items()}
     if isinstance(value, tuple):
         return tuple(moved(each, device) for each in value)
-    if isinstance(value, (Moments, HeadMap, Edges, Kept, LayerStats)):
+    if isinstance(value, (Moments, HeadMap, Edges, Kept, Nulls, LayerStats)):
         return replace(value, **{each.name: moved(getattr(value, each.name), device) for each in fields(value)})
     return value
 

@@ -43,6 +43,7 @@ from headscope.stats._header import (
 )
 from headscope.stats._kept_weights import KeptWeights, weights_of
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
+from headscope.stats._nulls import Nulls, check_nulls
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
 from headscope.stats._tensor_reader import NoTensorsError, TensorFile
@@ -156,6 +157,9 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
     tensors |= {f"{under}/rows": part.rows, f"{under}/broken": part.broken}
     for quantity, moments in part.moments.items():
         tensors |= {f"{under}/moments/{quantity}/{what}": getattr(moments, what) for what in MOMENTS}
+    nulls = None if part.nulls is None else part.nulls.compact()
+    if nulls is not None:
+        tensors[f"{under}/nulls"] = nulls.sums
     if part.received is not None and part.eligible is not None:
         tensors |= {f"{under}/received": part.received, f"{under}/eligible": part.eligible}
     for which, (_, whats) in _PARTS.items():
@@ -173,6 +177,7 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
         "kept": [list(rows.values) for rows in part.kept],
         "lengths": part.lengths,
         "first": part.first,
+        "nulls": [] if nulls is None else list(nulls.names),
     }
 
 
@@ -290,7 +295,7 @@ def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tenso
 
 def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], file: TensorFile) -> LayerStats:
     """Read the result of ``_store_layer``."""
-    entry = {"lengths": None, "first": None, "qk": [], "qk_runs": None} | entry  # older files lack these
+    entry = {"lengths": None, "first": None, "qk": [], "qk_runs": None, "nulls": []} | entry  # older files lack these
     numbers = {what: read_whole(entry, what, 0) for what in _NUMBERS}
     looked_at = read_whole(entry, "looked_at", 0, numbers["of"])
     lengths = _read_lengths(entry, numbers["of"])
@@ -333,7 +338,17 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
         **numbers, rows=rows, broken=broken, moments=moments, **parts, kept=retained,
         tiles=dict(zip(runs, tiles, strict=True)), lengths=lengths,
         first=None if read_value(entry, "first", int, NoneType) is None else read_whole(entry, "first", 1, math.inf),
+        nulls=_read_nulls(entry, read, moments),
     )  # fmt: skip
+
+
+def _read_nulls(entry: dict[str, Any], read: Callable[..., Tensor], moments: Mapping[str, Moments]) -> Nulls | None:
+    names = read_list(entry, "nulls", str)
+    if not names:  # of an earlier version, or without row quantities
+        return None
+    nulls = Nulls((*names,), read("nulls", 2, len(names), "H"))
+    check_nulls(nulls, {name: each.count for name, each in moments.items()})
+    return nulls
 
 
 def _read_lengths(entry: dict[str, Any], of: int) -> tuple[int, int] | None:

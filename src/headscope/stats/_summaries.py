@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from headscope.stats._layer import LayerStats, Moments, histogram_edges
+from headscope.stats._nulls import Null
 
-__all__ = ["Column", "Summary", "names_of", "stack_columns", "summaries_of", "summarise"]
+__all__ = ["Column", "Summary", "names_of", "null_of", "stack_columns", "summaries_of", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Column:
     Attributes:
         count: the number of rows of each.
         mean, M2, min, max: float64; NaN where count is 0.
+        null: what chance gives, see ``Null``; None for a quantity that does not depend on which keys have the weight,
+            and in files of earlier versions.
 
     Examples:
         >>> import torch
@@ -69,11 +72,24 @@ class Column:
     M2: Tensor
     min: Tensor
     max: Tensor
+    null: Null | None = None
 
     @property
     def std(self) -> Tensor:
         """sqrt(M2 / count)."""
         return (self.M2 / self.count).sqrt()
+
+    @property
+    def z(self) -> Tensor:
+        """(mean - null.mean) / null.std; NaN where there is no null, or where its std is 0, as in even rows."""
+        if self.null is None:
+            return torch.full_like(self.mean, math.nan)
+        return ((self.mean - self.null.mean) / self.null.std).masked_fill(self.null.std == 0, math.nan)
+
+    def layer(self, n: int) -> Column:
+        """Return the column of one layer, [H]."""
+        null = None if self.null is None else Null(self.null.mean[n], self.null.std[n])
+        return Column(self.count[n], self.mean[n], self.M2[n], self.min[n], self.max[n], null)
 
 
 def names_of(parts: Mapping[str, LayerStats]) -> tuple[str, ...]:
@@ -101,7 +117,7 @@ def stack_columns(parts: Collection[LayerStats], name: str) -> Column:
     """Return one quantity of several layers, [L, H]; count is 0 if a layer lacks the head or quantity."""
     wide = max(part.heads for part in parts)
     columns: list[Tensor] = []
-    for what in (each.name for each in fields(Column)):
+    for what in ("count", "mean", "M2", "min", "max"):
         rows: list[Tensor] = []
         for part in parts:
             if what == "count":
@@ -112,7 +128,27 @@ def stack_columns(parts: Collection[LayerStats], name: str) -> Column:
                 row[: part.heads] = getattr(part.moments[name], what).cpu()
             rows.append(row)
         columns.append(torch.stack(rows))
-    return Column(*columns)
+    return Column(*columns, _stack_nulls(parts, name, wide))
+
+
+def null_of(part: LayerStats, name: str) -> Null | None:
+    """Return the null of a quantity of a layer, [H]; None if it is unknown."""
+    if part.nulls is None or name not in part.moments:
+        return None
+    return part.nulls.of(name, part.moments[name].count)
+
+
+def _stack_nulls(parts: Collection[LayerStats], name: str, wide: int) -> Null | None:
+    """Return the nulls of several layers, [L, H]; NaN where one is unknown, None where all are."""
+    nulls = [null_of(part, name) for part in parts]
+    if all(each is None for each in nulls):
+        return None
+    stacked = torch.full((2, len(nulls), wide), math.nan, dtype=torch.float64, device="cpu")
+    for n, each in enumerate(nulls):
+        if each is not None:
+            stacked[0, n, : len(each.mean)] = each.mean.cpu()
+            stacked[1, n, : len(each.std)] = each.std.cpu()
+    return Null(*stacked)
 
 
 def _on_host(moments: Moments) -> Moments:

@@ -1,0 +1,22 @@
+"""The base of the parts of statistics: a part is copied and pickled with its own numbers only."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor
+
+
+class Part:
+    """A part that is copied and pickled with its own numbers only: a tensor view would include its whole storage."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _alone(value) for name, value in self.__dict__.items()}
+
+
+def _alone(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, tuple) and hasattr(cast(object, value), "_fields"):  # a named tuple of tensors
+        return type(value)(*map(_alone, value))
+    return {name: _alone(each) for name, each in value.items()} if isinstance(value, dict) else value
