@@ -186,43 +186,32 @@ void compute_moments_of(const Moments& m, const void* values, bool wide, std::in
 }
 
 // Sums what chance gives of one head: for each quantity the means and the variances of its rows.
-template <class T>
-void sum_exchange_of(const Moments& m, const T* values, std::int64_t head) {
+void sum_exchange_of(const Moments& m, const void* values, bool wide, std::int64_t head) {
     const Exchange& x = m.exchange;
-    constexpr std::int64_t BLOCK = 256;
-    constexpr double EVEN = 1e-6;  // as in exchange.py
-    double mass[BLOCK], even[BLOCK], uneven[BLOCK];
+    const Target& target = *selected_target();
+    alignas(64) double rows[3][EXCHANGE_ROWS];
+    const ExchangeRows prepared{rows[0], rows[1], rows[2]};
     for (std::int64_t name = 0; name < m.names; name++)
         x.means[name * m.heads + head] = x.variances[name * m.heads + head] = 0;
     for (std::int64_t b = 0; b < m.batch; b++)
-        for (std::int64_t first = 0; first < m.rows; first += BLOCK) {
-            const std::int64_t count = std::min(BLOCK, m.rows - first);
-            const auto rows_of = [&](std::int64_t name) {
-                return values + ((name * m.batch + b) * m.heads + head) * m.rows + first;
+        for (std::int64_t first = 0; first < m.rows; first += EXCHANGE_ROWS) {
+            const std::int64_t count = std::min(EXCHANGE_ROWS, m.rows - first);
+            const auto values_of = [&](std::int64_t name) {
+                const std::int64_t n = ((name * m.batch + b) * m.heads + head) * m.rows + first;
+                return static_cast<const char*>(values) + n * (wide ? 8 : 4);
             };
-            const T *masses = rows_of(x.mass), *chances = rows_of(x.chance), *keys = rows_of(x.effective_keys);
-            for (std::int64_t r = 0; r < count; r++) {
-                mass[r] = double(masses[r]);
-                even[r] = double(chances[r]);
-                const double squares = 1 / double(keys[r]);
-                const double difference = squares - mass[r] * mass[r] * even[r];
-                uneven[r] = difference > EVEN * squares ? difference : 0;  // 0 for NaN: Σp² is denormal
-            }
+            target.prepare_exchange(values_of(x.mass), values_of(x.chance), values_of(x.effective_keys), wide, count,
+                                    prepared);
             for (std::int64_t name = 0; name < m.names; name++) {
                 const std::int64_t factor = x.factor[name];
                 if (factor == NO_NULL) continue;
                 const std::int64_t at = factor * x.factor_stride + b * x.batch_stride + head * x.head_stride + first;
-                const double* const mean = factor == ONE_KEY ? even : x.mean + at;
-                const double* const spread = factor == ONE_KEY ? even : x.spread + at;
-                const T* const row = rows_of(name);
-                double means[4] = {}, variances[4] = {};
-                for (std::int64_t r = 0; r < count; r++)
-                    if (row[r] == row[r]) {
-                        means[r % 4] += mass[r] * mean[r];
-                        if (uneven[r] > 0) variances[r % 4] += uneven[r] * spread[r];
-                    }
-                x.means[name * m.heads + head] += means[0] + means[1] + means[2] + means[3];
-                x.variances[name * m.heads + head] += variances[0] + variances[1] + variances[2] + variances[3];
+                const double* const mean = factor == ONE_KEY ? prepared.even : x.mean + at;
+                const double* const spread = factor == ONE_KEY ? prepared.even : x.spread + at;
+                double sums[2] = {};
+                target.sum_exchange(values_of(name), wide, count, prepared, mean, spread, sums);
+                x.means[name * m.heads + head] += sums[0];
+                x.variances[name * m.heads + head] += sums[1];
             }
         }
 }
@@ -310,12 +299,8 @@ bool run_observation_tasks(Forward& f, Statistics& rows, const EdgeList* list, c
         observing.wait(signals);
         summarizing.run(signals, thread,
                         [&](std::int64_t n, int) { compute_moments_of(*moments, values, is_double(f), n); });
-        exchanging.run(signals, thread, [&](std::int64_t head, int) {
-            if (is_double(f))
-                sum_exchange_of(*moments, static_cast<const double*>(values), head);
-            else
-                sum_exchange_of(*moments, static_cast<const float*>(values), head);
-        });
+        exchanging.run(signals, thread,
+                       [&](std::int64_t head, int) { sum_exchange_of(*moments, values, is_double(f), head); });
         reducing_first.run(signals, thread, [&](std::int64_t, int) { target->reduce_partitions(f, 0); });
         reducing_first.wait(signals);
         reducing.run(signals, thread, [&](std::int64_t n, int) { target->reduce_partitions(f, n + 1); });

@@ -68,7 +68,7 @@ def to_exchange(reductions: Reductions, scene: Scene, names: tuple[str, ...]) ->
         mean, spread = _of_spans(reductions, scene, names, spans)
     else:
         mean, spread = _of_blocks(reductions, scene, names)
-    return Exchange(names, mean, spread, single)
+    return Exchange(names, mean, spread.clamp_max(torch.finfo(spread.dtype).max), single)  # infinity times 0 is NaN
 
 
 def sum_nulls(exchange: Exchange, rows: Mapping[str, Tensor]) -> Nulls:
@@ -83,7 +83,7 @@ def sum_nulls(exchange: Exchange, rows: Mapping[str, Tensor]) -> Nulls:
     for n, name in enumerate(names, -len(exchange.single)):
         mean, spread = (even, even) if n < 0 else (exchange.mean[n], exchange.spread[n])
         there = ~rows[name].isnan()
-        variance = torch.where(there & (uneven > 0), uneven * spread, 0.0)  # an infinite spread times 0 is NaN
+        variance = torch.where(there, uneven * spread, 0.0)
         sums.append(torch.stack([torch.where(there, mass * mean, 0.0).sum((0, 2)), variance.sum((0, 2))]))
     empty = torch.zeros(2, 0, mass.shape[1], dtype=accumulate, device=mass.device)
     return Nulls(names, torch.stack(sums, 1) if sums else empty)

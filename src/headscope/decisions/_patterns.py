@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headscope._analysis.answers import Basis, Decision, HasStats, decimal, stats_of
 from headscope._analysis.pattern_means import pattern_means, smallest_window
-from headscope.stats import CLEAR_SCORE, CLEAR_Z, PATTERNS, HeadStats, is_name
+from headscope.stats import CLEAR_SCORE, CLEAR_Z, PATTERNS, HeadStats
 
 __all__ = ["PatternScore", "Patterns", "patterns"]
 
@@ -52,6 +52,11 @@ class PatternScore:
         unknown = math.isnan(self.z) and self.pattern != "uniform"
         return self.score >= CLEAR_SCORE and (unknown or self.z >= CLEAR_Z)
 
+    @property
+    def is_name(self) -> bool:
+        """Whether tables name the head by this pattern: its score is clear, or describes an even spread."""
+        return self.is_clear or (self.pattern == "uniform" and self.score >= CLEAR_SCORE)
+
 
 @dataclass(frozen=True)
 class Patterns(Decision):
@@ -90,9 +95,9 @@ class Patterns(Decision):
     def best(self) -> tuple[PatternScore, ...]:
         """Return for each head the pattern with the highest score; ties go to the more specific one.
 
-        Heads without a score are omitted.
+        Clear scores come first, see ``names``. Heads without a score are omitted.
         """
-        return tuple(ranked[0] for ranked in self._ranked())
+        return tuple(ranked[0] for ranked in self.ranked())
 
     @property
     def names(self) -> tuple[PatternScore, ...]:
@@ -100,13 +105,14 @@ class Patterns(Decision):
 
         "uniform" is no claim that a head differs from chance: it is what chance gives.
         """
-        return tuple(named[0] for ranked in self._ranked() if (named := [each for each in ranked if _is_name(each)]))
+        return tuple(each for each in self.best if each.is_name)
 
-    def _ranked(self) -> list[list[PatternScore]]:
+    def ranked(self) -> list[list[PatternScore]]:
+        """Return the scores of each head: names first, then by score."""
         heads: dict[tuple[str, int], list[PatternScore]] = {}
         for each in self.scores:
             heads.setdefault((each.layer, each.head), []).append(each)
-        return [sorted(each, key=lambda score: -score.score) for each in heads.values()]  # stable: specific ones first
+        return [sorted(each, key=_rank) for each in heads.values()]  # stable: specific ones first
 
     def columns(self) -> tuple[str, ...]:
         """The headings of the table."""
@@ -115,18 +121,19 @@ class Patterns(Decision):
     def cells(self) -> list[tuple[str, ...]]:
         """Return one line for each head: its best pattern and the next best."""
         lines: list[tuple[str, ...]] = []
-        for best, *rest in self._ranked():
+        for best, *rest in self.ranked():
             second = (_marked(rest[0]), decimal(rest[0].score)) if rest else ("", "")
             lines.append((best.layer, str(best.head), _marked(best), decimal(best.score), f"{best.rows:,}", *second))
         return lines
 
 
-def _is_name(score: PatternScore) -> bool:
-    return score.is_clear or is_name(score.pattern, score.score, score.z)
+def _rank(score: PatternScore) -> tuple[bool, float]:
+    return not score.is_name, -score.score
 
 
 def _marked(score: PatternScore) -> str:
-    return score.pattern if score.exact else f"{score.pattern} ~"
+    name = score.pattern if score.is_name else f"({score.pattern})"
+    return name if score.exact else f"{name} ~"
 
 
 def patterns(stats: HeadStats | HasStats) -> Patterns:
@@ -168,7 +175,10 @@ def patterns(stats: HeadStats | HasStats) -> Patterns:
     names = tuple(dict.fromkeys(each.pattern for each in scores))
     rows = [int(n) for part in parts.values() for n in part.moments["chance"].count.tolist()]
     basis = Basis.of_layers(parts.values(), (f"the means of {', '.join(names)}", "chance"), rows)
-    caveat = "A pattern describes this input, not the purpose of a head; below about 0.3 no pattern fits."
+    caveat = (
+        "A pattern describes this input, not the purpose of a head. In brackets: no name, because the score is below "
+        f"{CLEAR_SCORE} or within {CLEAR_Z:g} standard deviations of chance."
+    )
     if any(not each.exact for each in scores):
         caveat += " ~ marks estimates from means."
     return Patterns(basis, caveat, tuple(scores), local)

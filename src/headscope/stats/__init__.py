@@ -1,6 +1,6 @@
 """Statistics of attention: the options, the results, and how they merge."""
 
-from headscope.stats._clear import CLEAR_SCORE, CLEAR_Z, is_clear, is_name
+from headscope.stats._clear import CLEAR_SCORE, CLEAR_Z
 from headscope.stats._dense import (
     LOCAL_REACH,
     MINIMUM_ROWS,
@@ -43,8 +43,6 @@ __all__ = [
     "broken_rows",
     "head_means",
     "histogram_edges",
-    "is_clear",
-    "is_name",
     "merge",
     "pattern_scores",
     "quantity_names",

@@ -12,23 +12,12 @@ CLEAR_Z = 3.0
 """The smallest number of standard deviations from chance."""
 
 
-def is_clear(score: float, z: float) -> bool:
-    """Return whether a score is large and far from what chance gives.
-
-    Examples:
-        >>> from headscope.stats import is_clear
-        >>> is_clear(0.4, 5.0), is_clear(0.4, 2.0), is_clear(0.1, 5.0)
-        (True, False, False)
-    """
-    return score >= CLEAR_SCORE and z >= CLEAR_Z
-
-
 def is_name(pattern: str, score: float, z: float) -> bool:
-    """Return whether a head shows this pattern's name: its score is clear, or describes an even spread.
+    """Return whether a head shows this pattern's name: the score is clear, or describes an even spread.
 
     "uniform" is what chance gives: exchanging the keys of an even row changes nothing, so it has no z.
     """
-    return is_clear(score, z) or (pattern == "uniform" and score >= CLEAR_SCORE)
+    return score >= CLEAR_SCORE and (z >= CLEAR_Z or pattern == "uniform")
 
 
 def z_of_mass(p: Tensor, target: Tensor, visible: Tensor, rows: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from headscope.stats._clear import z_of_mass
+from headscope.stats._clear import is_name, z_of_mass
 
 __all__ = [
     "LOCAL_REACH",
@@ -64,8 +64,6 @@ class PatternScores(NamedTuple):
 class Match(NamedTuple):
     """The pattern that a head matches best: a likeness, not a claim of what the head is for.
 
-    ``is_clear(match.score, match.z)`` returns whether the score is large and far from what chance gives.
-
     Examples:
         >>> import torch
         >>> from headscope.stats import best_matches, pattern_scores
@@ -77,7 +75,12 @@ class Match(NamedTuple):
     pattern: str
     score: float
     rows: int
-    z: float
+    z: float = math.nan
+
+    @property
+    def is_name(self) -> bool:
+        """Whether tables name the head by this pattern: see ``PatternScore.is_name`` of headscope.decisions."""
+        return is_name(self.pattern, self.score, self.z)
 
 
 def row_statistics(
@@ -224,8 +227,14 @@ def pattern_scores(
     return scores
 
 
+def _worth(match: Match) -> tuple[bool, float]:
+    return match.is_name, match.score
+
+
 def best_matches(scores: PatternScores) -> list[Match | None]:
     """Return for each head the pattern with the highest score, or None (with a single token, say).
+
+    Scores that are large and far from what chance gives come first, see ``Match.is_name``.
 
     Examples:
         >>> import torch
@@ -242,7 +251,7 @@ def best_matches(scores: PatternScores) -> list[Match | None]:
             for name, score in scores.score.items()
             if not score[head].isnan()
         ]
-        matches.append(max(offered, key=lambda match: match.score, default=None))  # ties go to the first
+        matches.append(max(offered, key=_worth, default=None))  # ties go to the first
     return matches
 
 

@@ -90,22 +90,24 @@ def has_null(name: str) -> bool:
     return quantity is not None and quantity.has_null
 
 
-def check_nulls(nulls: Nulls, counts: Mapping[str, Tensor]) -> None:
+def check_nulls(under: str, nulls: Nulls, counts: Mapping[str, Tensor]) -> None:
     """Check the sums of a layer; ``counts``: the number of rows of each of its quantities.
 
     Raises:
-        ValueError: impossible numbers, or sums of a quantity that the layer does not have.
+        ValueError: impossible numbers, or sums of a quantity without a null.
     """
     if len({*nulls.names}) < len(nulls.names):
-        raise ValueError(f"nulls: got {', '.join(nulls.names)}, expected different quantities")
+        raise ValueError(f"{under}/nulls: got {', '.join(nulls.names)}, expected different quantities")
     for n, name in enumerate(nulls.names):
-        if name not in counts or not has_null(name):
-            raise ValueError(f"nulls: {name} is not a quantity of this layer that depends on which keys have weight")
+        if not has_null(name):
+            raise ValueError(f"{under}/nulls: {name} is not a quantity that depends on which keys have the weight")
+        if name not in counts:
+            continue
         most = counts[name].double() * _MOST if name != "distance" else torch.inf
         sums = nulls.sums[:, n].double()
         wrong = ~((sums >= 0) & (sums <= most)) | ((counts[name] == 0) & (sums != 0))
         if bool(wrong.any()):
-            raise ValueError(f"nulls: {name}: is not possible for any rows")
+            raise ValueError(f"{under}/nulls: {name} is not possible for any rows")
 
 
 _MOST = 1.001  # the largest mean and variance of the weight on some keys, with a margin for rounding

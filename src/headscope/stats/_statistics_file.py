@@ -149,6 +149,9 @@ def _load(file: TensorFile, header: dict[str, Any]) -> dict[str, LayerStats]:
     tensors = file.read(name for name in file.entries if "/qk/" not in name)  # pieces of q and k are read on request
     parts = [_read_layer(layer, f"{n}", tensors, file) for n, layer in enumerate(layers)]
     check_moments(parts)
+    for n, part in enumerate(parts):
+        if part.nulls is not None:
+            check_nulls(f"{n}", part.nulls, {name: each.count for name, each in part.moments.items()})
     return dict(zip(layer_names, parts, strict=True))
 
 
@@ -338,17 +341,15 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
         **numbers, rows=rows, broken=broken, moments=moments, **parts, kept=retained,
         tiles=dict(zip(runs, tiles, strict=True)), lengths=lengths,
         first=None if read_value(entry, "first", int, NoneType) is None else read_whole(entry, "first", 1, math.inf),
-        nulls=_read_nulls(entry, read, moments),
+        nulls=_read_nulls(entry, read),
     )  # fmt: skip
 
 
-def _read_nulls(entry: dict[str, Any], read: Callable[..., Tensor], moments: Mapping[str, Moments]) -> Nulls | None:
+def _read_nulls(entry: dict[str, Any], read: Callable[..., Tensor]) -> Nulls | None:
     names = read_list(entry, "nulls", str)
     if not names:  # of an earlier version, or without row quantities
         return None
-    nulls = Nulls((*names,), read("nulls", 2, len(names), "H"))
-    check_nulls(nulls, {name: each.count for name, each in moments.items()})
-    return nulls
+    return Nulls((*names,), read("nulls", 2, len(names), "H"))
 
 
 def _read_lengths(entry: dict[str, Any], of: int) -> tuple[int, int] | None:
