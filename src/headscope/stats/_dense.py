@@ -246,11 +246,12 @@ def best_matches(scores: PatternScores) -> list[Match | None]:
     heads = max((len(score) for score in scores.score.values()), default=0)
     matches: list[Match | None] = []
     for head in range(heads):
-        offered = [
-            Match(name, float(score[head]), int(scores.rows[name][head]), float(scores.z[name][head]))
-            for name, score in scores.score.items()
-            if not score[head].isnan()
-        ]
+        offered: list[Match] = []
+        for name, score in scores.score.items():
+            if not score[head].isnan():
+                z = float(scores.z[name][head])
+                z = math.nan if math.isnan(z) else z  # one object, so that equal matches compare equal
+                offered.append(Match(name, float(score[head]), int(scores.rows[name][head]), z))
         matches.append(max(offered, key=_worth, default=None))  # ties go to the first
     return matches
 
