@@ -324,7 +324,9 @@ def compare_nulls(got: HeadStats, wanted: dict[str, tuple[Tensor, Tensor, Tensor
             continue
         assert null is not None, name
         mean, std, scale = wanted.get(name, (torch.full((got.heads,), math.nan, dtype=torch.float64),) * 3)
-        torch.testing.assert_close(null.mean, mean, rtol=rtol, atol=2e-6, equal_nan=True, msg=lambda x: f"{name}: {x}")
+        torch.testing.assert_close(
+            null.mean, mean, rtol=rtol, atol=2e-6, equal_nan=True, msg=lambda x, name=name: f"{name}: {x}"
+        )
         assert torch.equal(null.std.isnan(), std.isnan()), name
         error = (null.std.square() - std.square()).abs().nan_to_num(0)
         assert bool((error <= 3 * rtol * scale.square().nan_to_num(0) + 1e-9).all()), f"{name}: {null.std} {std}"

@@ -33,22 +33,22 @@ def of_row(weights: list[float], factors: list[float]) -> tuple[float, float]:
 
 def by_all_orders(weights: list[float], factors: list[float]) -> tuple[float, float]:
     """The same, from every order."""
-    sums = [math.fsum(p * a for p, a in zip(order, factors)) for order in itertools.permutations(weights)]
+    sums = [math.fsum(p * a for p, a in zip(order, factors, strict=True)) for order in itertools.permutations(weights)]
     return statistics.fmean(sums), statistics.pvariance(sums)
 
 
 def nulls(asked: Asked) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """name -> mean, standard deviation and scale of each head, [H]; scale bounds what rounding of p can change."""
     seen = observe_by_definition(asked)
-    B, H, Q, K = asked.p.shape
+    heads, keys_in_all = asked.p.shape[1], asked.p.shape[3]
     result: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for name, values in seen.rows.items():
         if not has_null(name):
             continue
-        sums = torch.zeros(3, H, dtype=torch.float64)
+        sums = torch.zeros(3, heads, dtype=torch.float64)
         for b, h, i in (~values.isnan()).nonzero().tolist():
-            keys = [j for j in range(K) if asked.seen[b, h, i, j]]
-            real = [j for j in range(K) if bool(asked.seen[b, :, :, j].any())]
+            keys = [j for j in range(keys_in_all) if asked.seen[b, h, i, j]]
+            real = [j for j in range(keys_in_all) if bool(asked.seen[b, :, :, j].any())]
             own = own_key(asked, b, i, real)
             factors = []
             for j in keys:

@@ -1,7 +1,7 @@
 """What chance gives: the nulls of row quantities, if the keys of each row were exchanged at random.
 
-A quantity with a null is linear in the weights of a row: x = Σ_j p_j a_j over its n visible keys, where a_j depends on
-positions or tokens only. Exchanging the keys gives x the mean Σp · ā and the variance
+A quantity with a null is linear in the weights of a row: x = Σ_j p_j a_j over its n visible keys. The factor a_j
+depends on positions or tokens only. Exchanging the keys gives x the mean Σp · ā and the variance
 (Σp² - (Σp)² / n) · Σ(a - ā)² / (n - 1). The factors of a are the ``Exchange`` of a scene; those of p are row quantities.
 
 Where the mask consists of spans, and keys are at 0, 1, 2, …, the factors of a have closed forms. Otherwise they are
@@ -31,7 +31,7 @@ SINGLE = ("self", "previous", "next")
 """On a line these concern one key: ā = 1 / n and Σ(a - ā)² / (n - 1) = 1 / n, which is the quantity ``chance``."""
 
 EVEN = 1e-6
-"""A row with n Σp² - (Σp)² below this share of n Σp² is even up to rounding, and exchanging its keys changes nothing."""
+"""A row with n Σp² - (Σp)² below this share of n Σp² is even up to rounding: exchanging its keys changes nothing."""
 
 
 MOST_WHOLE = 1 << 20
@@ -106,9 +106,7 @@ def _spans(scene: Scene) -> Tensor | None:
     return spans[:, torch.tensor(list(scene.rows), dtype=torch.long, device=device)]
 
 
-def _of_spans(
-    reductions: Reductions, scene: Scene, names: tuple[str, ...], spans: Tensor
-) -> tuple[Tensor, Tensor]:
+def _of_spans(reductions: Reductions, scene: Scene, names: tuple[str, ...], spans: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and the spread of each name, [N, B or 1, 1, R]."""
     low, high = spans.unbind(-1)  # [B or 1, R or 1, n]
     keys = (high - low).clamp_min(0).sum(-1)

@@ -7,7 +7,7 @@ entropies are in nats. ``headscope.observe`` measures the same without building 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 

@@ -128,7 +128,8 @@ def stack_columns(parts: Collection[LayerStats], name: str) -> Column:
                 row[: part.heads] = getattr(part.moments[name], what).cpu()
             rows.append(row)
         columns.append(torch.stack(rows))
-    return Column(*columns, _stack_nulls(parts, name, wide))
+    count, mean, M2, least, most = columns
+    return Column(count, mean, M2, least, most, _stack_nulls(parts, name, wide))
 
 
 def null_of(part: LayerStats, name: str) -> Null | None:

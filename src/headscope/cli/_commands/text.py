@@ -234,12 +234,7 @@ def _print(reading: Reading, explain: bool) -> None:
         show_steps(out, reading.trace, choice.layer, sheet.layers, explain)
     heading(out, "All heads", "best-matching pattern of each")
     out.print(terminal.statistics_table(sheet) if explain else HeadGrid(sheet, choice))
-    patterns = {
-        match.pattern
-        for matches in sheet.patterns
-        for match in matches
-        if match is not None and match.is_name
-    }
+    patterns = {match.pattern for matches in sheet.patterns for match in matches if match is not None and match.is_name}
     out.print(meanings((name for name in PATTERNS if name in patterns), PATTERNS))
     out.print(Text(f"{SCORES} · {STATISTICS if explain else SPREAD}", "dim"))
     heading(out, f"Layer {choice.layer}, head {choice.head}", choice.why)
