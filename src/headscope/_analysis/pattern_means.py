@@ -16,7 +16,6 @@ from torch import Tensor
 
 from headscope.stats._dense import FEW, MINIMUM_ROWS
 from headscope.stats._layer import LayerStats, Moments
-from headscope.stats._summaries import null_of
 
 SINGLE_KEYS = ("previous", "next", "self", "first")
 KNOWN = {1: 19, 2: 10, 3: 6, 4: 5, 5: 4, 6: 3}
@@ -147,10 +146,10 @@ def _z(part: LayerStats, pattern: str) -> Tensor:
     if pattern == "induction" and "next" in part.moments:
         names = {"induction": ("induction", "next")}
     for sign, name in zip((1, -1), names.get(pattern, (pattern,)), strict=False):
-        null = null_of(part, name)
-        if null is None:
+        moments = part.moments.get(name)
+        null = None if part.nulls is None or moments is None else part.nulls.of(name, moments.count)
+        if moments is None or null is None:
             return torch.full_like(gain, math.nan)
-        moments = part.moments[name]
         there = moments.count > 0
         gain += sign * torch.where(there, (moments.mean - null.mean) * moments.count, 0.0)
         variance += torch.where(there, (null.std * moments.count).square(), 0.0)

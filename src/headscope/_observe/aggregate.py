@@ -16,8 +16,7 @@ from headscope._observe.native_observer import Ready
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
 from headscope.stats import Observe
-from headscope.stats._layer import Kept, LayerStats, Moments
-from headscope.stats._nulls import Nulls
+from headscope.stats._layer import Kept, LayerStats, Moments, Nulls
 
 
 class LazyLayer(Mapping[str, LayerStats]):
@@ -84,7 +83,7 @@ def _nulls(what: Observe, known: Scene | Ready, observed: Observed) -> Nulls | N
     if observed.nulls is not None or not what.row_stats or not isinstance(known, Scene):
         return observed.nulls
     names = tuple(name for name in observed.rows if name != "argmax")
-    return sum_nulls(to_exchange(to_reductions(what), known, names), observed.rows)
+    return Nulls(*sum_nulls(to_exchange(to_reductions(what), known, names), observed.rows))
 
 
 def _filed(columns: Tensor, first_key: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 A quantity with a null is linear in the weights of a row: x = Σ_j p_j a_j over its n visible keys. The factor a_j
 depends on positions or tokens only. Exchanging the keys gives x the mean Σp · ā and the variance
-(Σp² - (Σp)² / n) · Σ(a - ā)² / (n - 1). The factors of a are the ``Exchange`` of a scene; those of p are row quantities.
+(Σp² - (Σp)² / n) · Σ(a - ā)² / (n - 1). The factors of a are the ``Exchange`` of a scene; those of p row quantities.
 
 Where the mask consists of spans, and keys are at 0, 1, 2, …, the factors of a have closed forms. Otherwise they are
 those of an even row, block by block: ā is the quantity of the row that spreads its weight evenly.
@@ -19,13 +19,12 @@ from torch import Tensor
 
 from headscope._attend.blocks import slices
 from headscope._observe import inputs
-from headscope._observe.block_weights import Block, Tile, cut
+from headscope._observe.block_weights import Block, Tile, cut, wide
 from headscope._observe.inputs import Reductions
 from headscope._observe.place_quantities import gather_mass, place_values, places_of
 from headscope._observe.scene import Scene
 from headscope._observe.visibility import visible_block, visible_rows
-from headscope.stats._layer import wide
-from headscope.stats._nulls import Nulls, has_null
+from headscope.stats import quantity_of
 
 SINGLE = ("self", "previous", "next")
 """On a line these concern one key: ā = 1 / n and Σ(a - ā)² / (n - 1) = 1 / n, which is the quantity ``chance``."""
@@ -56,7 +55,7 @@ class Exchange(NamedTuple):
 
 def to_exchange(reductions: Reductions, scene: Scene, names: tuple[str, ...]) -> Exchange:
     """Return the factors of those of these row quantities that have a null."""
-    names = tuple(name for name in names if has_null(name))
+    names = tuple(name for name in names if (of := quantity_of(name)) is not None and of.has_null)
     single = tuple(name for name in names if name in SINGLE) if scene.line is not None else ()
     names = tuple(name for name in names if name not in single)
     call = scene.call
@@ -71,8 +70,8 @@ def to_exchange(reductions: Reductions, scene: Scene, names: tuple[str, ...]) ->
     return Exchange(names, mean, spread.clamp_max(torch.finfo(spread.dtype).max), single)  # infinity times 0 is NaN
 
 
-def sum_nulls(exchange: Exchange, rows: Mapping[str, Tensor]) -> Nulls:
-    """Return the sums of what chance gives, from the row quantities [B, H, R] (NaN where a row has none)."""
+def sum_nulls(exchange: Exchange, rows: Mapping[str, Tensor]) -> tuple[tuple[str, ...], Tensor]:
+    """Return the names and sums of ``Nulls``, from the row quantities [B, H, R]; NaN where a row does not have one."""
     accumulate = wide(rows["mass"].device)
     mass, even = rows["mass"].to(accumulate), rows["chance"].to(accumulate)
     squares = (1 / rows["effective_keys"].to(accumulate)).nan_to_num(0.0)  # below the smallest float: 0
@@ -86,7 +85,7 @@ def sum_nulls(exchange: Exchange, rows: Mapping[str, Tensor]) -> Nulls:
         variance = torch.where(there, uneven * spread, 0.0)
         sums.append(torch.stack([torch.where(there, mass * mean, 0.0).sum((0, 2)), variance.sum((0, 2))]))
     empty = torch.zeros(2, 0, mass.shape[1], dtype=accumulate, device=mass.device)
-    return Nulls(names, torch.stack(sums, 1) if sums else empty)
+    return names, torch.stack(sums, 1) if sums else empty
 
 
 # ---------------------------------------------------------------- spans of keys on a line

@@ -27,8 +27,7 @@ from headscope._observe.portable import row_names
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
 from headscope.stats import Observe, histogram_edges
-from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed
-from headscope.stats._nulls import Nulls
+from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Nulls, Packed
 
 QUANTITIES = (
     "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",

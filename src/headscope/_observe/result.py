@@ -8,8 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from headscope._observe.edges import Candidates
-from headscope.stats._layer import Edges, HeadMap, Moments
-from headscope.stats._nulls import Nulls
+from headscope.stats._layer import Edges, HeadMap, Moments, Nulls
 
 
 class Observed(NamedTuple):
