@@ -19,7 +19,7 @@ from headscope._support.text import visible
 from headscope.stats import _statistics_file, _tables
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
 from headscope.stats._origin import Origin, joined
-from headscope.stats._summaries import Column, Summary, names_of, stack_columns, summaries_of, summarise
+from headscope.stats._summaries import Column, Summary, names_of, stack_columns, summaries_of, summary_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -98,9 +98,9 @@ class HeadStats:
         if not -part.heads <= head < part.heads:
             raise IndexError(f"head: got {head}, layer {layer} has {part.heads} (0 to {part.heads - 1})")
         if len(at) == 2:
-            return {name: summarise(name, moments, head) for name, moments in part.moments.items()}
+            return {name: summary_of(part, name, head) for name in part.moments}
         name = self._known(part, at[2], layer)
-        return summarise(name, part.moments[name], head)
+        return summary_of(part, name, head)
 
     def _layer(self, at: Any) -> str:
         if isinstance(at, str):
@@ -281,7 +281,9 @@ class HeadStats:
         return _tables.to_dict(self.parts)
 
     def to_pandas(self) -> Any:
-        """Return a ``pandas.DataFrame`` with one line for each layer, head and name: count, mean, std, min, max.
+        """Return a ``pandas.DataFrame`` with one line for each layer, head and name.
+
+        Its columns are count, mean, std, min, max, and what chance gives: null_mean, null_std and z.
 
         Raises:
             ImportError: pandas is not installed.

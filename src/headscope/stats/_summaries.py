@@ -12,7 +12,7 @@ from torch import Tensor
 from headscope.stats._layer import LayerStats, Moments, histogram_edges
 from headscope.stats._nulls import Null
 
-__all__ = ["Column", "Summary", "names_of", "null_of", "stack_columns", "summaries_of", "summarise"]
+__all__ = ["Column", "Summary", "names_of", "null_of", "stack_columns", "summaries_of", "summary_of"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Summary:
         mean, M2, min, max: over these rows, each with equal weight; M2 = Σ (x - mean)²; NaN where count is 0.
         histogram: the number of rows in each bin.
         edges: of the bins: bin k holds [edge k, edge k + 1), the outer two also all values beyond.
+        null_mean, null_std: what chance gives, see ``Null``; NaN where it is unknown.
 
     Examples:
         >>> import torch
@@ -41,11 +42,18 @@ class Summary:
     max: float
     histogram: tuple[int, ...]
     edges: tuple[float, ...]
+    null_mean: float = math.nan
+    null_std: float = math.nan
 
     @property
     def std(self) -> float:
         """sqrt(M2 / count)."""
         return math.sqrt(self.M2 / self.count) if self.count else math.nan
+
+    @property
+    def z(self) -> float:
+        """(mean - null_mean) / null_std; NaN where the null is unknown or its std is 0."""
+        return (self.mean - self.null_mean) / self.null_std if self.null_std else math.nan
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,17 +108,23 @@ def names_of(parts: Mapping[str, LayerStats]) -> tuple[str, ...]:
 def summaries_of(parts: Mapping[str, LayerStats]) -> Iterator[tuple[str, int, str, Summary]]:
     """Yield layer, head, name and summary of all layers, in order."""
     for layer, part in parts.items():
-        columns = {name: _on_host(moments) for name, moments in part.moments.items()}
+        columns = {name: (_on_host(moments), _null_on_host(part, name)) for name, moments in part.moments.items()}
         for head in range(part.heads):
-            for name, moments in columns.items():
-                yield layer, head, name, summarise(name, moments, head)
+            for name, (moments, null) in columns.items():
+                yield layer, head, name, summarise(name, moments, null, head)
 
 
-def summarise(name: str, moments: Moments, head: int) -> Summary:
+def summary_of(part: LayerStats, name: str, head: int) -> Summary:
+    """Return the numbers of one quantity of one head of a layer."""
+    return summarise(name, part.moments[name], null_of(part, name), head)
+
+
+def summarise(name: str, moments: Moments, null: Null | None, head: int) -> Summary:
     """Return the numbers of one quantity of one head."""
+    chance = () if null is None else (float(null.mean[head]), float(null.std[head]))
     mean, M2, least, most = (float(x[head]) for x in (moments.mean, moments.M2, moments.min, moments.max))
     histogram = tuple(int(n) for n in moments.histogram[head].tolist())
-    return Summary(int(moments.count[head]), mean, M2, least, most, histogram, histogram_edges(name))
+    return Summary(int(moments.count[head]), mean, M2, least, most, histogram, histogram_edges(name), *chance)
 
 
 def stack_columns(parts: Collection[LayerStats], name: str) -> Column:
@@ -150,6 +164,11 @@ def _stack_nulls(parts: Collection[LayerStats], name: str, wide: int) -> Null | 
             stacked[0, n, : len(each.mean)] = each.mean.cpu()
             stacked[1, n, : len(each.std)] = each.std.cpu()
     return Null(*stacked)
+
+
+def _null_on_host(part: LayerStats, name: str) -> Null | None:
+    null = null_of(part, name)
+    return null and Null(null.mean.cpu(), null.std.cpu())
 
 
 def _on_host(moments: Moments) -> Moments:
