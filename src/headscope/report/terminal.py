@@ -55,7 +55,7 @@ def statistics_table(sheet: Sheet) -> RenderableType:
         >>> import torch
         >>> from headscope.report import terminal, text_sheet
         >>> from rich.console import Console
-        >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])
+        >>> sheet = text_sheet("Each token attends to itself", [*"abcde"], [torch.eye(5)[None]])
         >>> Console(width=60, color_system=None).print(terminal.statistics_table(sheet))
                                  normalized              effective
         head  best match  score     entropy  max weight       keys
