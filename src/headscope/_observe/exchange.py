@@ -10,7 +10,8 @@ those of an even row, block by block: ā is the quantity of the row that spreads
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headscope._attend.blocks import slices
+from headscope._attend.interface import Inputs
 from headscope._observe import inputs
 from headscope._observe.block_weights import Block, Tile, cut, wide
 from headscope._observe.inputs import Reductions
@@ -53,8 +55,14 @@ class Exchange(NamedTuple):
     single: tuple[str, ...]
 
 
-def to_exchange(reductions: Reductions, scene: Scene, names: tuple[str, ...]) -> Exchange:
-    """Return the factors of those of these row quantities that have a null."""
+EvenRows = Callable[[Scene], tuple[Mapping[str, Tensor], Tensor] | None]
+"""Measures the rows of a scene from ``even_scene``: their quantities, and the output [B, H, Q, 2]."""
+
+
+def to_exchange(
+    reductions: Reductions, scene: Scene, names: tuple[str, ...], measure: EvenRows | None = None
+) -> Exchange:
+    """Return the factors of those of these row quantities that have a null; ``measure``: a fast way, for any mask."""
     names = tuple(name for name in names if (of := quantity_of(name)) is not None and of.has_null)
     single = tuple(name for name in names if name in SINGLE) if scene.line is not None else ()
     names = tuple(name for name in names if name not in single)
@@ -66,7 +74,8 @@ def to_exchange(reductions: Reductions, scene: Scene, names: tuple[str, ...]) ->
     if spans is not None and (scene.line is not None or scene.own is None):
         mean, spread = _of_spans(reductions, scene, names, spans)
     else:
-        mean, spread = _of_blocks(reductions, scene, names)
+        found = None if measure is None or not scene.whole else _of_even_rows(scene, names, measure)
+        mean, spread = _of_blocks(reductions, scene, names) if found is None else found
     return Exchange(names, mean, spread.clamp_max(torch.finfo(spread.dtype).max), single)  # infinity times 0 is NaN
 
 
@@ -192,6 +201,47 @@ def _stacked(values: list[tuple[Tensor, Tensor]], scene: Scene) -> tuple[Tensor,
 
 
 # ---------------------------------------------------------------- any mask and any positions
+
+
+def _of_even_rows(scene: Scene, names: tuple[str, ...], measure: EvenRows) -> tuple[Tensor, Tensor] | None:
+    """Return the mean and the spread of each name, [N, B, H or 1, R], by observing even rows over the same mask."""
+    measured = measure(even_scene(scene))
+    if measured is None:
+        return None
+    rows, moments = measured
+    keys = 1 / rows["chance"]
+    more = (keys - 1).clamp_min(1.0)
+    mean: list[Tensor] = []
+    spread: list[Tensor] = []
+    for name in names:
+        average = rows[name]
+        apart = average * (1 - average) * keys
+        if name == "distance":
+            assert scene.line is not None
+            line = (scene.line - scene.call.keys // 2)[:, None]  # where ``even_scene`` counts keys from
+            squares = moments[..., 1] - 2 * line * moments[..., 0] + line.square()
+            apart = (squares - average.square()) * keys
+        mean.append(average)
+        spread.append(apart.clamp_min(0) / more)
+    return torch.stack(mean).nan_to_num(0.0), torch.stack(spread).nan_to_num(0.0)
+
+
+def even_scene(scene: Scene) -> Scene:
+    """Return a scene with the same visible keys, all logits 0, and with place and squared place as values."""
+    call, inputs_of_scene, heads = scene.call, scene.inputs, _heads_of_mask(scene)
+    bias = inputs_of_scene.bias
+    if bias is not None:
+        bias = torch.zeros_like(bias, dtype=torch.float64).masked_fill_(bias == -torch.inf, -torch.inf)
+    place = torch.arange(call.keys, dtype=torch.float64, device=scene.q.device) - call.keys // 2
+    v = torch.stack([place, place.square()], -1).expand(call.batch, heads, -1, -1)
+    q, k = (torch.zeros(call.batch, heads, n, 1, dtype=v.dtype, device=v.device) for n in (call.queries, call.keys))
+    even = replace(
+        call, lead=(call.batch,), heads=heads, kv_heads=heads, head_dim=1, v_head_dim=2, dtype=v.dtype,
+        bias=None if bias is None else tuple(bias.shape), bias_dtype=None if bias is None else bias.dtype,
+        scale=1.0, softcap=None, sinks=False, lse=True, grad=False, bias_grad=False,
+    )  # fmt: skip
+    tensors = Inputs(q, k, v, bias, None)
+    return replace(scene, call=even, inputs=tensors, q=q, lse=None, may_count=None, has_norms=False)
 
 
 def _of_blocks(reductions: Reductions, scene: Scene, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -109,7 +110,7 @@ class Ready:
         first_key: likewise.
     """
 
-    def __init__(self, what: Observe, scene: Scene) -> None:
+    def __init__(self, what: Observe, scene: Scene, nulls: bool = True) -> None:
         call, self.reductions = scene.call, to_reductions(what)
         self.call = call
         self.what = what
@@ -122,7 +123,9 @@ class Ready:
         self.borders = borders_of(self.names, self.dtype) if self.reductions.rows else None
         self.parts, self.size, room = self._laid_out()
         edges = (self.reductions.edges, *((self.names.index(x) if later else -1) for x in ("max_weight", "max_logit")))
-        exchange = to_exchange(self.reductions, scene, self.names) if self.reductions.rows else None
+        exchange = None
+        if self.reductions.rows and nulls:
+            exchange = to_exchange(self.reductions, scene, self.names, lambda even: _measure(what, even))
         self.observation, self.held = self._to_observation(scene, edges, room, exchange)
 
     def _laid_out(self) -> tuple[dict[str, _Part], int, int]:
@@ -295,6 +298,14 @@ def _by_batch(x: Tensor) -> tuple[Address, int]:
     """Return the address of [B or 1, n], and its batch stride."""
     assert (x.dtype, x.stride(-1)) == (torch.int64, 1)  # as build_scene makes them
     return x.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)
+
+
+def _measure(what: Observe, even: Scene) -> tuple[Mapping[str, Tensor], Tensor] | None:
+    """Return the row quantities of even rows, and their output."""
+    options: dict[str, Any] = {"received": False, "map": None, "edges": 0, "top": 0, "extra": (), "keep_qk": False}
+    into = attending(even.call)
+    observed = observe_natively(Ready(replace(what, keep_rows=True, **options), even, nulls=False), even.inputs, into)
+    return None if observed is None else (observed.rows, into[0])
 
 
 def _to_factors(names: tuple[str, ...], exchange: Exchange | None) -> tuple[list[int], Any]:
