@@ -208,7 +208,8 @@ struct ValueSummary {
 
 // The functions of one instruction set. A call is divided into tasks, which threads may run in any order. Each thread
 // passes its own scratch memory, aligned to 64 bytes, of the size that the `*_scratch` function returns.
-// The weights of rows, as sums of nulls need them: Σp, 1 / n and Σ(p - Σp / n)², with room for a whole vector at the end.
+// The weights of rows, as sums of nulls need them: Σp, 1 / n and Σ(p - Σp / n)², with room for a whole vector at the
+// end.
 constexpr std::int64_t EXCHANGE_ROWS = 256;
 struct ExchangeRows {
     double *mass, *even, *uneven;  // aligned to 64 bytes

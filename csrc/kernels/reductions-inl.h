@@ -115,8 +115,8 @@ struct ExchangeSums {
     static void prepare(const T* mass, const T* chance, const T* effective_keys, std::int64_t count,
                         const ExchangeRows& to) {
         constexpr double EVEN = 1e-6;  // as in exchange.py
-        const auto at = [&](std::int64_t n, V<double> sum, V<double> even, V<double> keys)
-                            __attribute__((always_inline)) {
+        const auto at = [&](std::int64_t n, V<double> sum, V<double> even,
+                            V<double> keys) __attribute__((always_inline)) {
             sum = sum == sum ? sum : V<double>{};
             even = even == even ? even : V<double>{};
             const V<double> squares = 1 / keys, difference = squares - sum * sum * even;
@@ -165,8 +165,7 @@ void prepare_exchange(const void* mass, const void* chance, const void* effectiv
 }
 void sum_exchange(const void* values, bool wide, std::int64_t count, const ExchangeRows& rows, const double* mean,
                   const double* spread, double* sums) {
-    with_values(values, wide,
-                [&]<class T>(const T* x) { ExchangeSums<T>::sum(x, count, rows, mean, spread, sums); });
+    with_values(values, wide, [&]<class T>(const T* x) { ExchangeSums<T>::sum(x, count, rows, mean, spread, sums); });
 }
 
 // The Euclidean norms of the values of one head, [K]. E is their element type.

@@ -203,8 +203,7 @@ void bind_observation(nb::module_& m) {
                 std::array<Address, 2> position, std::array<Address, 2> own_key, Address ids,
                 std::array<Address, 3> first, std::array<Address, 4> may_count, Address external_lse, double rounding,
                 int top_k, std::int64_t bins, std::array<std::int64_t, 3> edges, std::array<Address, 3> borders,
-                const Places& places, std::int64_t size, std::int64_t scratch_size,
-                std::array<std::int64_t, 9> exchange) {
+                const Places& places, std::int64_t size, std::int64_t scratch_size) {
                  new (x) Observation{call,
                                      {},
                                      rows[0],
@@ -221,17 +220,6 @@ void bind_observation(nb::module_& m) {
                                      size,
                                      scratch_size,
                                      {}};
-                 x->exchange = {reinterpret_cast<const std::int64_t*>(exchange[0]),
-                                reinterpret_cast<const double*>(exchange[1]),
-                                reinterpret_cast<const double*>(exchange[2]),
-                                exchange[3],
-                                exchange[4],
-                                exchange[5],
-                                exchange[6],
-                                exchange[7],
-                                exchange[8],
-                                nullptr,
-                                nullptr};
                  Statistics& s = x->stats;
                  s.total_queries = call.queries;
                  s.bins = bins;
@@ -257,7 +245,18 @@ void bind_observation(nb::module_& m) {
                  for (int n = 0; n < 3; n++) s.may_count_stride[n] = std::int64_t(may_count[n + 1]);
                  s.external_lse = reinterpret_cast<const void*>(external_lse);
                  s.lse_tolerance = rounding;
-             });
+             })
+        .def("sum_exchanges", [](Observation& x, const std::array<std::int64_t, 9>& exchange) {
+            x.exchange.factor = reinterpret_cast<const std::int64_t*>(exchange[0]);
+            x.exchange.mean = reinterpret_cast<const double*>(exchange[1]);
+            x.exchange.spread = reinterpret_cast<const double*>(exchange[2]);
+            x.exchange.factor_stride = exchange[3];
+            x.exchange.batch_stride = exchange[4];
+            x.exchange.head_stride = exchange[5];
+            x.exchange.mass = exchange[6];
+            x.exchange.chance = exchange[7];
+            x.exchange.effective_keys = exchange[8];
+        });
     // Computes statistics, and out and lse unless they are 0. Returns whether every row with a visible key is finite.
     m.def("observe_into", [](const Observation& observation, Address q, Address k, Address v, Address out, Address lse,
                              Address outputs, int threads) {

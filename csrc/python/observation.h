@@ -98,9 +98,8 @@ public:
     }
     static Moments moments_at(const Observation& x, std::int64_t* whole, double* number) {
         const std::int64_t n = x.names * x.call.heads;
-        return {x.names, x.call.batch, x.call.heads, x.rows,     x.borders,      x.borders_per_name,
-                whole,   whole + n,    number,       number + n, number + 2 * n, number + 3 * n,
-                {}};
+        return {x.names, x.call.batch, x.call.heads,   x.rows,         x.borders, x.borders_per_name, whole, whole + n,
+                number,  number + n,   number + 2 * n, number + 3 * n, {}};
     }
 
 private:

@@ -23,8 +23,8 @@ void find_edges(const Forward& f, const Statistics& rows, const EdgeList& list, 
 // What chance gives if the keys of each row are exchanged: the facts of the rows, and the sums over rows that have a
 // quantity. src/headscope/_observe/exchange.py defines them.
 struct Exchange {
-    const std::int64_t* factor;  // [names]: the index of the quantity's factors; ONE_KEY or NO_NULL; null: no sums
-    const double *mean, *spread;                            // [factors, B or 1, H or 1, rows]
+    const std::int64_t* factor;   // [names]: the index of the quantity's factors; ONE_KEY or NO_NULL; null: no sums
+    const double *mean, *spread;  // [factors, B or 1, H or 1, rows]
     std::int64_t factor_stride, batch_stride, head_stride;  // of both; 0 along an axis of 1
     std::int64_t mass, chance, effective_keys;              // indices in the values
     double *means, *variances;                              // out, [names, H]; 0 without a null

@@ -5,7 +5,8 @@ depends on positions or tokens only. Exchanging the keys gives x the mean Σp ·
 (Σp² - (Σp)² / n) · Σ(a - ā)² / (n - 1). The factors of a are the ``Exchange`` of a scene; those of p row quantities.
 
 Where the mask consists of spans, and keys are at 0, 1, 2, …, the factors of a have closed forms. Otherwise they are
-those of an even row, block by block: ā is the quantity of the row that spreads its weight evenly.
+those of an even row: ā is the quantity of the row that spreads its weight evenly. The native kernels measure such rows
+in one pass, with one head of width 1 in float64; else blocks of torch do.
 """
 
 from __future__ import annotations

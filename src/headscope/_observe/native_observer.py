@@ -175,7 +175,7 @@ class Ready:
         the key positions, and of each query's own key; token ids; address, batch stride and number of the first keys;
         address and strides of ``may_count``; lse, and its tolerance; number of largest weights; bins of the map; edges
         of its bins; number, address and length of the histograms' borders; the offset of each of ``PLACES``, -1 for
-        none; the size of the result, and of the scratch memory after it; and what chance gives, see ``_to_factors``.
+        none; the size of the result, and of the scratch memory after it.
         """
         address, reductions = native.address, self.reductions
         kernel_call = native.to_kernel_call(self.call, scene.plan, scene.inputs)
@@ -198,7 +198,6 @@ class Ready:
         if may_count is not None:
             strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
         lse = None if scene.lse is None else readable(scene.lse.to(self.dtype)).contiguous()
-        factors, of_factors = _to_factors(self.names, exchange)
         observation = native.extension.Observation(
             kernel_call.call, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
             line, own, address(ids), (*_by_batch(first), first.shape[1]), (address(may_count), *strides),
@@ -206,9 +205,12 @@ class Ready:
             max(1, reductions.top) if reductions.top or reductions.argmax else 0, reductions.bins, edges,
             (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
             [self.parts[name].offset if name in self.parts else -1 for name in PLACES], self.size, room,
-            factors,
         )  # fmt: skip
         mine = kernel_call.held[3:]  # q, k and v change from call to call
+        of_factors = None
+        if exchange is not None:
+            factors, of_factors = _to_factors(self.names, exchange)
+            observation.sum_exchanges(factors)
         return observation, (mine, index, line_at, own_at, ids, first, may_count, lse, of_factors)
 
     def observed(self, memory: Tensor) -> Observed:
@@ -308,15 +310,13 @@ def _measure(what: Observe, even: Scene) -> tuple[Mapping[str, Tensor], Tensor] 
     return None if observed is None else (observed.rows, into[0])
 
 
-def _to_factors(names: tuple[str, ...], exchange: Exchange | None) -> tuple[list[int], Any]:
+def _to_factors(names: tuple[str, ...], exchange: Exchange) -> tuple[list[int], Any]:
     """Return what the kernels read to sum nulls, and the tensors that must stay alive for it.
 
     The numbers: the address of each name's index among the factors (-1 = it needs none, -2 = it has no null);
     addresses of means and spreads, and their strides of a quantity, batch entry and head; the places of mass, chance
     and effective_keys among the outputs.
     """
-    if exchange is None:
-        return [0] * 9, None
     index = torch.tensor([_factor(name, exchange) for name in names], dtype=torch.int64, device="cpu")
     mean, spread = (readable(x).contiguous() for x in (exchange.mean, exchange.spread))
     _, batch, heads, rows = mean.shape
