@@ -218,6 +218,13 @@ struct ValueSummary {
 
 // The functions of one instruction set. A call is divided into tasks, which threads may run in any order. Each thread
 // passes its own scratch memory, aligned to 64 bytes, of the size that the `*_scratch` function returns.
+// The weights of rows, as sums of nulls need them: Σp, 1 / n and Σ(p - Σp / n)², with room for a whole vector at the
+// end.
+constexpr std::int64_t EXCHANGE_ROWS = 256;
+struct ExchangeRows {
+    double *mass, *even, *uneven;  // aligned to 64 bytes
+};
+
 struct Target {
     const char* name;
     bool (*runs_here)();
@@ -259,6 +266,11 @@ struct Target {
     double (*sum_squared_deviations)(const void* values, bool wide, std::int64_t count, double mean);
     void (*count_at_least)(const void* values, bool wide, std::int64_t count, const void* borders, std::int64_t bins,
                            std::int64_t* counts);
+    // What chance gives for at most EXCHANGE_ROWS rows: their inputs, and what one quantity adds to two sums.
+    void (*prepare_exchange)(const void* mass, const void* chance, const void* effective_keys, bool wide,
+                             std::int64_t count, const ExchangeRows& to);
+    void (*sum_exchange)(const void* values, bool wide, std::int64_t count, const ExchangeRows&, const double* mean,
+                         const double* spread, double* sums);
 
     // Projections. The output features are divided into panels. `pack_panel` transposes the weights of one into
     // `panel_bytes` bytes, aligned to 64; `multiply_panel` then multiplies up to LINEAR_ROW_BLOCK rows of x by them.

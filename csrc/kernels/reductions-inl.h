@@ -101,6 +101,73 @@ void count_at_least(const void* x, bool wide, std::int64_t count, const void* bo
     });
 }
 
+// What chance gives if the keys of rows are exchanged; src/headscope/_observe/exchange.py defines it.
+template <class T>
+struct ExchangeSums {
+    static constexpr int L = LANES<double>;
+    typedef T Part __attribute__((vector_size(L * sizeof(T))));
+
+    INLINE static V<double> load_converted(const T* x) {
+        Part values;
+        __builtin_memcpy(&values, x, sizeof values);
+        return __builtin_convertvector(values, V<double>);
+    }
+    static void prepare(const T* mass, const T* chance, const T* effective_keys, std::int64_t count,
+                        const ExchangeRows& to) {
+        constexpr double EVEN = 1e-6;  // as in exchange.py
+        const auto at = [&](std::int64_t n, V<double> sum, V<double> even,
+                            V<double> keys) __attribute__((always_inline)) {
+            sum = sum == sum ? sum : V<double>{};
+            even = even == even ? even : V<double>{};
+            const V<double> squares = 1 / keys, difference = squares - sum * sum * even;
+            store(to.mass + n, sum);
+            store(to.even + n, even);
+            store(to.uneven + n, difference > EVEN * squares ? difference : V<double>{});  // 0 for NaN: Σp² is denormal
+        };
+        std::int64_t n = 0;
+        for (; n + L <= count; n += L)
+            at(n, load_converted(mass + n), load_converted(chance + n), load_converted(effective_keys + n));
+        if (n == count) return;
+        V<double> last[3] = {};
+        for (int lane = 0; n + lane < count; lane++) {
+            last[0][lane] = double(mass[n + lane]);
+            last[1][lane] = double(chance[n + lane]);
+            last[2][lane] = double(effective_keys[n + lane]);
+        }
+        at(n, last[0], last[1], last[2]);
+    }
+    static void sum(const T* values, std::int64_t count, const ExchangeRows& rows, const double* mean,
+                    const double* spread, double* sums) {
+        V<double> means{}, variances{};
+        std::int64_t n = 0;
+        for (; n + L <= count; n += L) {
+            const V<double> y = load_converted(values + n);
+            means += y == y ? load(rows.mass + n) * load_unaligned(mean + n) : V<double>{};
+            variances += y == y ? load(rows.uneven + n) * load_unaligned(spread + n) : V<double>{};
+        }
+        for (int lane = 0; lane < L; lane++) {
+            sums[0] += means[lane];
+            sums[1] += variances[lane];
+        }
+        for (; n < count; n++)
+            if (values[n] == values[n]) {
+                sums[0] += rows.mass[n] * mean[n];
+                sums[1] += rows.uneven[n] * spread[n];
+            }
+    }
+};
+void prepare_exchange(const void* mass, const void* chance, const void* effective_keys, bool wide, std::int64_t count,
+                      const ExchangeRows& to) {
+    with_values(mass, wide, [&]<class T>(const T* masses) {
+        ExchangeSums<T>::prepare(masses, static_cast<const T*>(chance), static_cast<const T*>(effective_keys), count,
+                                 to);
+    });
+}
+void sum_exchange(const void* values, bool wide, std::int64_t count, const ExchangeRows& rows, const double* mean,
+                  const double* spread, double* sums) {
+    with_values(values, wide, [&]<class T>(const T* x) { ExchangeSums<T>::sum(x, count, rows, mean, spread, sums); });
+}
+
 // The Euclidean norms of the values of one head, [K]. E is their element type.
 template <class T, class E>
 void value_norms_of(const Forward& f, const char* from, T* to) {

@@ -219,7 +219,8 @@ void bind_observation(nb::module_& m) {
                                      std::int64_t(borders[2]),
                                      places,
                                      size,
-                                     scratch_size};
+                                     scratch_size,
+                                     {}};
                  Statistics& s = x->stats;
                  s.first_query = whole[0];
                  s.total_queries = whole[1];
@@ -253,7 +254,18 @@ void bind_observation(nb::module_& m) {
                  s.key_segment_stride = std::int64_t(segments[3]);
                  s.row_segments = reinterpret_cast<const std::int8_t*>(segments[4]);
                  s.row_segment_stride = std::int64_t(segments[5]);
-             });
+             })
+        .def("sum_exchanges", [](Observation& x, const std::array<std::int64_t, 9>& exchange) {
+            x.exchange.factor = reinterpret_cast<const std::int64_t*>(exchange[0]);
+            x.exchange.mean = reinterpret_cast<const double*>(exchange[1]);
+            x.exchange.spread = reinterpret_cast<const double*>(exchange[2]);
+            x.exchange.factor_stride = exchange[3];
+            x.exchange.batch_stride = exchange[4];
+            x.exchange.head_stride = exchange[5];
+            x.exchange.mass = exchange[6];
+            x.exchange.chance = exchange[7];
+            x.exchange.effective_keys = exchange[8];
+        });
     // Computes statistics, and out and lse unless they are 0. Returns whether every row with a visible key is finite.
     m.def("observe_into", [](const Observation& observation, Address q, Address k, Address v, Address out, Address lse,
                              Address outputs, int threads) {

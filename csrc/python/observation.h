@@ -29,6 +29,7 @@ enum Place {
     RECEIVED_MAX,
     SEGMENT_SUM,
     SEGMENT_COUNT,
+    NULL_SUMS,
     PLACES
 };
 using Places = std::array<std::int64_t, PLACES>;  // offsets in bytes; -1: not computed
@@ -47,6 +48,7 @@ struct Observation {
     std::int64_t borders_per_name;
     Places places;
     std::int64_t size, scratch_size;  // bytes of the outputs, and of the scratch buffer
+    Exchange exchange;                // without the addresses of its sums
 };
 
 // An observation with the addresses of its outputs.
@@ -91,15 +93,19 @@ public:
         return list;
     }
     // Counts [names, H] and histograms [names, H, bins] lie in MOMENTS_WHOLE; mean, M2, min and max [4, names, H] in
-    // MOMENTS_NUMBERS.
+    // MOMENTS_NUMBERS; the sums of nulls [2, names, H] in NULL_SUMS.
     Moments moments() const {
-        return moments_at(all, reinterpret_cast<std::int64_t*>(address_of(MOMENTS_WHOLE)),
-                          reinterpret_cast<double*>(address_of(MOMENTS_NUMBERS)));
+        Moments m = moments_at(all, reinterpret_cast<std::int64_t*>(address_of(MOMENTS_WHOLE)),
+                               reinterpret_cast<double*>(address_of(MOMENTS_NUMBERS)));
+        m.exchange = all.exchange;
+        assign_address(m.exchange.means, NULL_SUMS);
+        m.exchange.variances = m.exchange.means + all.names * call.heads;
+        return m;
     }
     static Moments moments_at(const Observation& x, std::int64_t* whole, double* number) {
         const std::int64_t n = x.names * x.call.heads;
-        return {x.names, x.call.batch, x.call.heads, x.rows,     x.borders,      x.borders_per_name,
-                whole,   whole + n,    number,       number + n, number + 2 * n, number + 3 * n};
+        return {x.names, x.call.batch, x.call.heads,   x.rows,         x.borders, x.borders_per_name, whole, whole + n,
+                number,  number + n,   number + 2 * n, number + 3 * n, {}};
     }
 
 private:

@@ -185,6 +185,37 @@ void compute_moments_of(const Moments& m, const void* values, bool wide, std::in
     m.max[n] = summary.count ? summary.max : none;
 }
 
+// Sums what chance gives of one head: for each quantity the means and the variances of its rows.
+void sum_exchange_of(const Moments& m, const void* values, bool wide, std::int64_t head) {
+    const Exchange& x = m.exchange;
+    const Target& target = *selected_target();
+    alignas(64) double rows[3][EXCHANGE_ROWS];
+    const ExchangeRows prepared{rows[0], rows[1], rows[2]};
+    for (std::int64_t name = 0; name < m.names; name++)
+        x.means[name * m.heads + head] = x.variances[name * m.heads + head] = 0;
+    for (std::int64_t b = 0; b < m.batch; b++)
+        for (std::int64_t first = 0; first < m.rows; first += EXCHANGE_ROWS) {
+            const std::int64_t count = std::min(EXCHANGE_ROWS, m.rows - first);
+            const auto values_of = [&](std::int64_t name) {
+                const std::int64_t n = ((name * m.batch + b) * m.heads + head) * m.rows + first;
+                return static_cast<const char*>(values) + n * (wide ? 8 : 4);
+            };
+            target.prepare_exchange(values_of(x.mass), values_of(x.chance), values_of(x.effective_keys), wide, count,
+                                    prepared);
+            for (std::int64_t name = 0; name < m.names; name++) {
+                const std::int64_t factor = x.factor[name];
+                if (factor == NO_NULL) continue;
+                const std::int64_t at = factor * x.factor_stride + b * x.batch_stride + head * x.head_stride + first;
+                const double* const mean = factor == ONE_KEY ? prepared.even : x.mean + at;
+                const double* const spread = factor == ONE_KEY ? prepared.even : x.spread + at;
+                double sums[2] = {};
+                target.sum_exchange(values_of(name), wide, count, prepared, mean, spread, sums);
+                x.means[name * m.heads + head] += sums[0];
+                x.variances[name * m.heads + head] += sums[1];
+            }
+        }
+}
+
 // Lays out `s.partial` and the heaps of edges in memory from `next` on, unless that is null. Returns the number of
 // bytes.
 std::size_t lay_out_partitions(const Forward& f, Statistics& s, std::size_t boundary_map_rows, char* next) {
@@ -258,6 +289,7 @@ bool run_observation_tasks(Forward& f, Statistics& rows, const EdgeList* list, c
     ParallelStep reducing_first(std::min<std::int64_t>(reduced_heads, 1), thread_count),
         reducing(std::max<std::int64_t>(reduced_heads - 1, 0), thread_count);
     ParallelStep summarizing(moments ? moments->names * moments->heads : 0, thread_count);
+    ParallelStep exchanging(moments && moments->exchange.factor ? moments->heads : 0, thread_count);
     parallel_region(thread_count, [&](int thread) {
         norming_values.run(signals, thread, [&](std::int64_t n, int) {
             target->compute_value_norms(with_values, n, scratch.at(norms_offset));
@@ -270,6 +302,8 @@ bool run_observation_tasks(Forward& f, Statistics& rows, const EdgeList* list, c
         observing.wait(signals);
         summarizing.run(signals, thread,
                         [&](std::int64_t n, int) { compute_moments_of(*moments, values, is_double(f), n); });
+        exchanging.run(signals, thread,
+                       [&](std::int64_t head, int) { sum_exchange_of(*moments, values, is_double(f), head); });
         reducing_first.run(signals, thread, [&](std::int64_t, int) { target->reduce_partitions(f, 0); });
         reducing_first.wait(signals);
         reducing.run(signals, thread, [&](std::int64_t n, int) { target->reduce_partitions(f, n + 1); });

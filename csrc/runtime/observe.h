@@ -20,6 +20,17 @@ struct EdgeList {
 // and head with the largest maxima, and are no smaller than the smallest of these maxima.
 void find_edges(const Forward& f, const Statistics& rows, const EdgeList& list, int threads);
 
+// What chance gives if the keys of each row are exchanged: the facts of the rows, and the sums over rows that have a
+// quantity. src/headscope/_observe/exchange.py defines them.
+struct Exchange {
+    const std::int64_t* factor;   // [names]: the index of the quantity's factors; ONE_KEY or NO_NULL; null: no sums
+    const double *mean, *spread;  // [factors, B or 1, H or 1, rows]
+    std::int64_t factor_stride, batch_stride, head_stride;  // of both; 0 along an axis of 1
+    std::int64_t mass, chance, effective_keys;              // indices in the values
+    double *means, *variances;                              // out, [names, H]; 0 without a null
+};
+constexpr std::int64_t ONE_KEY = -1, NO_NULL = -2;
+
 // Moments and histograms of row quantities, for each name and head; NaN is skipped.
 struct Moments {
     std::int64_t names, batch, heads, rows;  // of values, contiguous
@@ -29,6 +40,7 @@ struct Moments {
     std::int64_t bins;
     std::int64_t *count, *histogram;  // [names, H], [names, H, bins]
     double *mean, *M2, *min, *max;    // [names, H]
+    Exchange exchange = {};
 };
 
 // Computes statistics, and the output of attention unless f.out is null. With a map it also finds the edges if `list`

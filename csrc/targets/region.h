@@ -69,4 +69,5 @@ using Half = _Float16;
         partial_bytes, merge_splits, gradient_groups, gradient_scratch, gradient_sums_bytes, run_gradient, bias_tasks, \
         run_bias_gradient, observation_partitions, boundary_map_rows, observation_tasks, observation_scratch,          \
         run_observation, reduce_partitions, compute_value_norms, summarize, sum_squared_deviations, count_at_least,    \
-        supports_linear, transpose_input, linear_panels, panel_bytes, pack_panel, multiply_panel
+        prepare_exchange, sum_exchange, supports_linear, transpose_input, linear_panels, panel_bytes, pack_panel,      \
+        multiply_panel

@@ -123,7 +123,7 @@ def test_what_is_printed_and_written(run: Run, folder: Path) -> None:
     assert ran.code == 0, ran.err
     assert "GPT2LMHeadModel" in ran.out
     assert "Input: dog.txt, 24 tokens." in ran.out
-    assert len(re.findall(r"^[01] +[012] +\w+ +[01]\.\d\d ", ran.out, re.MULTILINE)) == 6, "a line for each head"
+    assert len(re.findall(r"^[01] +[012] +(?:\w+|–) +[01]\.\d\d ", ran.out, re.MULTILINE)) == 6, "a line for each head"
     for word in ("Layers: transformer.h.*.attn.", "Streaming:", "Cache:", "Near-duplicates:", "seen.safetensors"):
         assert word in ran.out
     assert all(len(line) <= 80 for line in ran.out.splitlines() if "browser" not in line)

@@ -20,7 +20,7 @@ from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs, native_observer
 from headscope.masks import Band, Mask
 from headscope.stats import HeadStats, Observe, Segments
-from support import oracle, oracle_observe, oracle_segments
+from support import oracle, oracle_null, oracle_observe, oracle_segments
 from support.attention_fuzz import Case, cases
 
 BEYOND = 1e30  # Σ p² of a row whose weight went to the sink underflows in float32: its effective_keys are not compared
@@ -291,6 +291,7 @@ def compare(
                 floor = max(5e-6, 2.4e-7 * max(sizes, default=0))
             compare_rows(name, values, truth[..., picked], theirs[..., picked], floor)
             compare_heads(name, got, truth, 1e-5 if seen.lse != "other" else 3e-5)  # twice over in 1 / Σ p²
+    compare_nulls(got, oracle_null.nulls(asked(seen, exact, visible)), 1e-5 if seen.lse != "other" else 6e-5)
     _, _, queries, keys = _sizes(seen.case)
     before = _before(seen)
     torch.testing.assert_close(got.received[:, before:], wanted.received, rtol=1e-5, atol=2e-6)
@@ -353,6 +354,23 @@ def compare_rows(name: str, got: Tensor, wanted: Tensor, baseline: Tensor, floor
         size = size * size.log().clamp_min(1.0)
     worst = float((error / (2 * theirs + floor * size)).max())
     assert worst <= 1, f"{name}: error {float(error.max()):.3g}, plain float32 {float(theirs):.3g}"
+
+
+def compare_nulls(got: HeadStats, wanted: dict[str, tuple[Tensor, Tensor, Tensor]], rtol: float) -> None:
+    """Means to ``rtol``, variances to ``rtol`` of what they are summed from: Σp² and (Σp)² / n, which may cancel."""
+    for name in got.names:
+        null = got[0, name].null
+        if not oracle_null.has_null(name):
+            assert null is None, name
+            continue
+        assert null is not None, name
+        mean, std, scale = wanted.get(name, (torch.full((got.heads,), math.nan, dtype=torch.float64),) * 3)
+        torch.testing.assert_close(
+            null.mean, mean, rtol=rtol, atol=2e-6, equal_nan=True, msg=lambda x, name=name: f"{name}: {x}"
+        )
+        assert torch.equal(null.std.isnan(), std.isnan()), name
+        error = (null.std.square() - std.square()).abs().nan_to_num(0)
+        assert bool((error <= 3 * rtol * scale.square().nan_to_num(0) + 1e-9).all()), f"{name}: {null.std} {std}"
 
 
 def compare_heads(name: str, got: HeadStats, rows: Tensor, rtol: float) -> None:

@@ -73,7 +73,8 @@ def test_every_figure_of_the_page_is_the_sheets() -> None:
                 assert data["statistics"][layer][name]["mean"] == list(figures)
                 assert data["statistics"][layer][name]["count"] == rows[name]
         assert data["patterns"] == [
-            [[] if match is None else [[*match, True]] for match in layer] for layer in sheet.patterns
+            [[[*match[:3], True]] if match and (match.is_name or match.score < 0.3) else [] for match in layer]
+            for layer in sheet.patterns
         ]
         assert "mass" not in [each["name"] for each in data["names"]], "a mass of one says nothing"
         if sheet.kind == "text":

@@ -250,7 +250,8 @@ def test_planted_induction_and_duplicates() -> None:
     for name, p in (("induction", induction), ("duplicate", duplicate)):
         scores = pattern_scores(p, seen=seen, tokens=ids)
         found = best_matches(scores)[0]
-        assert found == Match(name, found.score, 10), found
+        assert found == Match(name, found.score, 10, found.z), found
+        assert found.z > 9
         means = head_means(row_statistics(p, seen=seen, tokens=ids))
         assert means.mean[name].item() == (1 if name == "induction" else pytest.approx(1))
         assert means.rows[name].item() == 10
@@ -342,7 +343,7 @@ def test_a_pattern_without_rows_is_not_offered() -> None:
     few = pattern_scores(p, seen=seen, tokens=torch.tensor([1, 2, 3, 1, 4, 5, 6]))
     assert "duplicate" not in few.score, "one row is too few"
     assert best_matches(pattern_scores(torch.ones(1, 3, 1, 1))) == []
-    assert best_matches(pattern_scores(torch.ones(1, 1, 3, 3) / 3))[0] == Match("uniform", pytest.approx(1), 3)
+    assert best_matches(pattern_scores(torch.ones(1, 1, 3, 3) / 3))[0][:3] == ("uniform", pytest.approx(1), 3)
 
 
 def test_padding_shifts_nothing() -> None:

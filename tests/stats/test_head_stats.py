@@ -322,6 +322,7 @@ def test_a_dictionary_for_json() -> None:
     assert back["heads"][1]["entropy"]["mean"] == stats[0, 1, "entropy"].mean
     assert back["heads"][1]["next"] | {"histogram": None, "edges": None} == {
         "count": 0, "mean": None, "std": None, "min": None, "max": None, "histogram": None, "edges": None,
+        "null_mean": None, "null_std": None, "z": None,
     }  # fmt: skip
     assert back["edges"][2][0]["p"] == float(stats.edges.p[2, 0])
 
@@ -346,11 +347,12 @@ def test_a_data_frame_has_one_line_for_each_head_and_name(monkeypatch: pytest.Mo
     stats = stats_of()
     lines = stats.to_pandas()
     assert len(lines) == 3 * len(stats.names)
-    one = next(line for line in lines if (line["head"], line["name"]) == (2, "entropy"))
-    entropy = stats[0, 2, "entropy"]
+    one = next(line for line in lines if (line["head"], line["name"]) == (2, "first"))
+    first = stats[0, 2, "first"]
     assert one == {
-        "layer": "0", "head": 2, "name": "entropy", "count": 22,
-        "mean": entropy.mean, "std": entropy.std, "min": entropy.min, "max": entropy.max,
+        "layer": "0", "head": 2, "name": "first", "count": 22,
+        "mean": first.mean, "std": first.std, "min": first.min, "max": first.max,
+        "null_mean": first.null_mean, "null_std": first.null_std, "z": first.z,
     }  # fmt: skip
 
 

@@ -40,11 +40,13 @@ class Scores(NamedTuple):
         score: float64 [H] in [0, 1]; NaN if too few rows are informative.
         rows: the number of informative rows, int64 [H].
         exact: whether it is the score of the dense weights of the same rows, boolean [H].
+        z: how far the mass on the pattern's keys is from what chance gives, [H]; NaN if that is unknown.
     """
 
     score: Tensor
     rows: Tensor
     exact: Tensor
+    z: Tensor
 
 
 class Chance(NamedTuple):
@@ -129,7 +131,29 @@ def pattern_means(part: LayerStats) -> dict[str, Scores]:
     if (window := smallest_window(part)) is not None:
         scores["local"] = _local(moments, chance, window, never)
     scores["uniform"] = _uniform(moments, chance, never)
-    return scores
+    return {name: each._replace(z=_z(part, name)) for name, each in scores.items()}
+
+
+def _z(part: LayerStats, pattern: str) -> Tensor:
+    """Return how far the quantity of a pattern is from its null, in standard deviations, [H]; NaN if unknown.
+
+    The mass of "induction" without that of "next" varies at most as much as both if they were independent: it is a part
+    of the mass of "induction", of which "next" is the other part.
+    """
+    gain = torch.zeros_like(part.rows, dtype=torch.float64)
+    variance = torch.zeros_like(gain)
+    names = {"local": (f"window_{smallest_window(part):g}",)} if pattern == "local" else {}
+    if pattern == "induction" and "next" in part.moments:
+        names = {"induction": ("induction", "next")}
+    for sign, name in zip((1, -1), names.get(pattern, (pattern,)), strict=False):
+        moments = part.moments.get(name)
+        null = None if part.nulls is None or moments is None else part.nulls.of(name, moments.count)
+        if moments is None or null is None:
+            return torch.full_like(gain, math.nan)
+        there = moments.count > 0
+        gain += sign * torch.where(there, (moments.mean - null.mean) * moments.count, 0.0)
+        variance += torch.where(there, (null.std * moments.count).square(), 0.0)
+    return gain / variance.sqrt().masked_fill(variance == 0, math.nan)
 
 
 def smallest_window(part: LayerStats) -> float | None:
@@ -146,7 +170,7 @@ def _score(name: str, total: Tensor, even: Tensor, rows: Tensor, telling: Tensor
     room = rows - even
     score = ((total - even) / room).clamp(0, 1)
     enough = (telling >= MINIMUM_ROWS.get(name, FEW)) & (room > _ROUNDING)
-    return Scores(torch.where(enough, score, math.nan), telling, exact & enough)
+    return Scores(torch.where(enough, score, math.nan), telling, exact & enough, torch.full_like(score, math.nan))
 
 
 def _all_see_the_first(part: LayerStats) -> Tensor:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from headscope._attend.call import Call
-from headscope._observe.inputs import Request
+from headscope._observe.exchange import sum_nulls, to_exchange
+from headscope._observe.inputs import Request, to_reductions
 from headscope._observe.kept_tiles import ObservedTiles, keep_tiles
 from headscope._observe.native_observer import Ready
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
 from headscope.stats import Observe, SegmentMass
-from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
+from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments, Nulls
 
 
 class LazyLayer(Mapping[str, LayerStats]):
@@ -80,7 +81,16 @@ def layer_stats(
         first=what.first if what.row_stats else None,
         segments=masses,
         received_max=None if maxima is None else _filed(maxima, known.first_key, math.nan),
+        nulls=_nulls(what, known, observed),
     )
+
+
+def _nulls(what: Observe, known: Scene | Ready, observed: Observed) -> Nulls | None:
+    """Return what chance gives, if rows are measured."""
+    if observed.nulls is not None or not what.row_stats or not isinstance(known, Scene):
+        return observed.nulls
+    names = tuple(name for name in observed.rows if name != "argmax")
+    return Nulls(*sum_nulls(to_exchange(to_reductions(what), known, names), observed.rows))
 
 
 def _placed_map(cells: HeadMap | None, start: int) -> HeadMap | None:

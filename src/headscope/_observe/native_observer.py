@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,13 +22,14 @@ from headscope._attend.call import Call
 from headscope._attend.interface import Inputs, accumulate_dtype, readable
 from headscope._observe.block_weights import ROUNDING
 from headscope._observe.edges import Candidates
+from headscope._observe.exchange import Exchange, to_exchange
 from headscope._observe.inputs import Reductions, to_reductions
 from headscope._observe.portable import row_names
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
 from headscope._observe.segment_ids import NativeSegments
 from headscope.stats import Observe, histogram_edges
-from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed
+from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Nulls, Packed
 
 QUANTITIES = (
     "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",
@@ -79,7 +81,7 @@ def _fits(ids: Tensor) -> bool:
 
 PLACES = (
     "counted", "values", "top_weight", "top_key", "received", "eligible", "sum", "max", "pairs", "at",
-    "edge_weight", "edge_at", "whole", "numbers", "received_max", "segment_sum", "segment_count",
+    "edge_weight", "edge_at", "whole", "numbers", "received_max", "segment_sum", "segment_count", "nulls",
 )  # fmt: skip
 """The results of a call, in the order of ``Place`` in csrc/python/observation.h."""
 
@@ -109,7 +111,7 @@ class Ready:
         first_key, whole_sequence: likewise.
     """
 
-    def __init__(self, what: Observe, scene: Scene) -> None:
+    def __init__(self, what: Observe, scene: Scene, nulls: bool = True) -> None:
         call, self.reductions = scene.call, to_reductions(what)
         self.call = call
         self.what = what
@@ -123,7 +125,10 @@ class Ready:
         self.borders = borders_of(self.names, self.dtype) if self.reductions.rows else None
         self.parts, self.size, room = self._laid_out()
         edges = (self.reductions.edges, *((self.names.index(x) if later else -1) for x in ("max_weight", "max_logit")))
-        self.observation, self.held = self._to_observation(scene, edges, room)
+        exchange = None
+        if self.reductions.rows and nulls:
+            exchange = to_exchange(self.reductions, scene, self.names, lambda even: _measure(what, even))
+        self.observation, self.held = self._to_observation(scene, edges, room, exchange)
 
     def _laid_out(self) -> tuple[dict[str, _Part], int, int]:
         """Return the places of the results; the bytes of results, and of scratch memory, which comes last."""
@@ -157,6 +162,7 @@ class Ready:
         if self.borders is not None:
             counts = len(self.names) * call.heads * (1 + self.borders.shape[1])
             stay |= {"whole": (whole, (counts,)), "numbers": (double, (4, len(self.names), call.heads))}
+            stay["nulls"] = (double, (2, len(self.names), call.heads))
         parts: dict[str, _Part] = {}
         size = end = 0
         for name, (dtype, shape) in (stay | passing).items():
@@ -165,7 +171,9 @@ class Ready:
             size = end if name in stay else size
         return parts, size, end - size
 
-    def _to_observation(self, scene: Scene, edges: tuple[int, ...], room: int) -> tuple[Any, Any]:
+    def _to_observation(
+        self, scene: Scene, edges: tuple[int, ...], room: int, exchange: Exchange | None
+    ) -> tuple[Any, Any]:
         """Return the extension's ``Observation``, and the objects that must stay alive for it.
 
         Its arguments, after the call: rows and the address of their indices; the place of each of ``QUANTITIES`` among
@@ -209,7 +217,11 @@ class Ready:
             scene.whole_sequence,
         )  # fmt: skip
         mine = kernel_call.held[3:]  # q, k and v change from call to call
-        return observation, (mine, index, line_at, own_at, ids, first, may_count, lse, segments)
+        of_factors = None
+        if exchange is not None:
+            factors, of_factors = _to_factors(self.names, exchange)
+            observation.sum_exchanges(factors)
+        return observation, (mine, index, line_at, own_at, ids, first, may_count, lse, segments, of_factors)
 
     def observed(self, memory: Tensor) -> Observed:
         """Return the results, as views of their memory."""
@@ -234,6 +246,7 @@ class Ready:
             at["whole"][: call.heads] if "whole" in at else None,  # rows that have an lse
             (at["segment_sum"], at["segment_count"]) if reductions.segments else None,
             at["received_max"].masked_fill(at["eligible"] == 0, math.nan) if reductions.received_max else None,
+            Nulls(self.names, at["nulls"]) if "nulls" in at else None,
         )
 
 
@@ -299,6 +312,35 @@ def _by_batch(x: Tensor) -> tuple[Address, int]:
     """Return the address of [B or 1, n], and its batch stride."""
     assert (x.dtype, x.stride(-1)) == (torch.int64, 1)  # as build_scene makes them
     return x.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)
+
+
+def _measure(what: Observe, even: Scene) -> tuple[Mapping[str, Tensor], Tensor] | None:
+    """Return the row quantities of even rows, and their output."""
+    options: dict[str, Any] = {"received": False, "map": None, "edges": 0, "top": 0, "extra": (), "keep_qk": False}
+    into = attending(even.call)
+    observed = observe_natively(Ready(replace(what, keep_rows=True, **options), even, nulls=False), even.inputs, into)
+    return None if observed is None else (observed.rows, into[0])
+
+
+def _to_factors(names: tuple[str, ...], exchange: Exchange) -> tuple[list[int], Any]:
+    """Return what the kernels read to sum nulls, and the tensors that must stay alive for it.
+
+    The numbers: the address of each name's index among the factors (-1 = it needs none, -2 = it has no null);
+    addresses of means and spreads, and their strides of a quantity, batch entry and head; the places of mass, chance
+    and effective_keys among the outputs.
+    """
+    index = torch.tensor([_factor(name, exchange) for name in names], dtype=torch.int64, device="cpu")
+    mean, spread = (readable(x).contiguous() for x in (exchange.mean, exchange.spread))
+    _, batch, heads, rows = mean.shape
+    strides = (batch * heads * rows, 0 if batch == 1 else heads * rows, 0 if heads == 1 else rows)
+    places = (names.index(name) for name in ("mass", "chance", "effective_keys"))
+    return [index.data_ptr(), native.address(mean), native.address(spread), *strides, *places], (index, mean, spread)
+
+
+def _factor(name: str, exchange: Exchange) -> int:
+    if name in exchange.names:
+        return exchange.names.index(name)
+    return -1 if name in exchange.single else -2
 
 
 @cache

@@ -17,8 +17,7 @@ NEAR = {"self": 0, "previous": -1, "next": 1}
 
 def place_values(reductions: Reductions, scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
     """Return name -> [b, h, i]; NaN where a row does not have the quantity."""
-    places = _on_a_line(scene, block, tile) if scene.line is not None else _by_position(scene, block, tile)
-    reach, placed, values = places
+    reach, placed, values = places_of(scene, block, tile)
     distance = (tile.p * (reach if scene.line is not None else reach.nan_to_num(0.0))).sum(-1)
     values["distance"] = torch.where(placed, distance, math.nan)
     for w in reductions.windows:
@@ -33,6 +32,11 @@ def place_values(reductions: Reductions, scene: Scene, block: Block, tile: Tile)
 
 Places = tuple[Tensor, Tensor, dict[str, Tensor]]
 """Distances, broadcastable to [b, h, i, j]; which rows have a position, to [b, h, i]; self, previous and next."""
+
+
+def places_of(scene: Scene, block: Block, tile: Tile) -> Places:
+    """Return distances, rows with a position, and the mass on single keys."""
+    return _on_a_line(scene, block, tile) if scene.line is not None else _by_position(scene, block, tile)
 
 
 def _on_a_line(scene: Scene, block: Block, tile: Tile) -> Places:

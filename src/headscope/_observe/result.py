@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from headscope._observe.edges import Candidates
-from headscope.stats._layer import Edges, HeadMap, Moments
+from headscope.stats._layer import Edges, HeadMap, Moments, Nulls
 
 
 class Observed(NamedTuple):
@@ -26,6 +26,7 @@ class Observed(NamedTuple):
         rows_counted: the number of counted rows of each head, int64 [H], if known already.
         segments: sum, float64 [H, S, S], and count, int64 [H, S], of the segments, or None.
         received_max: the largest weight of each key, [H, K], NaN where no counted row has one, or None.
+        nulls: what chance gives for the rows, if known already.
     """
 
     rows: dict[str, Tensor]
@@ -40,3 +41,4 @@ class Observed(NamedTuple):
     rows_counted: Tensor | None = None
     segments: tuple[Tensor, Tensor] | None = None
     received_max: Tensor | None = None
+    nulls: Nulls | None = None

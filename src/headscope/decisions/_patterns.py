@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headscope._analysis.answers import Basis, Decision, HasStats, decimal, stats_of
 from headscope._analysis.pattern_means import pattern_means, smallest_window
-from headscope.stats import PATTERNS, HeadStats
+from headscope.stats import CLEAR_SCORE, CLEAR_Z, PATTERNS, HeadStats
 
 __all__ = ["PatternScore", "Patterns", "patterns"]
 
@@ -22,6 +22,8 @@ class PatternScore:
         score: from 0 (chance or worse) to 1 (every row is exactly the pattern).
         rows: the number of informative rows.
         exact: whether it equals ``pattern_scores`` of the dense weights of the same rows; else an estimate.
+        z: how far the mass on the pattern's keys is from what chance gives, in standard deviations; NaN for "uniform",
+            where exchanging keys changes nothing, and for files of earlier versions.
 
     Examples:
         >>> import torch
@@ -29,8 +31,8 @@ class PatternScore:
         >>> from headscope.decisions import patterns
         >>> q = 40 * torch.eye(4)[None, None]  # each row attends to its own key
         >>> best = patterns(observe(q, q)).best[0]
-        >>> best.pattern, round(best.score, 3), best.rows
-        ('self', 1.0, 4)
+        >>> best.pattern, round(best.score, 3), best.rows, round(best.z, 2), best.is_clear
+        ('self', 1.0, 4, 3.46, True)
     """
 
     layer: str
@@ -39,6 +41,21 @@ class PatternScore:
     score: float
     rows: int
     exact: bool
+    z: float = math.nan
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the score is at least 0.3, and at least 3 standard deviations from chance.
+
+        If the statistics are from a file of an earlier version, which lacks what chance gives, the score decides.
+        """
+        unknown = math.isnan(self.z) and self.pattern != "uniform"
+        return self.score >= CLEAR_SCORE and (unknown or self.z >= CLEAR_Z)
+
+    @property
+    def is_name(self) -> bool:
+        """Whether tables name the head by this pattern: its score is clear, or describes an even spread."""
+        return self.is_clear or (self.pattern == "uniform" and self.score >= CLEAR_SCORE)
 
 
 @dataclass(frozen=True)
@@ -78,15 +95,24 @@ class Patterns(Decision):
     def best(self) -> tuple[PatternScore, ...]:
         """Return for each head the pattern with the highest score; ties go to the more specific one.
 
-        Heads without a score are omitted.
+        Clear scores come first, see ``names``. Heads without a score are omitted.
         """
-        return tuple(ranked[0] for ranked in self._ranked())
+        return tuple(ranked[0] for ranked in self.ranked())
 
-    def _ranked(self) -> list[list[PatternScore]]:
+    @property
+    def names(self) -> tuple[PatternScore, ...]:
+        """Return for each head the clear pattern with the highest score, or "uniform"; other heads are omitted.
+
+        "uniform" is no claim that a head differs from chance: it is what chance gives.
+        """
+        return tuple(each for each in self.best if each.is_name)
+
+    def ranked(self) -> list[list[PatternScore]]:
+        """Return the scores of each head: names first, then by score."""
         heads: dict[tuple[str, int], list[PatternScore]] = {}
         for each in self.scores:
             heads.setdefault((each.layer, each.head), []).append(each)
-        return [sorted(each, key=lambda score: -score.score) for each in heads.values()]  # stable: specific ones first
+        return [sorted(each, key=_rank) for each in heads.values()]  # stable: specific ones first
 
     def columns(self) -> tuple[str, ...]:
         """The headings of the table."""
@@ -95,14 +121,19 @@ class Patterns(Decision):
     def cells(self) -> list[tuple[str, ...]]:
         """Return one line for each head: its best pattern and the next best."""
         lines: list[tuple[str, ...]] = []
-        for best, *rest in self._ranked():
+        for best, *rest in self.ranked():
             second = (_marked(rest[0]), decimal(rest[0].score)) if rest else ("", "")
             lines.append((best.layer, str(best.head), _marked(best), decimal(best.score), f"{best.rows:,}", *second))
         return lines
 
 
+def _rank(score: PatternScore) -> tuple[bool, float]:
+    return not score.is_name, -score.score
+
+
 def _marked(score: PatternScore) -> str:
-    return score.pattern if score.exact else f"{score.pattern} ~"
+    name = score.pattern if score.is_name else f"({score.pattern})"
+    return name if score.exact else f"{name} ~"
 
 
 def patterns(stats: HeadStats | HasStats) -> Patterns:
@@ -138,13 +169,16 @@ def patterns(stats: HeadStats | HasStats) -> Patterns:
         for head in range(part.heads):
             for name in PATTERNS:
                 if name in means and not math.isnan(means[name][0][head]):
-                    score, rows, exact = (x[head] for x in means[name])
-                    scores.append(PatternScore(layer, head, name, score, rows, exact))
+                    score, rows, exact, z = (x[head] for x in means[name])
+                    scores.append(PatternScore(layer, head, name, score, rows, exact, z))
     local = {layer: w for layer, part in parts.items() if (w := smallest_window(part)) is not None}
     names = tuple(dict.fromkeys(each.pattern for each in scores))
     rows = [int(n) for part in parts.values() for n in part.moments["chance"].count.tolist()]
     basis = Basis.of_layers(parts.values(), (f"the means of {', '.join(names)}", "chance"), rows)
-    caveat = "A pattern describes this input, not the purpose of a head; below about 0.3 no pattern fits."
+    caveat = (
+        "A pattern describes this input, not the purpose of a head. In brackets: no name, because the score is below "
+        f"{CLEAR_SCORE} or within {CLEAR_Z:g} standard deviations of chance."
+    )
     if any(not each.exact for each in scores):
         caveat += " ~ marks estimates from means."
     return Patterns(basis, caveat, tuple(scores), local)

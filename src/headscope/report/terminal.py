@@ -55,7 +55,7 @@ def statistics_table(sheet: Sheet) -> RenderableType:
         >>> import torch
         >>> from headscope.report import terminal, text_sheet
         >>> from rich.console import Console
-        >>> sheet = text_sheet("Each token attends to itself", ["a", "b", "c"], [torch.eye(3)[None]])
+        >>> sheet = text_sheet("Each token attends to itself", [*"abcde"], [torch.eye(5)[None]])
         >>> Console(width=60, color_system=None).print(terminal.statistics_table(sheet))
                                  normalized              effective
         head  best match  score     entropy  max weight       keys
@@ -191,7 +191,7 @@ def _columns(sheet: Sheet, able: Ability) -> list[_Column]:
             columns.append(_figures(able.label(word.heading), figures, word.decimals))
         return columns
     matches = [sheet.patterns[layer][head] for layer, head in heads]
-    names = ["-" if match is None else match.pattern for match in matches]
+    names = [match.pattern if match is not None and match.is_name else "-" for match in matches]
     columns += [_Column("best match", names, [strength(match and match.score) for match in matches], words=True)]
     columns += [_figures("score", [match and match.score for match in matches], 2)]
     for name in WORTH:

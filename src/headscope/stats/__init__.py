@@ -1,21 +1,21 @@
 """Statistics of attention: the options, the results, and how they merge."""
 
+from headscope.stats._clear import CLEAR_SCORE, CLEAR_Z
 from headscope.stats._dense import (
     LOCAL_REACH,
     MINIMUM_ROWS,
     PATTERNS,
-    HeadMeans,
     Match,
     PatternScores,
     best_matches,
-    broken_rows,
-    head_means,
     pattern_scores,
     row_statistics,
 )
+from headscope.stats._head_means import HeadMeans, broken_rows, head_means
 from headscope.stats._head_stats import HeadStats, merge
 from headscope.stats._head_weights import HeadWeights
 from headscope.stats._layer import Edge, Edges, HeadMap, Kept
+from headscope.stats._nulls import Null
 from headscope.stats._options import Observe
 from headscope.stats._quantities import ROW_QUANTITIES, Quantity, histogram_edges, quantity_names, quantity_of
 from headscope.stats._segment_mass import SegmentMass
@@ -23,6 +23,8 @@ from headscope.stats._segments import Segments
 from headscope.stats._summaries import Column, Summary
 
 __all__ = [
+    "CLEAR_SCORE",
+    "CLEAR_Z",
     "LOCAL_REACH",
     "MINIMUM_ROWS",
     "PATTERNS",
@@ -36,6 +38,7 @@ __all__ = [
     "HeadWeights",
     "Kept",
     "Match",
+    "Null",
     "Observe",
     "PatternScores",
     "Quantity",

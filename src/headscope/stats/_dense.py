@@ -7,23 +7,22 @@ entropies are in nats. ``headscope.observe`` measures the same without building 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headscope.stats._clear import is_name, z_of_mass
+
 __all__ = [
     "LOCAL_REACH",
     "MINIMUM_ROWS",
     "PATTERNS",
-    "HeadMeans",
     "Match",
     "PatternScores",
     "best_matches",
-    "broken_rows",
-    "head_means",
     "pattern_scores",
     "row_statistics",
 ]
@@ -40,31 +39,14 @@ MINIMUM_ROWS = {"duplicate": 8, "induction": 8}
 FEW = 2
 
 
-class HeadMeans(NamedTuple):
-    """Means of row quantities over the rows where they are defined, batch entries pooled.
-
-    Attributes:
-        mean: name -> float64 [H]; NaN where no row of the head has the quantity.
-        rows: name -> integers [H], the number of rows of each mean.
-
-    Examples:
-        >>> import torch
-        >>> from headscope.stats import head_means, row_statistics
-        >>> means = head_means(row_statistics(torch.eye(4)[None, None]))
-        >>> means.mean["self"].tolist(), means.rows["previous"].tolist()
-        ([1.0], [3])
-    """
-
-    mean: dict[str, Tensor]
-    rows: dict[str, Tensor]
-
-
 class PatternScores(NamedTuple):
     """The scores of each head for each pattern that its rows can show.
 
     Attributes:
         score: name -> float64 [H] in [0, 1]; NaN for a head with too few rows.
         rows: name -> integers [H], the number of rows of each score.
+        z: name -> float64 [H], how far the mass on the pattern's keys is from what chance gives, in standard
+            deviations; NaN for "uniform", which is what chance gives, and where exchanging keys changes nothing.
 
     Examples:
         >>> import torch
@@ -76,6 +58,7 @@ class PatternScores(NamedTuple):
 
     score: dict[str, Tensor]
     rows: dict[str, Tensor]
+    z: dict[str, Tensor]
 
 
 class Match(NamedTuple):
@@ -84,13 +67,20 @@ class Match(NamedTuple):
     Examples:
         >>> import torch
         >>> from headscope.stats import best_matches, pattern_scores
-        >>> best_matches(pattern_scores(torch.eye(4)[None, None]))[0]
-        Match(pattern='self', score=1.0, rows=4)
+        >>> match = best_matches(pattern_scores(torch.eye(4)[None, None]))[0]
+        >>> match.pattern, match.score, match.rows, round(match.z, 2)
+        ('self', 1.0, 4, 3.46)
     """
 
     pattern: str
     score: float
     rows: int
+    z: float = math.nan
+
+    @property
+    def is_name(self) -> bool:
+        """Whether tables name the head by this pattern: see ``PatternScore.is_name`` of headscope.decisions."""
+        return is_name(self.pattern, self.score, self.z)
 
 
 def row_statistics(
@@ -169,28 +159,6 @@ def row_statistics(
     return {name: torch.where(at.counted, value, math.nan) for name, value in values.items()}
 
 
-def head_means(rows: Mapping[str, Tensor]) -> HeadMeans:
-    """Return the mean of each row quantity over the rows that have it, and their number.
-
-    Shapes: name -> [B, H, Q] -> name -> [H]; rows of all batch entries weigh the same.
-
-    Examples:
-        >>> import torch
-        >>> from headscope.stats import head_means, row_statistics
-        >>> rows = row_statistics(torch.full((2, 3, 4, 4), 0.25))  # B, H, Q, K
-        >>> head_means(rows).mean["max_weight"].tolist()
-        [0.25, 0.25, 0.25]
-    """
-    mean: dict[str, Tensor] = {}
-    count: dict[str, Tensor] = {}
-    for name, values in rows.items():
-        flat = values.double().movedim(1, 0).flatten(1)  # [H, B * Q]
-        defined = ~flat.isnan()
-        count[name] = defined.sum(-1)
-        mean[name] = torch.where(defined, flat, 0.0).sum(-1) / count[name]  # 0 / 0 = NaN: no row has it
-    return HeadMeans(mean, count)
-
-
 def pattern_scores(
     p: Tensor,
     *,
@@ -232,15 +200,16 @@ def pattern_scores(
     at = _prepare(p, seen, kind, q_pos, k_pos, tokens, rows)
     choices = at.visible.sum(-1).double()  # [B, H, Q]
     overlaps: dict[str, tuple[Tensor, Tensor]] = {}  # overlap and chance
+    places: dict[str, Tensor] = {}
     for name, target in (_targets(at) | {"first": at.first_keys(1)}).items():
-        target = target & at.visible
+        target = places[name] = target & at.visible
         overlaps[name] = (at.p * target).sum(-1), target.sum(-1) / choices
     if at.gap is not None:
-        target = (at.gap.norm(dim=-1) <= reach) & at.visible
+        target = places["local"] = (at.gap.norm(dim=-1) <= reach) & at.visible
         size = target.sum(-1).double()
         overlaps["local"] = torch.minimum(at.p * target, 1 / size[..., None]).sum(-1), size / choices
     overlaps["uniform"] = torch.minimum(at.p * at.visible, 1 / choices[..., None]).sum(-1), 1 / choices
-    scores = PatternScores({}, {})
+    scores = PatternScores({}, {}, {})
     for name in PATTERNS:
         if name not in overlaps:
             continue
@@ -253,11 +222,19 @@ def pattern_scores(
         if enough.any():
             scores.score[name] = torch.where(enough, score, math.nan)
             scores.rows[name] = count
+            z = z_of_mass(at.p, places[name], at.visible, telling) if name in places else score.new_full((), math.nan)
+            scores.z[name] = z.expand_as(score)
     return scores
+
+
+def _worth(match: Match) -> tuple[bool, float]:
+    return match.is_name, match.score
 
 
 def best_matches(scores: PatternScores) -> list[Match | None]:
     """Return for each head the pattern with the highest score, or None (with a single token, say).
+
+    Scores that are large and far from what chance gives come first, see ``Match.is_name``.
 
     Examples:
         >>> import torch
@@ -269,27 +246,14 @@ def best_matches(scores: PatternScores) -> list[Match | None]:
     heads = max((len(score) for score in scores.score.values()), default=0)
     matches: list[Match | None] = []
     for head in range(heads):
-        offered = [
-            Match(name, float(score[head]), int(scores.rows[name][head]))
-            for name, score in scores.score.items()
-            if not score[head].isnan()
-        ]
-        matches.append(max(offered, key=lambda match: match.score, default=None))  # ties go to the first
+        offered: list[Match] = []
+        for name, score in scores.score.items():
+            if not score[head].isnan():
+                z = float(scores.z[name][head])
+                z = math.nan if math.isnan(z) else z  # one object, so that equal matches compare equal
+                offered.append(Match(name, float(score[head]), int(scores.rows[name][head]), z))
+        matches.append(max(offered, key=_worth, default=None))  # ties go to the first
     return matches
-
-
-def broken_rows(p: Tensor) -> Tensor:
-    """Return how many rows of each head hold a NaN or infinite weight, [H]: statistics exclude these rows.
-
-    Examples:
-        >>> import torch
-        >>> from headscope.stats import broken_rows
-        >>> p = torch.full((1, 2, 4, 4), 0.25)
-        >>> p[0, 1, 3] = torch.nan
-        >>> broken_rows(p)
-        tensor([0, 1])
-    """
-    return (~p.isfinite().all(-1)).sum((0, 2))
 
 
 # ---------------------------------------------------------------- rows, keys and their positions
@@ -440,5 +404,5 @@ def _check_at_least(name: str, got: float, least: int) -> None:
         raise ValueError(f"{name}: got {got}, expected at least {least}")
 
 
-for _class in (HeadMeans, PatternScores, Match):
+for _class in (PatternScores, Match):
     _class.__module__ = "headscope.stats"  # their public path

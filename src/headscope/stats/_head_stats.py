@@ -7,7 +7,7 @@ docs/concepts/statistics.md defines every number, with its traps, and the measur
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -21,7 +21,7 @@ from headscope.stats._head_weights import HeadWeights, sequences
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
 from headscope.stats._origin import Origin, joined
 from headscope.stats._segment_mass import SegmentMass
-from headscope.stats._summaries import Column, Summary, names_of, stack_columns, summaries_of, summarise
+from headscope.stats._summaries import Column, Summary, names_of, stack_columns, summaries_of, summary_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -91,8 +91,7 @@ class HeadStats:
         layer = self._layer(at[0]) if at else self._layer("")
         part = self.parts[layer]
         if len(at) == 2 and isinstance(at[1], str):
-            column = stack_columns([part], self._known(part, at[1], layer))
-            return Column(*(getattr(column, each.name)[0] for each in fields(column)))
+            return stack_columns([part], self._known(part, at[1], layer)).layer(0)
         head = as_whole(at[1]) if len(at) in (2, 3) else None
         if head is None:
             raise TypeError(
@@ -101,9 +100,9 @@ class HeadStats:
         if not -part.heads <= head < part.heads:
             raise IndexError(f"head: got {head}, layer {layer} has {part.heads} (0 to {part.heads - 1})")
         if len(at) == 2:
-            return {name: summarise(name, moments, head) for name, moments in part.moments.items()}
+            return {name: summary_of(part, name, head) for name in part.moments}
         name = self._known(part, at[2], layer)
-        return summarise(name, part.moments[name], head)
+        return summary_of(part, name, head)
 
     def _layer(self, at: Any) -> str:
         if isinstance(at, str):
@@ -350,7 +349,9 @@ class HeadStats:
         return _tables.to_dict(self.parts)
 
     def to_pandas(self) -> Any:
-        """Return a ``pandas.DataFrame`` with one line for each layer, head and name: count, mean, std, min, max.
+        """Return a ``pandas.DataFrame`` with one line for each layer, head and name.
+
+        Its columns are count, mean, std, min, max, and what chance gives: null_mean, null_std and z.
 
         Segments have one line for each pair, ``segments/query/key``, with count and mean.
 

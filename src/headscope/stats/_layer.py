@@ -18,14 +18,15 @@ from torch import Tensor
 
 from headscope.stats._head_weights import HeadWeights, merge_weights
 from headscope.stats._kept_weights import Tiles
-from headscope.stats._part import LayerPart as _Part
+from headscope.stats._nulls import Nulls, merged_nulls
+from headscope.stats._part import Part
 from headscope.stats._part import wide as wide
 from headscope.stats._quantities import histogram_edges
 from headscope.stats._segment_mass import SegmentMass, longer_maximum, longer_sum
 
 
 @dataclass(frozen=True, eq=False)
-class Moments(_Part):
+class Moments(Part):
     """One row quantity of every head.
 
     Attributes:
@@ -98,7 +99,7 @@ class Packed(NamedTuple):
         return Moments(count.view(names, heads), mean, M2, least, largest, histogram.view(names, heads, -1))
 
 
-class MomentsTable(_Part, Mapping[str, Moments]):
+class MomentsTable(Part, Mapping[str, Moments]):
     """Row quantities by name, with numbers in one tensor: storing and merging all costs as much as one.
 
     Args:
@@ -151,7 +152,7 @@ def _either(a: Moments, b: Moments, what: str, both: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadMap(_Part):
+class HeadMap(Part):
     """The weights of each head in n x n bins: bin b holds queries (rows) or keys (columns) ⌊bT/n⌋ to ⌊(b+1)T/n⌋ - 1.
 
     Attributes:
@@ -239,7 +240,7 @@ class Edge(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Edges(_Part):
+class Edges(Part):
     """The k largest weights of each head.
 
     Attributes:
@@ -286,7 +287,7 @@ def largest_first(p: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept(_Part):
+class Kept(Part):
     """The retained rows of one run, batch entry by batch entry.
 
     Attributes:
@@ -309,7 +310,7 @@ class Kept(_Part):
 
 
 @dataclass(frozen=True, eq=False)
-class LayerStats(_Part):
+class LayerStats(Part):
     """The statistics of one layer.
 
     Attributes:
@@ -328,6 +329,7 @@ class LayerStats(_Part):
         segments: see there.
         received_max: the largest weight that each key receives, by position, [H, K].
         weights: those of chosen heads, one entry for each run.
+        nulls: what chance gives; None in files of earlier versions, and without row quantities.
     """
 
     heads: int
@@ -348,6 +350,7 @@ class LayerStats(_Part):
     segments: SegmentMass | None = None
     received_max: Tensor | None = None
     weights: tuple[HeadWeights, ...] = ()
+    nulls: Nulls | None = None
 
     @property
     def last_tiles(self) -> Tiles | None:
@@ -401,6 +404,7 @@ class LayerStats(_Part):
             SegmentMass.merged(masses) if masses else None,
             reduce(longer_maximum, [each.received_max for each in several]),
             merge_weights(each.weights for each in several),
+            merged_nulls(several),
         )
 
     def to(self, device: torch.device | str) -> LayerStats:
@@ -432,7 +436,7 @@ def moved(value: Any, device: torch.device) -> Any:
         return {name: moved(each, device) for name, each in value.items()}
     if isinstance(value, tuple):
         return tuple(moved(each, device) for each in value)
-    if isinstance(value, (Moments, HeadMap, Edges, Kept, HeadWeights, LayerStats, SegmentMass)):
+    if isinstance(value, (Moments, HeadMap, Edges, Kept, HeadWeights, Nulls, LayerStats, SegmentMass)):
         return replace(value, **{each.name: moved(getattr(value, each.name), device) for each in fields(value)})
     return value
 

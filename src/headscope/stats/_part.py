@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class LayerPart:
+class Part:
     """A part that is copied and pickled with its own numbers only: a tensor view would include its whole storage."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -23,6 +23,6 @@ class LayerPart:
 def _alone(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple of tensors
+    if isinstance(value, tuple) and hasattr(cast(object, value), "_fields"):  # a named tuple of tensors
         return type(value)(*map(_alone, value))
     return {name: _alone(each) for name, each in value.items()} if isinstance(value, dict) else value

@@ -75,6 +75,7 @@ class Quantity:
         on_request: whether it is measured only if ``Observe.extra`` names it.
         heading: of a column; empty = the name in words.
         decimals: the number of decimals shown.
+        has_null: whether it depends on which keys have the weight, so that exchanging keys gives what chance gives.
 
     Examples:
         >>> from headscope.stats import quantity_of
@@ -96,6 +97,7 @@ class Quantity:
     on_request: bool = False
     heading: str = ""
     decimals: int = 2
+    has_null: bool = False
 
 
 def _entropy(row: Row) -> float:
@@ -150,7 +152,7 @@ ROW_QUANTITIES = (
     ),
     Quantity(
         "first", "mass on the first n real keys", lambda row: float(row.p[row.first].sum()),
-        'Weight on the first token, the "attention sink": many heads put unused weight there.',
+        'Weight on the first token, the "attention sink": many heads put unused weight there.', has_null=True,
     ),
     Quantity(
         "chance", "1 / n", lambda row: 1 / len(row.p),
@@ -159,37 +161,38 @@ ROW_QUANTITIES = (
     Quantity(
         "distance", "Σ_j p · ‖pos_i - pos_j‖", lambda row: float((row.p * row.gap.abs()).sum()),
         "Mean distance from query to key, in positions or patches.", _NO_POSITION,
-        edges=DOUBLING, bounds=_FROM_0, requires="positions", unit="ratio", decimals=1,
+        edges=DOUBLING, bounds=_FROM_0, requires="positions", unit="ratio", decimals=1, has_null=True,
     ),
     Quantity(
         "self", "p at pos_i", lambda row: row.mass(row.gap == 0), "Weight on the query's own position.", _NO_KEY,
-        requires="positions",
+        requires="positions", has_null=True,
     ),
     Quantity(
         "previous", "p at pos_i - 1", lambda row: row.mass(row.gap == -1), "Weight on the token just before.", _NO_KEY,
-        requires="line",
+        requires="line", has_null=True,
     ),
     Quantity(
         "next", "p at pos_i + 1", lambda row: row.mass(row.gap == 1), "Weight on the token just after.", _NO_KEY,
-        requires="line",
+        requires="line", has_null=True,
     ),
     Quantity(
         "window", "mass within w of pos_i", lambda row: float(row.p[row.gap.abs() <= row.distance].sum()),
-        "Weight on the keys within {} of the query.", _NO_POSITION, requires="positions", has_distance=True,
+        "Weight on the keys within {} of the query.", _NO_POSITION, requires="positions",
+        has_distance=True, has_null=True,
     ),
     Quantity(
         "streaming", "mass within w of pos_i or on the first keys",
         lambda row: float(row.p[(row.gap.abs() <= row.distance) | row.first].sum()),
         "Weight on the first keys and those within {} of the query.", _NO_POSITION,
-        requires="positions", has_distance=True,
+        requires="positions", has_distance=True, has_null=True,
     ),
     Quantity(
         "duplicate", "mass on other keys with the token of i", lambda row: row.mass(row.duplicate),
-        "Weight on other positions with the same token.", _NO_KEY, requires="tokens",
+        "Weight on other positions with the same token.", _NO_KEY, requires="tokens", has_null=True,
     ),
     Quantity(
         "induction", "mass on keys after a place of the token of i", lambda row: row.mass(row.induction),
-        "Weight on the tokens that followed the same token elsewhere.", _NO_KEY, requires="tokens",
+        "Weight on the tokens that followed the same token elsewhere.", _NO_KEY, requires="tokens", has_null=True,
     ),
     Quantity(
         "value_norm", "Σ_j p · ‖v_j‖", lambda row: float((row.p * row.norms).sum()),

@@ -10,13 +10,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from headscope.stats._part import LayerPart
+from headscope.stats._part import Part
 
 __all__ = ["SegmentMass"]
 
 
 @dataclass(frozen=True, eq=False)
-class SegmentMass(LayerPart):
+class SegmentMass(Part):
     """The weight that flows between the segments of a sequence: row = the query's segment, column = the key's.
 
     ``mass[query, key]`` is the mean of one pair of names, [H]. Weight on keys without a segment is in no column.

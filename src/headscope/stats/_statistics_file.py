@@ -45,6 +45,7 @@ from headscope.stats._header import (
 )
 from headscope.stats._kept_weights import KeptWeights, weights_of
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
+from headscope.stats._nulls import Nulls, check_nulls
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
 from headscope.stats._segment_mass import SegmentMass
@@ -177,6 +178,9 @@ def _load(file: TensorFile, header: dict[str, Any]) -> dict[str, LayerStats]:
         for n, layer in enumerate(layers)
     ]
     check_moments(parts)
+    for n, part in enumerate(parts):
+        if part.nulls is not None:
+            check_nulls(f"{n}", part.nulls, {name: each.count for name, each in part.moments.items()})
     return dict(zip(layer_names, parts, strict=True))
 
 
@@ -185,6 +189,9 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
     tensors |= {f"{under}/rows": part.rows, f"{under}/broken": part.broken}
     for quantity, moments in part.moments.items():
         tensors |= {f"{under}/moments/{quantity}/{what}": getattr(moments, what) for what in MOMENTS}
+    nulls = None if part.nulls is None else part.nulls.compact()
+    if nulls is not None:
+        tensors[f"{under}/nulls"] = nulls.sums
     if part.received is not None and part.eligible is not None:
         tensors |= {f"{under}/received": part.received, f"{under}/eligible": part.eligible}
     for which, (_, whats) in _PARTS.items():
@@ -210,6 +217,7 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
         "segments": None if part.segments is None else list(part.segments.names),
         "received_max": part.received_max is not None,
         **({"weights": [[run.length, *run.heads] for run in part.weights]} if part.weights else {}),
+        "nulls": [] if nulls is None else list(nulls.names),
     }
 
 
@@ -327,7 +335,7 @@ def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tenso
 def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], file: TensorFile) -> LayerStats:
     """Read the result of ``_store_layer``."""
     later = {"lengths": None, "first": None, "qk": [], "qk_runs": None, "segments": None, "received_max": False}
-    entry = later | {"weights": []} | entry  # older files lack these
+    entry = later | {"weights": [], "nulls": []} | entry  # older files lack these
     numbers = {what: read_whole(entry, what, 0) for what in _NUMBERS}
     looked_at = read_whole(entry, "looked_at", 0, numbers["of"])
     lengths = _read_lengths(entry, numbers["of"])
@@ -372,6 +380,7 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
         tiles=dict(zip(runs, tiles, strict=True)), lengths=lengths,
         first=None if read_value(entry, "first", int, NoneType) is None else read_whole(entry, "first", 1, math.inf),
         weights=_read_weights(read_list(entry, "weights", list), under, read, numbers),
+        nulls=_read_nulls(entry, read),
     )  # fmt: skip
 
 
@@ -404,6 +413,13 @@ def _read_weights(
     if len({run.heads for run in runs}) > 1:
         raise ValueError(f"weights: got runs of different heads, expected those of {list(runs[0].heads)}")
     return tuple(runs)
+
+
+def _read_nulls(entry: dict[str, Any], read: Callable[..., Tensor]) -> Nulls | None:
+    names = read_list(entry, "nulls", str)
+    if not names:  # of an earlier version, or without row quantities
+        return None
+    return Nulls((*names,), read("nulls", 2, len(names), "H"))
 
 
 def _read_lengths(entry: dict[str, Any], of: int) -> tuple[int, int] | None:

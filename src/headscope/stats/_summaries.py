@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from headscope.stats._layer import LayerStats, Moments, histogram_edges
+from headscope.stats._nulls import Null
 
-__all__ = ["Column", "Summary", "names_of", "stack_columns", "summaries_of", "summarise"]
+__all__ = ["Column", "Summary", "names_of", "null_of", "stack_columns", "summaries_of", "summary_of"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Summary:
         mean, M2, min, max: over these rows, each with equal weight; M2 = Σ (x - mean)²; NaN where count is 0.
         histogram: the number of rows in each bin.
         edges: of the bins: bin k holds [edge k, edge k + 1), the outer two also all values beyond.
+        null_mean, null_std: what chance gives, see ``Null``; NaN where it is unknown.
 
     Examples:
         >>> import torch
@@ -40,11 +42,18 @@ class Summary:
     max: float
     histogram: tuple[int, ...]
     edges: tuple[float, ...]
+    null_mean: float = math.nan
+    null_std: float = math.nan
 
     @property
     def std(self) -> float:
         """sqrt(M2 / count)."""
         return math.sqrt(self.M2 / self.count) if self.count else math.nan
+
+    @property
+    def z(self) -> float:
+        """(mean - null_mean) / null_std; NaN where the null is unknown or its std is 0."""
+        return (self.mean - self.null_mean) / self.null_std if self.null_std else math.nan
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +63,8 @@ class Column:
     Attributes:
         count: the number of rows of each.
         mean, M2, min, max: float64; NaN where count is 0.
+        null: what chance gives, see ``Null``; None for a quantity that does not depend on which keys have the weight,
+            and in files of earlier versions.
 
     Examples:
         >>> import torch
@@ -69,11 +80,24 @@ class Column:
     M2: Tensor
     min: Tensor
     max: Tensor
+    null: Null | None = None
 
     @property
     def std(self) -> Tensor:
         """sqrt(M2 / count)."""
         return (self.M2 / self.count).sqrt()
+
+    @property
+    def z(self) -> Tensor:
+        """(mean - null.mean) / null.std; NaN where there is no null, or where its std is 0, as in even rows."""
+        if self.null is None:
+            return torch.full_like(self.mean, math.nan)
+        return ((self.mean - self.null.mean) / self.null.std).masked_fill(self.null.std == 0, math.nan)
+
+    def layer(self, n: int) -> Column:
+        """Return the column of one layer, [H]."""
+        null = None if self.null is None else Null(self.null.mean[n], self.null.std[n])
+        return Column(self.count[n], self.mean[n], self.M2[n], self.min[n], self.max[n], null)
 
 
 def names_of(parts: Mapping[str, LayerStats]) -> tuple[str, ...]:
@@ -84,24 +108,30 @@ def names_of(parts: Mapping[str, LayerStats]) -> tuple[str, ...]:
 def summaries_of(parts: Mapping[str, LayerStats]) -> Iterator[tuple[str, int, str, Summary]]:
     """Yield layer, head, name and summary of all layers, in order."""
     for layer, part in parts.items():
-        columns = {name: _on_host(moments) for name, moments in part.moments.items()}
+        columns = {name: (_on_host(moments), _null_on_host(part, name)) for name, moments in part.moments.items()}
         for head in range(part.heads):
-            for name, moments in columns.items():
-                yield layer, head, name, summarise(name, moments, head)
+            for name, (moments, null) in columns.items():
+                yield layer, head, name, summarise(name, moments, null, head)
 
 
-def summarise(name: str, moments: Moments, head: int) -> Summary:
+def summary_of(part: LayerStats, name: str, head: int) -> Summary:
+    """Return the numbers of one quantity of one head of a layer."""
+    return summarise(name, part.moments[name], null_of(part, name), head)
+
+
+def summarise(name: str, moments: Moments, null: Null | None, head: int) -> Summary:
     """Return the numbers of one quantity of one head."""
+    chance = () if null is None else (float(null.mean[head]), float(null.std[head]))
     mean, M2, least, most = (float(x[head]) for x in (moments.mean, moments.M2, moments.min, moments.max))
     histogram = tuple(int(n) for n in moments.histogram[head].tolist())
-    return Summary(int(moments.count[head]), mean, M2, least, most, histogram, histogram_edges(name))
+    return Summary(int(moments.count[head]), mean, M2, least, most, histogram, histogram_edges(name), *chance)
 
 
 def stack_columns(parts: Collection[LayerStats], name: str) -> Column:
     """Return one quantity of several layers, [L, H]; count is 0 if a layer lacks the head or quantity."""
     wide = max(part.heads for part in parts)
     columns: list[Tensor] = []
-    for what in (each.name for each in fields(Column)):
+    for what in ("count", "mean", "M2", "min", "max"):
         rows: list[Tensor] = []
         for part in parts:
             if what == "count":
@@ -112,7 +142,33 @@ def stack_columns(parts: Collection[LayerStats], name: str) -> Column:
                 row[: part.heads] = getattr(part.moments[name], what).cpu()
             rows.append(row)
         columns.append(torch.stack(rows))
-    return Column(*columns)
+    count, mean, M2, least, most = columns
+    return Column(count, mean, M2, least, most, _stack_nulls(parts, name, wide))
+
+
+def null_of(part: LayerStats, name: str) -> Null | None:
+    """Return the null of a quantity of a layer, [H]; None if it is unknown."""
+    if part.nulls is None or name not in part.moments:
+        return None
+    return part.nulls.of(name, part.moments[name].count)
+
+
+def _stack_nulls(parts: Collection[LayerStats], name: str, wide: int) -> Null | None:
+    """Return the nulls of several layers, [L, H]; NaN where one is unknown, None where all are."""
+    nulls = [null_of(part, name) for part in parts]
+    if all(each is None for each in nulls):
+        return None
+    stacked = torch.full((2, len(nulls), wide), math.nan, dtype=torch.float64, device="cpu")
+    for n, each in enumerate(nulls):
+        if each is not None:
+            stacked[0, n, : len(each.mean)] = each.mean.cpu()
+            stacked[1, n, : len(each.std)] = each.std.cpu()
+    return Null(*stacked)
+
+
+def _null_on_host(part: LayerStats, name: str) -> Null | None:
+    null = null_of(part, name)
+    return null and Null(null.mean.cpu(), null.std.cpu())
 
 
 def _on_host(moments: Moments) -> Moments:

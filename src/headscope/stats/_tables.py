@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PLACE = ("layer", "head", "rows")
+_NUMBERS = ("mean", "std", "min", "max", "null_mean", "null_std", "z")
 _SHOWN = ("entropy", "max_weight", "first", "previous", "distance")  # as many as fit into 80 columns
 
 
@@ -43,7 +44,7 @@ def to_dict(parts: Mapping[str, LayerStats]) -> dict[str, Any]:
     for layer, head, name, summary in summaries_of(parts):
         layers[layer]["heads"][head][name] = {
             "count": summary.count,
-            **{what: plain(getattr(summary, what)) for what in ("mean", "std", "min", "max")},
+            **{what: plain(getattr(summary, what)) for what in _NUMBERS},
             "histogram": list(summary.histogram),
             "edges": list(summary.edges),
         }
@@ -57,11 +58,11 @@ def to_frame(parts: Mapping[str, LayerStats]) -> Any:
     except ImportError as error:
         raise ImportError("to_pandas: pandas is not installed; pip install pandas, or use to_dict()") from error
     lines = [
-        (layer, head, name, each.count, each.mean, each.std, each.min, each.max)
+        (layer, head, name, each.count, *(getattr(each, what) for what in _NUMBERS))
         for layer, head, name, each in summaries_of(parts)
     ]
-    lines += [(*at, count, mean, math.nan, math.nan, math.nan) for *at, count, mean in pairs_of(parts)]
-    return pd.DataFrame(lines, columns=["layer", "head", "name", "count", "mean", "std", "min", "max"])
+    lines += [(*at, count, mean, *(math.nan,) * (len(_NUMBERS) - 1)) for *at, count, mean in pairs_of(parts)]
+    return pd.DataFrame(lines, columns=["layer", "head", "name", "count", *_NUMBERS])
 
 
 Line = dict[str, str | float]

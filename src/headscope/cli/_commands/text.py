@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from headscope.tracing import Trace
 
 GUESSES = 5
-SCORES = "score: 1 = exact match, 0 = no closer than chance"
+SCORES = "score: 1 = exact match, 0 = no closer than chance; a name needs 0.3 and 3 standard deviations from chance"
 SPREAD = "spread: effective keys, the number of tokens that a head spreads over"
 STATISTICS = (
     "others: means over tokens · normalized entropy: entropy / ln n, 1 = spread evenly, 0 = one token · "
@@ -234,7 +234,7 @@ def _print(reading: Reading, explain: bool) -> None:
         show_steps(out, reading.trace, choice.layer, sheet.layers, explain)
     heading(out, "All heads", "best-matching pattern of each")
     out.print(terminal.statistics_table(sheet) if explain else HeadGrid(sheet, choice))
-    patterns = {match.pattern for matches in sheet.patterns for match in matches if match is not None}
+    patterns = {match.pattern for matches in sheet.patterns for match in matches if match is not None and match.is_name}
     out.print(meanings((name for name in PATTERNS if name in patterns), PATTERNS))
     out.print(Text(f"{SCORES} · {STATISTICS if explain else SPREAD}", "dim"))
     heading(out, f"Layer {choice.layer}, head {choice.head}", choice.why)

@@ -50,8 +50,8 @@ class HeadGrid:
 
         def pattern(layer: int, head: int) -> Text:
             match = self.sheet.patterns[layer][head]
-            if match is None:
-                return Text("-")
+            if match is None or not match.is_name:
+                return Text("-", "dim")
             return Text(SHORT.get(match.pattern, match.pattern), strength(match.score))
 
         def score(layer: int, head: int) -> Text:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import click
 
+from headscope._support.jsonable import plain
 from headscope.cli._shared.console import INDEX
 from headscope.cli._shared.mistakes import Mistake
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from headscope.masks import Mask
     from headscope.report import Sheet
     from headscope.report.sheet import Look
+    from headscope.stats import Match
     from headscope.tracing import Trace
 
 SHARP = ("previous", "next", "self", "duplicate", "induction")  # patterns of single tokens
@@ -250,13 +252,18 @@ def is_clear(look: Look | None) -> TypeGuard[Look]:
     return look is not None and round(look[1], 1) >= CLEAR
 
 
+def _match_as_dict(match: Match) -> dict[str, Any]:
+    """Return the best match of a head as JSON, and whether the tables name it."""
+    return {**plain(match._asdict()), "named": match.is_name}
+
+
 def heads_as_dict(sheet: Sheet, choice: Choice) -> dict[str, Any]:
     """Return all heads as JSON, and the weights of the chosen head."""
     heads: list[dict[str, Any]] = []
     for layer in range(sheet.layers):
         for head, match in enumerate(sheet.patterns[layer]):
             entry: dict[str, Any] = {"layer": layer, "head": head}
-            entry["pattern"] = None if match is None else match._asdict()
+            entry["pattern"] = None if match is None else _match_as_dict(match)
             entry["statistics"] = {name: values[head] for name, values in sheet.statistics[layer].items()}
             entry["rows"] = {name: counts[head] for name, counts in sheet.rows[layer].items()}
             if sheet.kind == "image":

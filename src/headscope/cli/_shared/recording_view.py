@@ -105,7 +105,7 @@ def _cells(result: WatchResult) -> list[tuple[str, ...]]:
             far = float(part.moments["distance"].mean[head]) if "distance" in part.moments else math.nan
             lines.append(
                 (
-                    names[layer], str(head), "–" if match is None else match.pattern,
+                    names[layer], str(head), match.pattern if match is not None and match.is_name else "–",
                     "–" if match is None else decimal(match.score), *figures,
                     "–" if math.isnan(far) else f"{far:.1f}", "–" if window is None else f"{window:g}",
                     share(shares[layer, f"head {head}"][0]),
@@ -144,7 +144,7 @@ def _reading(result: WatchResult) -> object:
     from rich.text import Text
 
     _, note = short_layers(result.recording.layers)
-    matched = {each.pattern for each in result.patterns.best}
+    matched = {each.pattern for each in result.patterns.names}
     explained = meanings((name for name in PATTERNS if name in matched), PATTERNS)
     most = result.budget.budgets[0]
     top = f"top {most:,}: mass on the {_keys(most)} that {'receives' if most == 1 else 'receive'} the most"
@@ -155,7 +155,7 @@ def _reading(result: WatchResult) -> object:
 def _columns() -> str:
     """Return the legend of all columns except the last."""
     return (
-        "score: 1 = exact match, 0 = no closer than chance · "
+        "score: 1 = exact match, 0 = no closer than chance; a name needs 0.3 and 3 standard deviations from chance · "
         "normalized entropy: entropy / ln n, 1 = spread evenly, 0 = one token · first: mass on the first token · "
         "distance: mean, in positions · window: smallest one that holds 95% of the mass, together with the first token"
     )
@@ -204,7 +204,7 @@ def _layer_sentences(about: About) -> Iterator[str]:
 
 
 def _pattern_sentence(result: WatchResult) -> str:
-    best = [each for each in result.patterns.best if each.score >= STRONG]
+    best = [each for each in result.patterns.names if each.score >= STRONG]
     counts = Counter(each.pattern for each in best)
     named = ", ".join(f"{counts[name]} {name}" for name in PATTERNS if name in counts)
     return f"Patterns: {len(best)} {plural('head', len(best))} with a score of at least {STRONG}" + (

@@ -19,6 +19,7 @@ from headscope.report._viewer.packing import Strips, exact, sources
 from headscope.report._viewer.strips import empty_strips, strips_of
 from headscope.report.observed_model import Errors, ObservedModel, TracedSteps
 from headscope.report.regions import pixels_of
+from headscope.report.words import WEAK
 from headscope.stats import Observe
 from headscope.stats._kept_weights import weights_if_any, weights_of
 from headscope.stats._layer import LayerStats
@@ -112,10 +113,11 @@ def _patterns(recording: ObservedModel) -> list[list[list[Scored]]]:
     scored = decisions.patterns(recording.stats)
     scores: dict[tuple[str, int], list[Scored]]
     scores = {(layer, head): [] for layer, part in recording.stats.parts.items() for head in range(part.heads)}
-    for each in scored.scores:
-        scores[each.layer, each.head].append((each.pattern, round(each.score, 6), each.rows, each.exact))
-    for each in scores.values():
-        each.sort(key=lambda score: -score[1])  # stable: of equal ones the more specific stays first
+    for ranked in scored.ranked():
+        for each in ranked:
+            if each.is_name or each.score < WEAK:  # the page names what is large
+                place = each.layer, each.head
+                scores[place].append((each.pattern, round(each.score, 6), each.rows, each.exact))
     return [[scores[layer, head] for head in range(part.heads)] for layer, part in recording.stats.parts.items()]
 
 

@@ -13,7 +13,8 @@ from headscope.report._viewer import texts
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Map, Rows, Source
 from headscope.report.regions import object_mask
-from headscope.report.words import REGIONS, STATISTICS
+from headscope.report.words import REGIONS, STATISTICS, WEAK
+from headscope.stats import Match
 
 MOST = 32 * 2**20
 """How many weights one page may hold."""
@@ -66,6 +67,11 @@ def _always_one(name: str, statistics: list[Mapping[str, Columns]]) -> bool:
     return name == "mass" and all(abs(x - 1) <= 1e-3 for x in means)
 
 
+def _is_shown(match: Match) -> bool:
+    """Return whether the page may show this match: it names what is large, and dims the rest."""
+    return match.score < WEAK or match.is_name
+
+
 def _layer(sheet: SheetFigures, n: int) -> Layer:
     weights, visible = sheet.weights[n], sheet.seen[n]
     heads, length, _ = weights.shape
@@ -76,7 +82,8 @@ def _layer(sheet: SheetFigures, n: int) -> Layer:
     first = np.divide(p[..., 0], p.sum(-1), out=np.full((heads, length), np.nan), where=p.sum(-1) > 0)
     broken = (~whole).sum(-1)
     matches: list[list[Scored]] = [
-        [] if match is None else [(match.pattern, match.score, match.rows, True)] for match in sheet.patterns[n]
+        [(match.pattern, match.score, match.rows, True)] if match is not None and _is_shown(match) else []
+        for match in sheet.patterns[n]
     ]
     statistics = {name: _columns(figures, sheet.rows[n][name]) for name, figures in sheet.statistics[n].items()} | {
         name: _columns(figures, [length] * heads)
