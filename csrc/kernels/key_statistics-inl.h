@@ -36,7 +36,6 @@ struct KeyStatistics : EdgeSearch<T, QV> {
     // Normalizes all stored weights of the block and sums them over rows. scales[r] normalizes row r; 0: not counted.
     template <class Block>
     void accumulate_columns(const Block& block, const T* scales) {
-        const Forward& f = block.f;
         V<T> top[QV], scale[QV];
         bool any_counted = false;
         UNROLL_FOR(v, QV) {
