@@ -137,8 +137,8 @@ class InterceptedCall:
     @property
     def known_keys(self) -> Tensor | None:
         """The keys; None: they are not known."""
-        _, keys = (None, self.k) if not self.is_written else self.factors or (None, None)
-        return keys
+        keys = None if self.factors is None else self.factors[1]
+        return keys if self.is_written else self.k
 
 
 def measure(call: InterceptedCall, what: Observe) -> LayerStats:

@@ -95,9 +95,7 @@ def add_to_map(
 ) -> None:  # fmt: skip
     """Add a tile: p [b, h, i, j] of these heads, queries and keys, whose first batch entry is number ``batch``."""
     n = sums.sum.shape[-1]
-    placed = range(queries.start + whole.start, queries.stop + whole.start) if isinstance(queries, range) else queries
-    if whole.start and not isinstance(queries, range):
-        placed = [query + whole.start for query in queries]
+    placed = [query + whole.start for query in queries] if whole.start else queries
     rows = segments(placed, whole.queries, n, p.device)
     columns = segments(range(j.start, j.stop), whole.keys, n, p.device)
     at = (heads, rows.bins, columns.bins)

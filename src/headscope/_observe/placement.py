@@ -34,8 +34,8 @@ _frames: BoundedTable[Any, Frame] = BoundedTable(16)  # some megabytes each for 
 def to_frame(request: Request) -> Frame:
     """Return the placement of rows and keys; computed once for calls that differ only in their values."""
     call, mask = request.call, request.mask
-    given = (request.q_pos, request.k_pos, request.real, request.inputs.bias, request.rows_at)
-    if any(x is not None for x in given):
+    specified = (request.q_pos, request.k_pos, request.real, request.inputs.bias, request.rows_at)
+    if any(x is not None for x in specified):
         return _build_frame(request)
     if is_traced() or not (mask is None or mask.is_constant()):  # tensors of a tracer are useless outside it
         return _build_frame(request)

@@ -316,7 +316,7 @@ def _checked_spans(spans: Spans, length: int, of: str) -> dict[str, list[Span]]:
         raise TypeError(f"spans: got {kind(spans)}, expected a mapping of names to (start, stop)")
     names = _checked_names(tuple(spans))
     listed: dict[str, list[Span]] = {}
-    taken: list[tuple[int, int, str]] = []
+    ordered: list[tuple[int, int, str]] = []
     for name in names:
         pieces = _pieces(name, spans[name])
         for start, stop in pieces:
@@ -324,10 +324,10 @@ def _checked_spans(spans: Spans, length: int, of: str) -> dict[str, list[Span]]:
                 raise ValueError(f"spans: {name!r} has ({start}, {stop}), which is empty; expected start < stop")
             if start < 0 or stop > length:
                 raise ValueError(f"spans: {name!r} has ({start}, {stop}), expected 0 to {length:,}, the {of}")
-            taken.append((start, stop, name))
+            ordered.append((start, stop, name))
         listed[name] = pieces
-    taken.sort()
-    for (start, stop, name), (again, end, other) in pairwise(taken):
+    ordered.sort()
+    for (start, stop, name), (again, end, other) in pairwise(ordered):
         if again < stop:
             raise ValueError(
                 f"spans: {name!r} ({start}, {stop}) and {other!r} ({again}, {end}) overlap; expected disjoint spans"

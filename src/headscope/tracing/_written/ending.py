@@ -67,12 +67,12 @@ def _find_returned(writer: Writer, projection: Projection, returned: Tensor | No
     """Return the projection of the same rows that the module returns, if it computes several, such as for a print."""
     if returned is None:
         return projection
-    made = {event.index for event in writer.origins.tape.makers(returned)}
-    if projection.event.index in made:
+    makers = {event.index for event in writer.origins.tape.makers(returned)}
+    if projection.event.index in makers:
         return projection
     rows = projection.rows.unique()
     others = writer.origins.projections.items()
-    return next((each for index, each in others if index in made and is_same(each.rows, rows)), projection)
+    return next((each for index, each in others if index in makers and is_same(each.rows, rows)), projection)
 
 
 def _add_sum_of_heads(writer: Writer) -> bool:
