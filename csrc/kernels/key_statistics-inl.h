@@ -37,13 +37,13 @@ struct KeyStatistics : EdgeSearch<T, QV> {
     template <class Block>
     void accumulate_columns(const Block& block, const T* scales) {
         V<T> top[QV], scale[QV];
-        bool any_counted = false;
+        I<T> counted{};
         UNROLL_FOR(v, QV) {
             top[v] = block.top[v];
             scale[v] = load(scales + v * L);
+            counted |= scale[v] != 0;
         }
-        for (int r = 0; r < ROWS; r++) any_counted |= scales[r] != 0;
-        if (!any_counted) return;
+        if (!any<T>(counted)) return;
         for (std::int64_t n = 0; n < blocks; n++) {
             if (!has_visible[n]) continue;
             const std::int64_t j0 = begin + n * Block::KEYS;

@@ -21,11 +21,17 @@ struct Reduction {
         __builtin_memcpy(&values, reinterpret_cast<const char*>(&x) + n * sizeof(Part), sizeof(Part));
         return __builtin_convertvector(values, V<double>);
     }
+    // The reduction of all lanes, pair by pair.
+    template <class N, class Combine>
+    INLINE static N reduce(V<N> x, const Combine& combine) {
+        N lanes[LANES<N>] __attribute__((aligned(64)));
+        store(lanes, x);
+        UNROLL_RANGE(round, 1, LANES<N>, round)
+        for (int lane = 0; lane < LANES<N>; lane += 2 * round) lanes[lane] = combine(lanes[lane], lanes[lane + round]);
+        return lanes[0];
+    }
     INLINE static double sum_parts(const V<double>* x) {
-        double total = 0;
-        for (int n = 0; n < PARTS; n++)
-            for (int lane = 0; lane < LANES<double>; lane++) total += x[n][lane];
-        return total;
+        return reduce<double>(PARTS == 2 ? x[0] + x[PARTS - 1] : x[0], [](double a, double b) { return a + b; });
     }
     static void summarize(const T* x, std::int64_t count, ValueSummary& to) {
         constexpr T infinity = std::numeric_limits<T>::infinity();
@@ -42,11 +48,11 @@ struct Reduction {
             }
         });
         to.sum += sum_parts(sum);
-        for (int lane = 0; lane < L; lane++) {
-            to.count += counts[lane];
-            if (min[lane] < to.min) to.min = double(min[lane]);
-            if (max[lane] > to.max) to.max = double(max[lane]);
-        }
+        std::int64_t all = 0;
+        for (int lane = 0; lane < L; lane++) all += counts[lane];
+        to.count += all;
+        to.min = std::min(to.min, double(reduce<T>(min, [](T a, T b) { return a < b ? a : b; })));
+        to.max = std::max(to.max, double(reduce<T>(max, [](T a, T b) { return a > b ? a : b; })));
     }
     static double sum_squared_deviations(const T* x, std::int64_t count, double mean) {
         V<double> sum[PARTS] = {};

@@ -9,14 +9,14 @@ struct StatisticsObserver : RowSumsObserver<T, QV> {
         Base::counts_single_pairs, Base::may_count, Base::radius_of, Base::distance_from;
     static constexpr bool OBSERVES = true;
 
-    // The number of keys visible to row r.
+    // The numbers of keys visible to a vector of rows.
     template <class Block>
-    std::int64_t count_visible(const Block& block, int r) const {
-        if (counts_single_pairs) return visible_count[r];
-        if (!block.f.mask.spans.data) return block.f.keys;
-        const auto& span = block.span;
-        const Int<T> first_span = span[1][r] - span[0][r], second_span = span[3][r] - span[2][r];
-        return (first_span > 0 ? first_span : 0) + (second_span > 0 ? second_span : 0);
+    INLINE I<T> visible_counts(const Block& block, int v) const {
+        if (counts_single_pairs) return load_int<T>(visible_count + v * L);
+        if (!block.f.mask.spans.data) return I<T>{} + Int<T>(block.f.keys);
+        const auto bound = [&](int n) __attribute__((always_inline)) { return load_int<T>(block.span[n] + v * L); };
+        const I<T> first_span = bound(1) - bound(0), second_span = bound(3) - bound(2);
+        return (first_span > 0 ? first_span : I<T>{}) + (second_span > 0 ? second_span : I<T>{});
     }
     struct RowResults {
         std::int64_t at[ROWS];  // the row's index in [B, H, Q]
@@ -55,17 +55,17 @@ struct StatisticsObserver : RowSumsObserver<T, QV> {
     template <class Block>
     void find_normalization(const Block& block, RowResults& rows) const {
         T sink_logits[ROWS] __attribute__((aligned(64))), sink_factors[ROWS] __attribute__((aligned(64)));
-        for (int r = 0; r < ROWS; r++) {
-            const auto sink =
-                block.f.sinks ? block.sink_of(r) : decltype(block.sink_of(r)){-std::numeric_limits<T>::infinity(), 1};
-            sink_logits[r] = sink.logit;
-            sink_factors[r] = sink.factor;
-        }
+        if (block.f.sinks)
+            for (int r = 0; r < ROWS; r++) {
+                const auto sink = block.sink_of(r);
+                sink_logits[r] = sink.logit;
+                sink_factors[r] = sink.factor;
+            }
         UNROLL_FOR(v, QV) {
             const V<T> ones = load(sum + SUM_ONES * ROWS + v * L);
             // the row's sum minus 1: in 1 + rest, the small weights of a peaked row would be rounded away
-            V<T> rest = load(sum + SUM_REST * ROWS + v * L);
-            const V<T> of_sink = exp2(load(sink_logits + v * L) - block.top[v]) * load(sink_factors + v * L);
+            V<T> rest = load(sum + SUM_REST * ROWS + v * L), of_sink{};
+            if (block.f.sinks) of_sink = exp2(load(sink_logits + v * L) - block.top[v]) * load(sink_factors + v * L);
             rest += ones > 0 ? ones - 1 + of_sink : of_sink > 0 ? of_sink - 1 : V<T>{};  // 0: nothing is visible
             store(rows.norm + v * L, log1p(rest));
             store(rows.scale + v * L, 1 / (1 + rest));
@@ -89,44 +89,49 @@ struct StatisticsObserver : RowSumsObserver<T, QV> {
     // Decides which rows are counted: those that have a visible key, are finite and may count.
     template <class Block>
     void select_counted(const Block& block, RowResults& rows) const {
-        Int<T> finite[ROWS] __attribute__((aligned(64)));
+        Int<T> inside[ROWS] __attribute__((aligned(64))), eligible[ROWS] __attribute__((aligned(64)));  // -1: yes
+        for (int r = 0; r < ROWS; r++) inside[r] = eligible[r] = r < rows.count ? -1 : 0;
+        if (s->may_count)
+            for (int r = 0; r < rows.count; r++) eligible[r] = may_count(block, r) ? -1 : 0;
+        I<T> broken{};
         UNROLL_FOR(v, QV) {
             const V<T> logit = load(max_logit + v * L);  // top may be that of a sink
             const V<T> all = load(rows.norm + v * L) + load(rows.scale + v * L) + load(sum + SUM_GAP * ROWS + v * L) +
                              load(sum + SUM_VALUE_NORM * ROWS + v * L) + logit + block.top[v];
-            store_int<T>(finite + v * L, (all * T(0) == 0) & (logit > -std::numeric_limits<T>::max()));
+            const I<T> finite = (all * T(0) == 0) & (logit > -std::numeric_limits<T>::max());
+            const I<T> visible = visible_counts(block, v), in_block = load_int<T>(inside + v * L);
+            const I<T> counted = (visible > 0) & finite & load_int<T>(eligible + v * L);
+            broken |= (visible > 0) & ~finite & in_block;
+            store_int<T>(rows.counted + v * L, counted);
+            store(rows.visible_count + v * L, in_block != 0 ? __builtin_convertvector(visible, V<T>) : splat(T(1)));
+            store(rows.scale + v * L, counted != 0 ? load(rows.scale + v * L) : V<T>{});
         }
-        for (int r = 0; r < rows.count; r++) {
-            const std::int64_t n = count_visible(block, r);
-            const bool counted = n > 0 && finite[r] && may_count(block, r);
-            if (n > 0 && !finite[r]) s->nonfinite->store(true, std::memory_order_relaxed);
-            rows.at[r] = block.flat_row(r);
-            rows.visible_count[r] = T(n);
-            rows.counted[r] = counted ? -1 : 0;
-            s->counted[rows.at[r]] = counted;
-            if (!counted)
-                rows.scale[r] = 0;
-            else if (s->has_column_statistics() && !counts_single_pairs)
-                Base::count_pairs_of_spans(block, r);
-        }
-        for (int r = rows.count; r < ROWS; r++) {
-            rows.visible_count[r] = 1;
-            rows.scale[r] = rows.counted[r] = 0;
-        }
+        if (any<T>(broken)) s->nonfinite->store(true, std::memory_order_relaxed);
+        if (rows.contiguous)
+            for (std::int64_t r = 0, first = block.flat_row(0); r < rows.count; r++) rows.at[r] = first + r;
+        else
+            for (int r = 0; r < rows.count; r++) rows.at[r] = block.flat_row(r);
+        for (int r = 0; r < rows.count; r++) s->counted[rows.at[r]] = rows.counted[r] != 0;
+        if (s->has_column_statistics() && !counts_single_pairs)
+            for (int r = 0; r < rows.count; r++)
+                if (rows.counted[r]) Base::count_pairs_of_spans(block, r);
     }
     // Stores the quantity that body(v) returns for a vector of rows; NaN for rows that are not counted.
     template <class Body>
     INLINE void store_quantity(const RowResults& rows, void* to, const Body& body) const {
         if (!to) return;
-        T x[ROWS] __attribute__((aligned(64)));
-        UNROLL_FOR(v, QV)
-            store(x + v * L,
-                  load_int<T>(rows.counted + v * L) != 0 ? body(v) : splat(std::numeric_limits<T>::quiet_NaN()));
         T* const all = static_cast<T*>(to);
-        if (rows.contiguous)
-            for (int r = 0; r < rows.count; r++) all[rows.at[0] + r] = x[r];
-        else
-            for (int r = 0; r < rows.count; r++) all[rows.at[r]] = x[r];
+        UNROLL_FOR(v, QV) {
+            const V<T> x =
+                load_int<T>(rows.counted + v * L) != 0 ? body(v) : splat(std::numeric_limits<T>::quiet_NaN());
+            if (rows.contiguous && (v + 1) * L <= rows.count) {
+                store_unaligned(all + rows.at[0] + v * L, x);
+                continue;
+            }
+            T lanes[L] __attribute__((aligned(64)));
+            store(lanes, x);
+            for (int r = v * L; r < (v + 1) * L && r < rows.count; r++) all[rows.at[r]] = lanes[r - v * L];
+        }
     }
     INLINE V<T> load_sum(int n, int v) const { return load(sum + n * ROWS + v * L); }
     // The normalized weight of a single key, 0 if it is masked.

@@ -165,10 +165,17 @@ void compute_moments_of(const Moments& m, const void* values, bool wide, std::in
     std::int64_t* const histogram = m.histogram + n * m.bins;
     std::fill_n(histogram, m.bins, 0);
     each_batch([&](const char* x) { target.summarize(x, wide, m.rows, summary); });
-    const auto border = [&](std::int64_t k) { return number(m.borders, name * m.bins + k, wide); };
-    std::int64_t first = 0, last = 0;  // borders between the smallest and the largest value
-    while (first < m.bins && border(first) <= summary.min) histogram[first++] = summary.count;
-    for (last = first; last < m.bins && border(last) <= summary.max;) last++;
+    // the borders between the smallest and the largest value; NaN, at the end, is above both
+    const auto borders_up_to = [&](double most) {
+        std::int64_t low = 0, high = m.bins;
+        while (low < high) {
+            const std::int64_t middle = (low + high) / 2;
+            number(m.borders, name * m.bins + middle, wide) <= most ? low = middle + 1 : high = middle;
+        }
+        return low;
+    };
+    const std::int64_t first = borders_up_to(summary.min), last = std::max(first, borders_up_to(summary.max));
+    std::fill_n(histogram, first, summary.count);
     const char* const borders = static_cast<const char*>(m.borders) + (name * m.bins + first) * size;
     if (last > first)
         each_batch(
