@@ -211,9 +211,16 @@ struct Linear {
 };
 constexpr std::int64_t LINEAR_ROW_BLOCK = 128;  // the most rows of one `multiply_panel`
 
-struct ValueSummary {
-    std::int64_t count = 0;
-    double sum = 0, min = HUGE_VAL, max = -HUGE_VAL;
+// `runs` runs of `count` float or double numbers each, `stride` numbers apart.
+struct NumberRuns {
+    const void* first;
+    bool wide;  // double
+    std::int64_t runs, stride, count;
+};
+// Of numbers that are not NaN. Without any, mean to max are NaN.
+struct Summary {
+    std::int64_t count;
+    double mean, M2, min, max;
 };
 
 // The weights of rows, as sums of nulls need them: Σp, 1 / n and Σ(p - Σp / n)², with room for a whole vector at the
@@ -262,10 +269,9 @@ struct Target {
     // The norms of the values of one of the B * Hkv heads, into norms [B, Hkv, K].
     void (*compute_value_norms)(const Forward&, std::int64_t head, void* norms);
     // Reductions of float or (wide) double values; NaN is skipped. counts[k] grows by the number of values >= border k.
-    void (*summarize)(const void* values, bool wide, std::int64_t count, ValueSummary&);
-    double (*sum_squared_deviations)(const void* values, bool wide, std::int64_t count, double mean);
-    void (*count_at_least)(const void* values, bool wide, std::int64_t count, const void* borders, std::int64_t bins,
-                           std::int64_t* counts);
+    // Summarizes numbers, and counts those of each bin of a histogram. A bin ends below the next border; the borders are
+    // of the numbers' type, in order, and padded with NaN.
+    Summary (*summarize)(const NumberRuns&, const void* borders, std::int64_t bins, std::int64_t* histogram);
     // What chance gives for at most EXCHANGE_ROWS rows: their inputs, and what one quantity adds to two sums.
     void (*prepare_exchange)(const void* mass, const void* chance, const void* effective_keys, bool wide,
                              std::int64_t count, const ExchangeRows& to);

@@ -9,6 +9,8 @@ void with_observed_block(const Forward& f, std::int64_t head, std::int64_t numbe
     with_multiply_add<T>(uses_pairs(f), [&]<class Op>() {
         const RowRange rows = rows_of_block<T>(f, number);
         if (rows.count <= LANES<T>) return with_rows<T, ObservedBlock<T, Op, 1>>(f, head, rows, scratch, body);
+        if (QUERY_VECTORS > 2 && rows.count <= 2 * LANES<T>)
+            return with_rows<T, ObservedBlock<T, Op, 2>>(f, head, rows, scratch, body);
         with_rows<T, ObservedBlock<T, Op, QUERY_VECTORS>>(f, head, rows, scratch, body);
     });
 }

@@ -4,15 +4,18 @@ template <class T>
 struct Reduction {
     static constexpr int L = LANES<T>, PARTS = int(sizeof(double) / sizeof(T));
 
-    // Calls body(vector) for all numbers; the last vector is padded with NaN.
+    // Calls body(vector) for all numbers; the last vector of each run is padded with NaN.
     template <class Body>
-    INLINE static void for_each_vector(const T* x, std::int64_t count, const Body& body) {
-        std::int64_t n = 0;
-        for (; n + L <= count; n += L) body(load_unaligned(x + n));
-        if (n == count) return;
-        V<T> last = splat(std::numeric_limits<T>::quiet_NaN());
-        for (int lane = 0; n + lane < count; lane++) last[lane] = x[n + lane];
-        body(last);
+    INLINE static void for_each_vector(const NumberRuns& x, const Body& body) {
+        const T* at = static_cast<const T*>(x.first);
+        for (std::int64_t run = 0; run < x.runs; run++, at += x.stride) {
+            std::int64_t n = 0;
+            for (; n + L <= x.count; n += L) body(load_unaligned(at + n));
+            if (n == x.count) continue;
+            V<T> last = splat(std::numeric_limits<T>::quiet_NaN());
+            for (int lane = 0; n + lane < x.count; lane++) last[lane] = at[n + lane];
+            body(last);
+        }
     }
     INLINE static V<double> convert_part(V<T> x, int n) {
         typedef T Part
@@ -33,13 +36,14 @@ struct Reduction {
     INLINE static double sum_parts(const V<double>* x) {
         return reduce<double>(PARTS == 2 ? x[0] + x[PARTS - 1] : x[0], [](double a, double b) { return a + b; });
     }
-    static void summarize(const T* x, std::int64_t count, ValueSummary& to) {
+    static Summary summarize(const NumberRuns& x, const T* borders, std::int64_t bins, std::int64_t* histogram) {
         constexpr T infinity = std::numeric_limits<T>::infinity();
+        constexpr double none = std::numeric_limits<double>::quiet_NaN();
         V<double> sum[PARTS] = {};
         V<T> min = splat(infinity), max = splat(-infinity);
-        I<T> counts{};
-        for_each_vector(x, count, [&](V<T> values) __attribute__((always_inline)) {
-            counts -= values == values;
+        std::int64_t count = 0;
+        for_each_vector(x, [&](V<T> values) __attribute__((always_inline)) {
+            count += __builtin_popcount(lane_bits<T>(values == values));
             max = maximum<T>(values, max);
             min = -maximum<T>(-values, -min);
             UNROLL_FOR(k, PARTS) {
@@ -47,16 +51,31 @@ struct Reduction {
                 sum[k] += y == y ? y : V<double>{};
             }
         });
-        to.sum += sum_parts(sum);
-        std::int64_t all = 0;
-        for (int lane = 0; lane < L; lane++) all += counts[lane];
-        to.count += all;
-        to.min = std::min(to.min, double(reduce<T>(min, [](T a, T b) { return a < b ? a : b; })));
-        to.max = std::max(to.max, double(reduce<T>(max, [](T a, T b) { return a > b ? a : b; })));
+        if (!count) {
+            std::fill_n(histogram, bins, 0);
+            return {0, none, none, none, none};
+        }
+        const T least = reduce<T>(min, [](T a, T b) { return a < b ? a : b; }),
+                most = reduce<T>(max, [](T a, T b) { return a > b ? a : b; });
+        const double mean = sum_parts(sum) / double(count);
+        const std::int64_t first = count_at_most(borders, bins, least), last = count_at_most(borders, bins, most);
+        std::fill_n(histogram, first, count);
+        count_at_least(x, borders + first, last - first, histogram + first);
+        std::fill_n(histogram + last, bins - last, 0);
+        for (std::int64_t k = 0; k + 1 < bins; k++) histogram[k] -= histogram[k + 1];
+        return {count, mean, sum_squared_deviations(x, mean), double(least), double(most)};
     }
-    static double sum_squared_deviations(const T* x, std::int64_t count, double mean) {
+    // The number of borders up to a number.
+    INLINE static std::int64_t count_at_most(const T* borders, std::int64_t bins, T most) {
+        std::int64_t count = 0;
+        for_each_vector({borders, sizeof(T) == 8, 1, bins, bins}, [&](V<T> x) __attribute__((always_inline)) {
+            count += __builtin_popcount(lane_bits<T>(x <= most));
+        });
+        return count;
+    }
+    INLINE static double sum_squared_deviations(const NumberRuns& x, double mean) {
         V<double> sum[PARTS] = {};
-        for_each_vector(x, count, [&](V<T> values) __attribute__((always_inline)) {
+        for_each_vector(x, [&](V<T> values) __attribute__((always_inline)) {
             UNROLL_FOR(k, PARTS) {
                 const V<double> y = convert_part(values, k), deviation = y - mean;
                 sum[k] += y == y ? deviation * deviation : V<double>{};
@@ -64,25 +83,24 @@ struct Reduction {
         });
         return sum_parts(sum);
     }
-    // counts[k] += the number of values >= border k. Borders from the first NaN on are padding.
-    static void count_at_least(const T* x, std::int64_t count, const T* borders, std::int64_t bins,
-                               std::int64_t* counts) {
+    // counts[k] = the number of values >= border k.
+    INLINE static void count_at_least(const NumberRuns& x, const T* borders, std::int64_t bins, std::int64_t* counts) {
         constexpr int AT_ONCE = 8;
-        for (std::int64_t from = 0; from < bins && borders[from] == borders[from]; from += AT_ONCE) {
+        for (std::int64_t from = 0; from < bins; from += AT_ONCE) {
             V<T> border[AT_ONCE];
             I<T> lane_counts[AT_ONCE];
             UNROLL_FOR(k, AT_ONCE) {
-                border[k] = splat(from + k < bins ? borders[from + k] : std::numeric_limits<T>::quiet_NaN());
+                border[k] = splat(borders[from + k < bins ? from + k : bins - 1]);
                 lane_counts[k] = I<T>{};
             }
-            for_each_vector(x, count, [&](V<T> values) __attribute__((always_inline)) {
+            for_each_vector(x, [&](V<T> values) __attribute__((always_inline)) {
                 UNROLL_FOR(k, AT_ONCE) lane_counts[k] = values >= border[k] ? lane_counts[k] + 1 : lane_counts[k];
             });
             for (int k = 0; k < AT_ONCE && from + k < bins; k++) {
                 Int<T> lanes[L] __attribute__((aligned(64))), all = 0;
                 store_int<T>(lanes, lane_counts[k]);
                 for (int lane = 0; lane < L; lane++) all += lanes[lane];
-                counts[from + k] += all;
+                counts[from + k] = all;
             }
         }
     }
@@ -93,18 +111,9 @@ decltype(auto) with_values(const void* x, bool wide, const Body& body) {
     if (wide) return body(static_cast<const double*>(x));
     return body(static_cast<const float*>(x));
 }
-void summarize(const void* x, bool wide, std::int64_t count, ValueSummary& to) {
-    with_values(x, wide, [&]<class T>(const T* values) { Reduction<T>::summarize(values, count, to); });
-}
-double sum_squared_deviations(const void* x, bool wide, std::int64_t count, double mean) {
-    return with_values(
-        x, wide, [&]<class T>(const T* values) { return Reduction<T>::sum_squared_deviations(values, count, mean); });
-}
-void count_at_least(const void* x, bool wide, std::int64_t count, const void* borders, std::int64_t bins,
-                    std::int64_t* counts) {
-    with_values(x, wide, [&]<class T>(const T* values) {
-        Reduction<T>::count_at_least(values, count, static_cast<const T*>(borders), bins, counts);
-    });
+Summary summarize(const NumberRuns& x, const void* borders, std::int64_t bins, std::int64_t* histogram) {
+    return with_values(borders, x.wide,
+                       [&]<class T>(const T* each) { return Reduction<T>::summarize(x, each, bins, histogram); });
 }
 
 // What chance gives if the keys of rows are exchanged; src/headscope/_observe/exchange.py defines it.

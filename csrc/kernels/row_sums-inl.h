@@ -57,6 +57,7 @@ struct RowSumsObserver : KeyStatistics<T, QV> {
     Int<T>*whole_position, *visible_count, *own_key, *own_token, *has_duplicate, *has_induction;
     TopK<T, QV> top;
     std::int64_t min_position, max_position;
+    bool consecutive;  // the rows are at consecutive positions
     const T* value_norms;
     const std::int32_t* token_ids;
 
@@ -86,8 +87,8 @@ struct RowSumsObserver : KeyStatistics<T, QV> {
         const Forward& f = block.f;
         Base::start(block, first_key, end_of_keys);
         constexpr T minus_infinity = -std::numeric_limits<T>::infinity();
-        for (int n = 0; n < SUMS * ROWS; n++) sum[n] = 0;
-        for (int n = 0; n < SINGLE_KEYS * ROWS; n++) key_logits[n] = minus_infinity;
+        std::fill_n(sum, (SUM_WINDOW + s->window_count) * ROWS, T(0));
+        std::fill_n(key_logits, (KEY_FIRST + s->first_count) * ROWS, minus_infinity);
         top.start([&](int r) {
             return s->logit_threshold
                        ? static_cast<const T*>(s->logit_threshold)[block.flat_row(r < block.count ? r : 0)]
@@ -103,18 +104,31 @@ struct RowSumsObserver : KeyStatistics<T, QV> {
         token_ids = s->token_ids ? s->token_ids + block.b * f.keys : nullptr;
         for (int j = 0; j <= Base::MAX_KEYS; j++) key_distances[j] = block_norms[j] = 0;
         if (!s->position) return;
-        min_position = std::numeric_limits<std::int64_t>::max();
-        max_position = std::numeric_limits<std::int64_t>::min();
+        load_positions(block);
+        if (!token_ids) return;
         for (int r = 0; r < ROWS; r++) {
-            const std::int64_t at = block.query_index(r < block.count ? r : block.count - 1);
-            const std::int64_t row_position = s->position[block.b * s->position_stride + at];
-            whole_position[r] = Int<T>(row_position);
-            position[r] = T(row_position);
-            if (row_position < min_position) min_position = row_position;
-            if (row_position > max_position) max_position = row_position;
-            if (!token_ids) continue;
-            own_key[r] = Int<T>(s->own_key[block.b * s->own_key_stride + at]);
+            own_key[r] = Int<T>(s->own_key[block.b * s->own_key_stride + query_of_lane(block, r)]);
             own_token[r] = own_key[r] < 0 ? 0 : token_ids[own_key[r]];
+        }
+    }
+    // The index of the query of row r; lanes beyond the last row have its query.
+    template <class Block>
+    INLINE static std::int64_t query_of_lane(const Block& block, int r) {
+        return block.query_index(r < block.count ? r : block.count - 1);
+    }
+    template <class Block>
+    void load_positions(const Block& block) {
+        const std::int64_t* const all = s->position + block.b * s->position_stride;
+        const std::int64_t first = all[query_of_lane(block, 0)];
+        consecutive = block.group == 1;
+        for (int r = 0; r < ROWS; r++) whole_position[r] = Int<T>(all[query_of_lane(block, r)]);
+        min_position = max_position = first;
+        for (int r = 0; r < ROWS; r++) {
+            const std::int64_t at = whole_position[r];
+            position[r] = T(at);
+            min_position = std::min(min_position, at);
+            max_position = std::max(max_position, at);
+            consecutive &= r >= block.count || at == first + r;
         }
     }
 
@@ -135,9 +149,17 @@ struct RowSumsObserver : KeyStatistics<T, QV> {
             for (int n = 0; n < 3; n++) {
                 const std::int64_t step = n == KEY_SELF ? 0 : n == KEY_PREVIOUS ? -1 : 1;
                 if (max_position + step < j0 || min_position + step >= j0 + keys) continue;
+                T* const logits = key_logits + n * ROWS;
+                if (consecutive) {
+                    const std::int64_t row0 = min_position + step - j0,  // the key of row 0
+                        end = std::min<std::int64_t>(block.count, keys - row0);
+                    for (std::int64_t r = std::max<std::int64_t>(0, -row0); r < end; r++)
+                        logits[r] = p[(row0 + r) * ROWS + r];
+                    continue;
+                }
                 for (int r = 0; r < ROWS; r++) {
                     const std::int64_t j = whole_position[r] + step - j0;
-                    if (j >= 0 && j < keys) key_logits[n * ROWS + r] = p[j * ROWS + r];
+                    if (j >= 0 && j < keys) logits[r] = p[j * ROWS + r];
                 }
             }
         for (int n = 0; n < s->first_count; n++) {

@@ -155,41 +155,16 @@ struct EdgeRowObservation {
 
 // Computes entry n of [names, heads].
 void compute_moments_of(const Moments& m, const void* values, bool wide, std::int64_t n) {
-    const Target& target = *selected_target();
     const std::int64_t name = n / m.heads, head = n % m.heads, size = wide ? 8 : 4;
-    const auto each_batch = [&](const auto& body) {
-        for (std::int64_t b = 0; b < m.batch; b++)
-            body(static_cast<const char*>(values) + ((name * m.batch + b) * m.heads + head) * m.rows * size);
-    };
-    ValueSummary summary;
-    std::int64_t* const histogram = m.histogram + n * m.bins;
-    std::fill_n(histogram, m.bins, 0);
-    each_batch([&](const char* x) { target.summarize(x, wide, m.rows, summary); });
-    // the borders between the smallest and the largest value; NaN, at the end, is above both
-    const auto borders_up_to = [&](double most) {
-        std::int64_t low = 0, high = m.bins;
-        while (low < high) {
-            const std::int64_t middle = (low + high) / 2;
-            number(m.borders, name * m.bins + middle, wide) <= most ? low = middle + 1 : high = middle;
-        }
-        return low;
-    };
-    const std::int64_t first = borders_up_to(summary.min), last = std::max(first, borders_up_to(summary.max));
-    std::fill_n(histogram, first, summary.count);
-    const char* const borders = static_cast<const char*>(m.borders) + (name * m.bins + first) * size;
-    if (last > first)
-        each_batch(
-            [&](const char* x) { target.count_at_least(x, wide, m.rows, borders, last - first, histogram + first); });
-    for (std::int64_t k = 0; k + 1 < m.bins; k++) histogram[k] -= histogram[k + 1];
-    const double none = std::numeric_limits<double>::quiet_NaN(),
-                 mean = summary.count ? summary.sum / double(summary.count) : none;
-    double squares = 0;
-    each_batch([&](const char* x) { squares += target.sum_squared_deviations(x, wide, m.rows, mean); });
-    m.count[n] = summary.count;
-    m.mean[n] = mean;
-    m.M2[n] = summary.count ? squares : none;
-    m.min[n] = summary.count ? summary.min : none;
-    m.max[n] = summary.count ? summary.max : none;
+    const char* const first = static_cast<const char*>(values) + (name * m.batch * m.heads + head) * m.rows * size;
+    const char* const borders = static_cast<const char*>(m.borders) + name * m.bins * size;
+    const Summary x = selected_target()->summarize({first, wide, m.batch, m.heads * m.rows, m.rows}, borders, m.bins,
+                                                   m.histogram + n * m.bins);
+    m.count[n] = x.count;
+    m.mean[n] = x.mean;
+    m.M2[n] = x.M2;
+    m.min[n] = x.min;
+    m.max[n] = x.max;
 }
 
 // Sums what chance gives of one head: for each quantity the means and the variances of its rows.

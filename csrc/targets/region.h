@@ -68,6 +68,5 @@ using Half = _Float16;
     runs_here, pairing_tasks, paired_v_bytes, pair_values, forward_tasks, forward_scratch, run_forward, key_splits,    \
         partial_bytes, merge_splits, gradient_groups, gradient_scratch, gradient_sums_bytes, run_gradient, bias_tasks, \
         run_bias_gradient, observation_partitions, boundary_map_rows, observation_tasks, observation_scratch,          \
-        run_observation, reduce_partitions, compute_value_norms, summarize, sum_squared_deviations, count_at_least,    \
-        prepare_exchange, sum_exchange, supports_linear, transpose_input, linear_panels, panel_bytes, pack_panel,      \
-        multiply_panel
+        run_observation, reduce_partitions, compute_value_norms, summarize, prepare_exchange, sum_exchange,            \
+        supports_linear, transpose_input, linear_panels, panel_bytes, pack_panel, multiply_panel

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -239,6 +239,12 @@ class _Quiet:
 def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments by name; for a mismatch with the signature, the module raises its own error."""
     function = getattr(forward, "__func__", None)
+    names = None if function is None else _names_of_method(function)
+    if names is not None and len(args) <= len(names.positional):
+        arguments = {**dict(zip(names.positional, args, strict=False)), **kwargs}
+        twice = len(arguments) < len(args) + len(kwargs)
+        if not twice and names.required <= arguments.keys() and (names.any_keyword or arguments.keys() <= names.all):
+            return arguments
     signature = inspect.signature(forward) if function is None else _signature_of_method(function)
     try:
         arguments = dict(signature.bind(*args, **kwargs).arguments)
@@ -248,6 +254,36 @@ def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments |= arguments.pop(name, {})
     return arguments
+
+
+class _Names(NamedTuple):
+    """The names of a method's parameters, ``self`` excluded.
+
+    Attributes:
+        positional: those of the parameters that may be passed by place.
+        required, all: those without a default, and those of all.
+        any_keyword: whether it has ``**kwargs``.
+    """
+
+    positional: tuple[str, ...]
+    required: frozenset[str]
+    all: frozenset[str]
+    any_keyword: bool
+
+
+@functools.lru_cache(maxsize=256)
+def _names_of_method(function: Callable[..., Any]) -> _Names | None:
+    """Return the names, or None if some can be passed by place only: ``inspect`` has to bind these."""
+    parameters = _signature_of_method(function).parameters.values()
+    if any(each.kind in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL) for each in parameters):
+        return None
+    named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
+    return _Names(
+        tuple(each.name for each in named if each.kind is each.POSITIONAL_OR_KEYWORD),
+        frozenset(each.name for each in named if each.default is each.empty),
+        frozenset(each.name for each in named),
+        len(named) < len(parameters),
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -6,7 +6,7 @@ torch's transformer modules leave their fast path if a function mode is on, beca
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -33,15 +33,10 @@ class Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _sdpa(args, kwargs or {})
-        if func is F.multi_head_attention_forward:
-            return _multi_head(args, kwargs or {})
-        if func in _FAST_PATH:
-            return _fast_path(func, args, kwargs or {})
-        if func in softmax.NOTED:
-            return _noted(func, args, kwargs or {})
-        if not torch.compiler.is_compiling():
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        if not torch.compiler.is_compiling() and _may_attend(func):
             return _uncompiled(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -98,7 +93,15 @@ def _pop_through_ours() -> list[Any]:
     return above
 
 
-def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _may_attend(function: Any) -> bool:
+    """Return whether a function without a handler may be part of an attention: of most operations none is."""
+    stack = frames.thread.stack
+    if not stack or stack[-1].quiet:
+        return False
+    return bool(stack[-1].softmaxes) or function in _SPECIAL or isinstance(function, fused.OPERATORS)
+
+
+def _sdpa(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     frame = frames.innermost()
     if frame is None or frame.quiet:
         return F.scaled_dot_product_attention(*args, **kwargs)
@@ -181,7 +184,7 @@ def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     return args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
 
 
-def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _multi_head(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     frame = frames.innermost()
     if frame is None or frame.quiet:
         return F.multi_head_attention_forward(*args, **kwargs)
@@ -216,6 +219,15 @@ def _fast_path(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         out = operator(*changed, **kwargs)
     frame.see(lambda: torch_modules.native_call_with_output(name, args, changed, out))
     return out
+
+
+_HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    **dict.fromkeys(softmax.NOTED, _noted),
+    **dict.fromkeys(_FAST_PATH, _fast_path),
+    F.scaled_dot_product_attention: _sdpa,
+    F.multi_head_attention_forward: _multi_head,
+}
+_SPECIAL = fused.PRIVATE | softmax.UNTRACED_SOFTMAX
 
 
 def attention_interceptor(

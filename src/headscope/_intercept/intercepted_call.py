@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -141,8 +142,8 @@ class InterceptedCall:
         return keys if self.is_written else self.k
 
 
-def measure(call: InterceptedCall, what: Observe) -> LayerStats:
-    """Return the statistics of one call.
+def measure(call: InterceptedCall, what: Observe) -> Callable[[], LayerStats]:
+    """Measure one call, and return a function that returns its statistics.
 
     Raises:
         WatchError: the call has no values, or is a transform's and not the model's own.
@@ -157,14 +158,22 @@ def measure(call: InterceptedCall, what: Observe) -> LayerStats:
         positions = Positions(kind="cross", real=call.real if call.is_written else None)
     q, k, v, options = call.q, call.k, call.v, (call.scale, call.softcap, 0.0)
     stats = observe_call(q, k, v, call.mask, call.bias, call.sinks, *options, call.lse, what, positions)
-    part = next(iter(stats.parts.values()))
+    late = call.late or _forgotten(call) > 0
+    if call.has_logits and call.is_visibility_known and not call.beside and not late:
+        return partial(stats.parts.__getitem__, "0")
+    part = _corrected(stats.parts["0"], call, late)
+    return lambda: part
+
+
+def _corrected(part: LayerStats, call: InterceptedCall, late: bool) -> LayerStats:
+    """Return the statistics without what is unknown of a call; ``late``: its first keys."""
     if call.beside and call.kind != "cross":
         part = _of_tokens(part, call)
     if not call.has_logits:
         part = _without(part, {"lse", "max_logit"})
     if not call.is_visibility_known:
         part = _without_first(replace(_without(part, BY_VISIBILITY), eligible=None))
-    return _without_first(part) if call.late or _forgotten(call) else part
+    return _without_first(part) if late else part
 
 
 def check_values(call: InterceptedCall) -> None:

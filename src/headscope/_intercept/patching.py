@@ -159,15 +159,18 @@ def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries
     stack = frames.thread.stack
     begun = _enter(frame, entries)
     finished = False
-    mode, follower = nullcontext(), nullcontext()
+    mode = follower = None
     if frame.active and not function_mode.is_on():
         mode = function_mode.MODE if _len_torch_function_stack() == 0 else function_mode.beneath()
     if frame.active and frames.thread.follower is None and written.is_to_be_followed(frame):
         follower = written.followed(frame)
     stack.append(frame)
     try:
-        with mode, follower:
+        if mode is None and follower is None:  # as for most modules: empty contexts would take time
             out = original(frame.module, *frame.args, **frame.kwargs)
+        else:
+            with mode or nullcontext(), follower or nullcontext():
+                out = original(frame.module, *frame.args, **frame.kwargs)
         if frame.written:
             written.settle(frame, stack[-2] if len(stack) > 1 else None)
         finished = True

@@ -13,8 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -118,13 +117,13 @@ def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]
             result = (intercepted_call.attend(call, dropout).transpose(1, 2).contiguous(), None)
 
     def make_call() -> InterceptedCall:
-        call = described(attend, name, frame, arguments)
-        if dropout:  # there is nothing to compare
-            return call
-        if frame.accelerate:
-            call = replace(call, attended=result[0].transpose(1, 2), by_headscope=True)
-            return replace(call, own=lambda: _own(attend, name, frame, request))
-        return replace(call, out=result[0].transpose(1, 2), again=functools.partial(_called, attend, request, True))
+        outputs: dict[str, Any] = {}  # with dropout there is nothing to compare
+        if not dropout and frame.accelerate:
+            own = functools.partial(_own, attend, name, frame, request)
+            outputs = {"attended": result[0].transpose(1, 2), "by_headscope": True, "own": own}
+        elif not dropout:
+            outputs = {"out": result[0].transpose(1, 2), "again": functools.partial(_called, attend, request, True)}
+        return described(attend, name, frame, arguments, **outputs)
 
     frame.see(make_call)
     out = frame.scaled(result[0], -2, arguments["query"])  # [B, Q, H, Dv]
@@ -146,7 +145,7 @@ def _own(attend: Function, name: str, frame: Frame, request: Mapping[str, Any]) 
 
     def of(part: Mapping[str, Any]) -> InterceptedCall:
         out, again = _called(attend, part)[0].transpose(1, 2), functools.partial(_called, attend, part, True)
-        return replace(described(attend, name, frame, {**_bound(attend), **part}), out=out, again=again)
+        return described(attend, name, frame, {**_bound(attend), **part}, out=out, again=again)
 
     with suppress(Exception):
         call = of(_few(name, frame.module, request))
@@ -183,7 +182,9 @@ def _few(name: str, module: nn.Module, request: Mapping[str, Any]) -> Mapping[st
     return {**part, "query": q[..., rows, :], "key": k[..., columns, :], "value": v[..., columns, :]}
 
 
-def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str, Any]) -> InterceptedCall:
+def described(
+    attend: Function, name: str, frame: Frame, arguments: Mapping[str, Any], **outputs: Any
+) -> InterceptedCall:
     """Return an attention function's call as arguments of headscope.
 
     The function determines which options count: one that does not name ``softcap`` or ``position_bias``, or does not
@@ -192,6 +193,7 @@ def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str,
     Args:
         attend, name, frame: the attention function, its name in the configuration, and the module that calls it.
         arguments: of the call, by name, and those that partials bind.
+        outputs: attributes of the result that concern the output.
 
     Raises:
         WatchError: its masks cannot be read.
@@ -222,7 +224,7 @@ def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str,
     call = InterceptedCall(
         q=q, k=k, v=v, mask=visible, real=real, bias=bias, scale=arguments.get("scaling"), sinks=sinks, kind=kind,
         softcap=arguments.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
-        beside=beside, late=_late(frame, arguments, q.shape[-2], total),
+        beside=beside, late=_late(frame, arguments, q.shape[-2], total), **outputs,
     )  # fmt: skip
     return intercepted_call.rounded(call, bias=name == "sdpa")  # all others add it to the result of matmul
 
@@ -250,6 +252,8 @@ def _inner(attend: Any) -> Any:
         return attend.func
     if hasattr(attend, "__wrapped__"):
         return attend.__wrapped__
+    if isinstance(attend, FunctionType):  # the static look-up below is slow
+        return None
     if isinstance(attend, nn.Module):
         return attend.forward
     own = inspect.getattr_static(type(attend), "__call__", None)

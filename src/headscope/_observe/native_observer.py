@@ -262,7 +262,15 @@ def attending(call: Call) -> Attending:
 
 
 def observe_natively(ready: Ready, inputs: Inputs, into: Attending | None = None) -> Observed | None:
-    """Return all results; None if a row with visible keys is not finite, which the portable form handles.
+    """Return the results of ``observe_into_memory``."""
+    memory = observe_into_memory(ready, inputs, into)
+    return None if memory is None else ready.observed(memory)
+
+
+def observe_into_memory(ready: Ready, inputs: Inputs, into: Attending | None = None) -> Tensor | None:
+    """Return the memory of all results, for ``Ready.observed``.
+
+    Returns None if a row with visible keys is not finite, which the portable form handles.
 
     Args:
         ready: the observation.
@@ -273,11 +281,8 @@ def observe_natively(ready: Ready, inputs: Inputs, into: Attending | None = None
     out, lse = (0, 0) if into is None else (x.data_ptr() for x in into)
     memory = torch.empty(ready.size, dtype=torch.uint8, device="cpu")
     at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out, lse, memory.data_ptr())
-    return (
-        ready.observed(memory)
-        if native.extension.observe_into(ready.observation, *at, torch.get_num_threads())
-        else None
-    )
+    finite = native.extension.observe_into(ready.observation, *at, torch.get_num_threads())
+    return memory if finite else None
 
 
 def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:

@@ -32,7 +32,10 @@ def observe_request(request: Request) -> HeadStats:
         if measures_only_weights(request.what):
             return HeadStats({"0": observe_chosen(request, build_scene(request))})
         known, ready = _find_ready(request)
-        observed = None if ready is None else native_observer.observe_natively(ready, request.inputs)
+        memory = None if ready is None else native_observer.observe_into_memory(ready, request.inputs)
+        if ready is not None and memory is not None and known is ready and not request.what.weights:
+            return HeadStats(LazyLayer(ready, request.what, memory))
+        observed = None if ready is None or memory is None else ready.observed(memory)
         if observed is None:
             known = known if isinstance(known, Scene) else build_scene(request)
             observed = observe_blocks(to_reductions(request.what), known)

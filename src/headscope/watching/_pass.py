@@ -162,7 +162,7 @@ class Pass:
             self._note_observed(name)
             watch.recording._add(layer, order, part, kind, origin)
             if watch.monitor is not None:
-                both = equally_segmented([self.parts[layer], part]) if layer in self.parts else [part]
+                both = equally_segmented([self.parts[layer], part()]) if layer in self.parts else [part()]
                 self.parts[layer] = both[0].merge(*both[1:])
 
         return record

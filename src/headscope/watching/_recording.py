@@ -65,7 +65,7 @@ class Recording:
     def __init__(self, stats: HeadStats, about: About, alarms: tuple[Alarm, ...] = ()) -> None:
         self.about = about if stats.origin is None else replace(about, origin=stats.origin)
         self._parts: dict[str, LayerStats] = dict(stats.parts)
-        self._pending: dict[str, list[LayerStats]] = {}
+        self._pending: dict[str, list[Callable[[], LayerStats]]] = {}
         self._order: dict[str, tuple[int, int]] = {}
         self._alarms = alarms  # of a file, or of the original of a copy
         self._monitor: Monitor | None = None
@@ -239,9 +239,22 @@ class Recording:
     # ------------------------------------------------------------ writing
 
     def _add(
-        self, name: str, order: tuple[int, int], part: LayerStats, kind: Kind, origin: Callable[[], LayerOrigin]
+        self,
+        name: str,
+        order: tuple[int, int],
+        part: Callable[[], LayerStats],
+        kind: Kind,
+        origin: Callable[[], LayerOrigin],
     ) -> None:
-        """Add one call of a layer; ``origin``: that of its first call."""
+        """Add one call of a layer.
+
+        Args:
+            name: the layer.
+            order: its place among the layers, and the number of its call.
+            part: returns the statistics of the call.
+            kind: that of the layer.
+            origin: returns that of its first call.
+        """
         with self._lock:
             if name not in self._order:
                 self._order[name] = order
@@ -277,7 +290,7 @@ class Recording:
 
     def _fold(self, name: str) -> None:
         """Merge the waiting calls of a layer."""
-        parts = [*self._pending[name]]
+        parts = [part() for part in self._pending[name]]
         if name in self._parts:
             parts.insert(0, self._parts[name])
         try:

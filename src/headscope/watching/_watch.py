@@ -42,6 +42,7 @@ from headscope._support.user_line import user_stacklevel
 from headscope.stats import HeadStats, Observe
 from headscope.watching._about import about_of
 from headscope.watching._chosen_heads import RECORDING_GIB, ChosenHeads, check_chosen_heads
+from headscope.watching._followed_before import followed_before, note_followed
 from headscope.watching._monitor import Limits, Monitor, writer
 from headscope.watching._options import Options, check, texts_of
 from headscope.watching._pass import Again, Pass
@@ -187,7 +188,7 @@ class Watch:
         self._streams = Streams()
         self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # modules that ran and were all observed
         self._followed: set[str] = set()  # modules whose operations are followed
-        self._ran: set[str] = set()  # modules whose operations were followed once, to find these
+        self._ran = followed_before(self.modules)  # modules whose operations were followed once, to find these
         self._written: set[str] = set()  # modules in which these have found attention
         self._refused: set[str] = set()  # modules with an attention that could not be recorded
         self._errors: dict[str, tuple[Tensor, float]] = {}
@@ -326,6 +327,7 @@ class Watch:
         unfollowed = [name for name, operator in forward.unrecorded.items() if operator is None]
         unfollowed = [name for name in unfollowed if name in self._ran and name not in self._followed]
         self._followed |= forward.to_follow
+        note_followed(self.modules[name] for name in forward.ran.keys() - self._ran - self._followed)
         self._ran |= forward.ran.keys()
         if self.monitor is not None:
             order = self.recording._order
