@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import headscope
 from headscope import Observe, Recording, watch
-from headscope._intercept import intercepted_call
+from headscope._intercept import call_positions
 from headscope._intercept.masks import split, to_rule
 from headscope.masks import Dense
 from headscope.stats import HeadStats, merge
@@ -163,7 +163,7 @@ def test_a_buffer_with_room_for_more(
     padded: bool, steps: tuple[int, ...], chunk: int, additive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows stand where the mask says, not at the end of the room."""
-    monkeypatch.setattr(intercepted_call, "AT_ONCE", chunk)
+    monkeypatch.setattr(call_positions, "AT_ONCE", chunk)
     model, ids = Static(), torch.randint(0, 3, (3, 7))
     model.additive = additive
     hidden = torch.arange(ROOM) < torch.tensor([[0], [2], [5]]) if padded else None

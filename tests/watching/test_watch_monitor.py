@@ -252,7 +252,7 @@ def test_nothing_of_a_step_reads_a_number(monkeypatch: pytest.MonkeyPatch) -> No
     """Beside observing, which test_observe looks after: calls are taken, merged and kept without a look at them."""
     eye = torch.eye(9).expand(1, 2, 9, 9)
     part = next(iter(observe(eye, eye, eye).parts.values()))
-    measured: Callable[..., Any] = lambda *_: part  # noqa: E731
+    measured: Callable[..., Any] = lambda *_: lambda: part  # noqa: E731
     monkeypatch.setattr("headscope.watching._verify.measure", measured)
     monkeypatch.setattr("headscope.watching._recording.PENDING", 2)
     model = Steered()

@@ -1,5 +1,6 @@
 """Interception of the attention calls of a running model, and their description as headscope's own."""
 
+from headscope._intercept.call_positions import placed, standing
 from headscope._intercept.edits import Choose, Layout
 from headscope._intercept.frames import Frame, Unfollowed, running_frames
 from headscope._intercept.intercepted_call import (
@@ -12,8 +13,6 @@ from headscope._intercept.intercepted_call import (
     check_values,
     error_of,
     measure,
-    placed,
-    standing,
 )
 from headscope._intercept.module_names import (
     Choice,

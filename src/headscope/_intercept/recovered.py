@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from headscope._attend.blocks import slices
-from headscope._intercept.intercepted_call import AT_ONCE, InterceptedCall
+from headscope._intercept.call_positions import AT_ONCE
+from headscope._intercept.intercepted_call import InterceptedCall
 from headscope._intercept.written_masks import LEAST, mask_of
 from headscope.masks import as_mask
 

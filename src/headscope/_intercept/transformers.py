@@ -8,12 +8,10 @@ returns the function in a wrapper that reports its arguments. This module does n
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from headscope._intercept.frames import Frame
 from headscope._intercept.intercepted_call import InterceptedCall, Kind
 from headscope._intercept.module_names import is_cross, is_self
 from headscope._intercept.torch_modules import same
+from headscope._intercept.wrapped_functions import bound_options, code_of
 from headscope.masks import Band, Mask, as_mask
 
 NAME = "headscope"
@@ -107,7 +106,7 @@ def _get_interface(self: Any, attn_implementation: str, default: Function) -> Fu
 
 
 def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    request, arguments = arguments, {**_bound(attend), **arguments}
+    request, arguments = arguments, {**bound_options(attend), **arguments}
     dropout = arguments.get("dropout") or 0.0
     with frame.quietly():  # its own call of SDPA is this call
         if not frame.accelerate:
@@ -145,7 +144,7 @@ def _own(attend: Function, name: str, frame: Frame, request: Mapping[str, Any]) 
 
     def of(part: Mapping[str, Any]) -> InterceptedCall:
         out, again = _called(attend, part)[0].transpose(1, 2), functools.partial(_called, attend, part, True)
-        return described(attend, name, frame, {**_bound(attend), **part}, out=out, again=again)
+        return described(attend, name, frame, {**bound_options(attend), **part}, out=out, again=again)
 
     with suppress(Exception):
         call = of(_few(name, frame.module, request))
@@ -206,7 +205,7 @@ def described(
         )
     assert isinstance(q, Tensor)
     assert isinstance(k, Tensor)
-    code = _code(attend)
+    code = code_of(attend)
     named = () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     visible, bias = (None, None) if mask is None else frame.converted(mask)
     if mask is None:
@@ -227,37 +226,6 @@ def described(
         beside=beside, late=_late(frame, arguments, q.shape[-2], total), **outputs,
     )  # fmt: skip
     return intercepted_call.rounded(call, bias=name == "sdpa")  # all others add it to the result of matmul
-
-
-def _bound(attend: Any) -> dict[str, Any]:
-    """Return the options that partials bind, by name; the outermost counts."""
-    bound: dict[str, Any] = {}
-    while (inner := _inner(attend)) is not None:
-        if isinstance(attend, functools.partial):
-            bound = {**attend.keywords, **bound}
-        attend = inner
-    return bound
-
-
-def _code(attend: Any) -> CodeType | None:
-    """Return the code of a function, or of the target of a wrapper, a partial or an object; None = it has none."""
-    while (inner := _inner(attend)) is not None:
-        attend = inner
-    return getattr(attend, "__code__", None)
-
-
-def _inner(attend: Any) -> Any:
-    """Return the target of a partial, a wrapper or an object; None for a function, or an opaque object."""
-    if isinstance(attend, functools.partial):
-        return attend.func
-    if hasattr(attend, "__wrapped__"):
-        return attend.__wrapped__
-    if isinstance(attend, FunctionType):  # the static look-up below is slow
-        return None
-    if isinstance(attend, nn.Module):
-        return attend.forward
-    own = inspect.getattr_static(type(attend), "__call__", None)
-    return own if hasattr(own, "__code__") or hasattr(own, "__wrapped__") else None
 
 
 def _causal(name: str, module: nn.Module, arguments: Mapping[str, Any], queries: int) -> Mask | None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from headscope._intercept import InterceptedCall, WatchWarning, measure
 from headscope._support.user_line import user_stacklevel
 from headscope.stats import Observe
-from headscope.stats._layer import LayerStats
 from headscope.watching._exact_row import LEAST, ExactRow, entry, exact_row, projected_row
 
 ROUNDINGS = 4
@@ -111,7 +110,7 @@ class Verifier:
         self._problem: str | None = None  # the first row beyond its bound, until it was reported; "" afterwards
         self._lock = threading.Lock()
 
-    def measure(self, layer: str, call: InterceptedCall, what: Observe) -> Callable[[], LayerStats]:
+    def measure(self, layer: str, call: InterceptedCall, what: Observe) -> Callable[[], Any]:
         """Measure a call, and verify some rows of the statistics, and of the call's output.
 
         Returns a function that returns the statistics.
