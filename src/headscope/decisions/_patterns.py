@@ -139,10 +139,10 @@ def _marked(score: PatternScore) -> str:
 def patterns(stats: HeadStats | HasStats) -> Patterns:
     """Return the patterns that each head matches, with score and number of rows.
 
-    previous, next, self, first, duplicate, induction, local and uniform, in the sense of ``pattern_scores``: row is
-    query, and "previous" is weight on the key before it. From means only, the scores of the first four equal those of
-    the dense weights in most cases; the others are estimates, marked ``exact=False`` and by ~ in the table.
-    docs/guides/decide.md explains how each differs. "first" expects ``Observe(first=1)``.
+    previous, next, self, duplicate, induction, first, local and uniform, in the sense of ``pattern_scores``: row is
+    query, and "previous" is weight on the key before it. From means only, the scores of previous, next, self and first
+    equal those of the dense weights in most cases; the others are estimates, marked ``exact=False`` and by ~ in the
+    table. docs/guides/decide.md explains how each differs. "first" expects ``Observe(first=1)``.
 
     Args:
         stats: with the row quantities; "duplicate" and "induction" require ``Observe(tokens=...)``, "local" a window,

@@ -42,7 +42,7 @@ SPREAD = "spread: effective keys, the number of tokens that a head spreads over"
 STATISTICS = (
     "others: means over tokens · normalized entropy: entropy / ln n, 1 = spread evenly, 0 = one token · "
     "effective keys: the number of tokens that a head spreads over · distance: in positions · "
-    "previous, self, first, induction, duplicate: mean mass on those tokens, not a match score"
+    "previous, self, duplicate, induction, first: mean mass on those tokens, not a match score"
 )
 
 

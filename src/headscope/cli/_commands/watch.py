@@ -31,6 +31,22 @@ LARGE = 200_000_000  # bytes of a recording
 @click.option("--file", metavar="PATH", help="Input: a text file (UTF-8); long texts are read in windows.")
 @click.option("--ids", metavar="IDS", help="Input: token ids, as 5,7,9.")
 @click.option("--image", metavar="PATH", help="Input: a PNG or JPEG.  [default: the shipped samples]")
+@click.option("--chat", metavar="PATH", help="Input: messages (JSON), by the model's chat template; each is a segment.")
+@click.option(
+    "--segment",
+    "named",
+    multiple=True,
+    metavar="NAME=PLACE",
+    help="A segment of the text: START:STOP, TEXT, or TEXT... up to the next; repeatable.",
+)
+@click.option("--segments", metavar="PATH", help="Segments from a JSON file: names and places, as of --segment.")
+@click.option(
+    "--weights",
+    "heads",
+    multiple=True,
+    metavar="LAYER:HEADS",
+    help="Save the exact weights of these heads with --out, as h.3:0,5; repeatable.",
+)
 @click.option("--rows", type=SIZE, help="Observe an even sample of N queries in each window.  [default: all]")
 @click.option(
     "--layers", multiple=True, metavar="PATTERN", help="Watch only these modules, as h.3 or 'decoder.*'; repeatable."
@@ -46,6 +62,7 @@ LARGE = 200_000_000  # bytes of a recording
 @click.option("--verify", type=SIZE, help="Compute N rows of each layer again in float64.")
 @click.option("--out", metavar="PATH", help="Write the recording (.safetensors).")
 @click.option("--keep-qk", is_flag=True, help="Save q and k with it, for exact tiles in headscope report --serve.")
+@click.option("--exact", is_flag=True, help="Save maps in float64; by default they take 16 bits.")
 @click.option("--page", metavar="PATH", help=f"Where to write the page.  [default: {PAGE}]")
 @click.option("--no-page", is_flag=True, help="Do not write a page.")
 @click.option("--force", is_flag=True, help="Overwrite existing files, even if headscope did not write them.")
@@ -57,6 +74,9 @@ def watch(
     ids: str | None,
     image: str | None,
     context: int | None,
+    chat: str | None,
+    named: tuple[str, ...],
+    segments: str | None,
     **options: Any,
 ) -> int:
     """Watch every attention head of MODEL while it runs, and summarise what the heads do.
@@ -68,18 +88,20 @@ def watch(
     code is 1 if --against finds that a head moved, else 0.
     """
     from headscope.cli._shared.model_loading import SHIPPED, load
+    from headscope.cli._shared.segment_options import read_segment_options
     from headscope.cli._shared.watch_options import parse_options
     from headscope.cli._shared.windows import read_input
 
     with progress_line("loading torch"):
         import_module("torch")
     parsed = parse_options(**options)
-    inputs = {"the text": file, "the image": image}
+    inputs = {"the text": file, "the image": image, "the chat": chat, "the file of segments": segments}
     check_apart("--out", parsed.out, inputs, model)
     check_apart("--page", parsed.page, {**inputs, "the older recording": parsed.against}, model)
+    segment_options = read_segment_options(named, segments, chat)
     with progress_line(f"loading {model}"):
         loaded = load(model)
-    model_input = read_input(loaded, text, file, ids, image, context)
+    model_input = read_input(loaded, text, file, ids, image, context, segment_options)
     from headscope.cli._shared.watch_run import run_watch
 
     with one_thread() if model in SHIPPED else nullcontext():
@@ -105,7 +127,7 @@ def _save(recording: Recording, options: WatchOptions) -> str | None:
         written = _with_entropy_only(recording)
         _announce(written, options)
         with uninterrupted():
-            return str(written.save(options.out, qk=options.keep_qk, force=options.force))
+            return str(written.save(options.out, qk=options.keep_qk, force=options.force, exact=options.exact))
     except OSError as error:
         raise Mistake(f"--out: {options.out}: cannot be written: {error.strerror or error}") from error
     except ValueError as error:  # the mask is too large
@@ -116,9 +138,11 @@ def _announce(recording: Recording, options: WatchOptions) -> None:
     """Say how large the file will be, if it will be large."""
     from headscope.cli._shared.watch_options import size_of_file
 
-    size = size_of_file(recording.stats, options.keep_qk)
+    size = size_of_file(recording.stats, options)
     if size > LARGE:
-        remedy = "; without --keep-qk it is smaller" if options.keep_qk else ""
+        larger = {"--keep-qk": options.keep_qk, "--exact": options.exact, "--weights": options.heads}
+        names = " and ".join(name for name, is_used in larger.items() if is_used)
+        remedy = f"; without {names} it is smaller" if names else ""
         say(f"headscope watch: writing {visible(options.out or '')}: {size / 1e6:,.0f} MB{remedy}")
 
 
@@ -155,6 +179,7 @@ def _as_dict(result: WatchResult, notes: list[str], recording: str | None, page:
         "model": result.loaded.name,
         "notes": notes,
         **result.recording.to_dict(),
+        "segments": None if result.segments is None else result.segments.to_dict(),
         "patterns": result.patterns.to_dict(),
         "streaming": None if result.streaming is None else result.streaming.to_dict(),
         "kv_budget": result.budget.to_dict(),
