@@ -87,7 +87,7 @@ def test_how_much_is_read_of_a_document(folder: Path, run: Run) -> None:
     stats = HeadStats.load("seen.safetensors")
     heads = torch.cat([stats[n].segments.mean for n in range(2)])
     torch.testing.assert_close(torch.tensor(summary["mean"]).double(), heads.mean(0), rtol=1e-5, atol=1e-7)
-    assert summary["rows"] == [5, 16, 4]
+    assert summary["count"] == [5, 16, 4]
     best = summary["highest"][0]
     assert best["mean"] == pytest.approx(max(float(heads[:, a, b].max()) for a in range(3) for b in range(3) if a != b))
     assert re.search(r"^question +4( +[01]\.\d\d){3}$", ran.out, re.MULTILINE), ran.out
@@ -105,12 +105,12 @@ def test_segments_of_a_file_are_those_of_options(folder: Path, run: Run) -> None
     each = ["--segment", "a=0:4", "--segment", "b=4:7", "--segment", "b=two", "--segment", "c=19:28"]
     by_option = answer(run("watch", str(folder), "--text", TEXT[:28], *each, "--json"))
     assert by_file["layers"] == by_option["layers"]
-    assert by_file["segments"]["rows"] == [4, 6, 9]
+    assert by_file["segments"]["count"] == [4, 6, 9]
 
 
 def test_segments_of_ids_are_in_tokens(run: Run) -> None:
     found = answer(run("watch", "text", "--ids", "5,6,7,8,9", "--segment", "a=0:2", "--segment", "b=4:5", "--json"))
-    assert found["segments"]["rows"] == [2, 1]
+    assert found["segments"]["count"] == [2, 1]
     assert found["segments"]["mean"][0][1] == 0
 
 
@@ -119,7 +119,7 @@ def test_the_shipped_model_has_offsets(run: Run) -> None:
     found = answer(
         run("watch", "text", "--text", text, "--segment", "signature=def...", "--segment", "body=return...", "--json")
     )
-    assert sum(found["segments"]["rows"]) == found["layers"]["layers.0.attention"]["rows"][0]
+    assert sum(found["segments"]["count"]) == found["layers"]["layers.0.attention"]["rows"][0]
     assert found["segments"]["mean"][0] == [pytest.approx(1.0), 0.0]
 
 
@@ -136,11 +136,11 @@ def test_the_turns_of_a_chat(folder: Path, tmp_path: Path, run: Run) -> None:
     Path("chat.json").write_text(json.dumps({"messages": messages}), encoding="utf-8")
     found = answer(run("watch", str(at), "--chat", "chat.json", "--json"))
     assert found["layers"]["transformer.h.0.attn"]["segments"]["names"] == ["user 1", "tool", "user 2"]
-    assert found["segments"]["rows"] == [2, 3, 2]
+    assert found["segments"]["count"] == [2, 3, 2]
     length = len("user. hi, tool. a b, user. ok, ")
     assert found["about"]["options"]["input"]["tokens"] == length, "the template adds the token that starts a text"
     named = answer(run("watch", str(at), "--chat", "chat.json", "--segment", "tool=tool. a b", "--json"))
-    assert named["segments"]["rows"] == [9]
+    assert named["segments"]["count"] == [9]
     ran = run("watch", str(folder), "--chat", "chat.json")
     assert (ran.code, "has no chat template; use --file" in ran.err) == (2, True)
 

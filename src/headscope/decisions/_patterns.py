@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from headscope._analysis.answers import Basis, Decision, HasStats, decimal, stats_of
 from headscope._analysis.pattern_means import pattern_means, smallest_window
@@ -113,6 +114,13 @@ class Patterns(Decision):
         for each in self.scores:
             heads.setdefault((each.layer, each.head), []).append(each)
         return [sorted(each, key=_rank) for each in heads.values()]  # stable: specific ones first
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer ready for JSON; of each score also ``named``: whether tables name the head by it."""
+        entries = super().to_dict()
+        for entry, each in zip(entries["scores"], self.scores, strict=True):
+            entry["named"] = each.is_name
+        return entries
 
     def columns(self) -> tuple[str, ...]:
         """The headings of the table."""

@@ -42,14 +42,14 @@ class SegmentSummary:
 
     Attributes:
         names: of the segments.
-        rows: the number of queries of each.
+        count: the number of queries of each.
         mean: over the heads of all layers: query, key; NaN for a segment without queries.
         layers: layer -> the mean over its heads.
         highest: for each two different segments the head with the most, the largest first.
     """
 
     names: tuple[str, ...]
-    rows: list[int]
+    count: list[int]
     mean: list[list[float]]
     layers: dict[str, list[list[float]]]
     highest: list[HighestHead]
@@ -69,10 +69,10 @@ def summarize_segments(stats: HeadStats) -> SegmentSummary | None:
     first = next(iter(masses.values()))
     heads = [(layer, head) for layer, mass in masses.items() for head in range(mass.mean.shape[0])]
     every = torch.cat([mass.mean for mass in masses.values()])  # [all heads, S, S]
-    rows = torch.stack([mass.count.amax(0) for mass in masses.values()]).amax(0)
+    count = torch.stack([mass.count.amax(0) for mass in masses.values()]).amax(0)
     layers = {layer: mass.mean.nanmean(0).tolist() for layer, mass in masses.items()}
     return SegmentSummary(
-        first.names, rows.tolist(), every.nanmean(0).tolist(), layers, _find_highest(every, heads, first.names)
+        first.names, count.tolist(), every.nanmean(0).tolist(), layers, _find_highest(every, heads, first.names)
     )
 
 
@@ -137,8 +137,8 @@ def make_sections(summary: SegmentSummary, layers: tuple[str, ...]) -> list[Sect
 
 def _mean_cells(summary: SegmentSummary) -> list[tuple[str, ...]]:
     return [
-        (name, f"{rows:,}", *map(decimal, line))
-        for name, rows, line in zip(summary.names, summary.rows, summary.mean, strict=True)
+        (name, f"{count:,}", *map(decimal, line))
+        for name, count, line in zip(summary.names, summary.count, summary.mean, strict=True)
     ]
 
 

@@ -125,7 +125,7 @@ def _named(name: str) -> dict[str, str]:
     """Return a statistic with its heading: its public name in words, or the name of a region."""
     label = word(name)
     heading = label.heading if name in REGIONS else name.replace("_", " ")
-    return {"name": name, "heading": texts.INDUCTION if name == "induction" else heading, "meaning": label.meaning}
+    return {"name": name, "heading": heading, "meaning": label.meaning}
 
 
 def _tokens(tokens: Sequence[str] | None) -> dict[str, Any] | None:
