@@ -14,11 +14,14 @@ from headscope._support.text import visible
 from headscope.cli._shared.console import SIZE, console, print_json, say, uninterrupted
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.observation import one_thread
-from headscope.cli._shared.pages import PAGE, check_apart, write_page
+from headscope.cli._shared.pages import check_apart, write_page
+from headscope.cli._shared.watch_arguments import file_options, input_options
 
 if TYPE_CHECKING:
+    from headscope.cli._shared.model_loading import Loaded
     from headscope.cli._shared.watch_options import WatchOptions
     from headscope.cli._shared.watch_run import WatchResult
+    from headscope.cli._shared.windows import Input
     from headscope.watching import Recording
 
 MOVED = 1  # exit code
@@ -27,26 +30,7 @@ LARGE = 200_000_000  # bytes of a recording
 
 @click.command(short_help="Measure every head of a model while it runs.")
 @click.argument("model")
-@click.option("--text", metavar="TEXT", help='Input: this text ("-" = stdin).')
-@click.option("--file", metavar="PATH", help="Input: a text file (UTF-8); long texts are read in windows.")
-@click.option("--ids", metavar="IDS", help="Input: token ids, as 5,7,9.")
-@click.option("--image", metavar="PATH", help="Input: a PNG or JPEG.  [default: the shipped samples]")
-@click.option("--chat", metavar="PATH", help="Input: messages (JSON), by the model's chat template; each is a segment.")
-@click.option(
-    "--segment",
-    "named",
-    multiple=True,
-    metavar="NAME=PLACE",
-    help="A segment of the text: START:STOP, TEXT, or TEXT... up to the next; repeatable.",
-)
-@click.option("--segments", metavar="PATH", help="Segments from a JSON file: names and places, as of --segment.")
-@click.option(
-    "--weights",
-    "heads",
-    multiple=True,
-    metavar="LAYER:HEADS",
-    help="Save the exact weights of these heads with --out, as h.3:0,5; repeatable.",
-)
+@input_options
 @click.option("--rows", type=SIZE, help="Observe an even sample of N queries in each window.  [default: all]")
 @click.option(
     "--layers", multiple=True, metavar="PATTERN", help="Watch only these modules, as h.3 or 'decoder.*'; repeatable."
@@ -60,13 +44,7 @@ LARGE = 200_000_000  # bytes of a recording
     "--threshold", "limits", multiple=True, metavar="NAME=X", help="Smallest change that counts, as share=0.02."
 )
 @click.option("--verify", type=SIZE, help="Compute N rows of each layer again in float64.")
-@click.option("--out", metavar="PATH", help="Write the recording (.safetensors).")
-@click.option("--keep-qk", is_flag=True, help="Save q and k with it, for exact tiles in headscope report --serve.")
-@click.option("--exact", is_flag=True, help="Save maps in float64; by default they take 16 bits.")
-@click.option("--page", metavar="PATH", help=f"Where to write the page.  [default: {PAGE}]")
-@click.option("--no-page", is_flag=True, help="Do not write a page.")
-@click.option("--force", is_flag=True, help="Overwrite existing files, even if headscope did not write them.")
-@click.option("--json", "as_json", is_flag=True, help="Print only JSON; write a page only with --page.")
+@file_options
 def watch(
     model: str,
     text: str | None,
@@ -87,7 +65,6 @@ def watch(
     Statistics are exact. A text longer than the context is read in windows, and their statistics are merged. The exit
     code is 1 if --against finds that a head moved, else 0.
     """
-    from headscope.cli._shared.model_loading import SHIPPED, load
     from headscope.cli._shared.segment_options import read_segment_options
     from headscope.cli._shared.watch_options import parse_options
     from headscope.cli._shared.windows import read_input
@@ -99,13 +76,9 @@ def watch(
     check_apart("--out", parsed.out, inputs, model)
     check_apart("--page", parsed.page, {**inputs, "the older recording": parsed.against}, model)
     segment_options = read_segment_options(named, segments, chat)
-    with progress_line(f"loading {model}"):
-        loaded = load(model)
+    loaded = _load(model)
     model_input = read_input(loaded, text, file, ids, image, context, segment_options)
-    from headscope.cli._shared.watch_run import run_watch
-
-    with one_thread() if model in SHIPPED else nullcontext():
-        result = run_watch(loaded, model_input, parsed)
+    result = _run(model, loaded, model_input, parsed)
     notes = [*result.notes, *(_broken_rows(result) if parsed.as_json else ())]  # without --json, `show` prints them
     for note in notes:
         say(f"headscope watch: {note}")
@@ -118,6 +91,21 @@ def watch(
 
         show(console(), result, recording, page)
     return MOVED if result.comparison is not None and result.comparison.differs else 0
+
+
+def _load(model: str) -> Loaded:
+    from headscope.cli._shared.model_loading import load
+
+    with progress_line(f"loading {model}"):
+        return load(model)
+
+
+def _run(model: str, loaded: Loaded, model_input: Input, options: WatchOptions) -> WatchResult:
+    from headscope.cli._shared.model_loading import SHIPPED
+    from headscope.cli._shared.watch_run import run_watch
+
+    with one_thread() if model in SHIPPED else nullcontext():
+        return run_watch(loaded, model_input, options)
 
 
 def _save(recording: Recording, options: WatchOptions) -> str | None:
