@@ -59,6 +59,7 @@ def places(text: str) -> list[int]:
 def test_segments_are_exact_also_in_windows(context: int, folder: Path, run: Run) -> None:
     ran = run("watch", str(folder), "--text", TEXT, *DOCUMENTS, "--context", str(context), "--json")
     found = answer(ran)["layers"]["transformer.h.1.attn"]["segments"]
+    assert "segments in different windows do not attend to each other" in ran.err
     loaded = load(str(folder))
     assert loaded.encode is not None
     parts = windows(loaded.encode(TEXT), context, loaded.ends)

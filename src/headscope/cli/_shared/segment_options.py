@@ -220,11 +220,11 @@ def _offsets(options: SegmentOptions, loaded: Loaded, text: str) -> list[Span]:
 def _from_offsets(options: SegmentOptions, text: str, offsets: Sequence[Span]) -> Segments:
     from headscope.stats import Segments
 
-    found = {name: [_find(options, name, place, text) for place in places] for name, places in options.places.items()}
-    starts = sorted(start for spans in found.values() for start, _ in spans)
+    located = {name: [_find(options, name, place, text) for place in places] for name, places in options.places.items()}
+    starts = sorted(start for spans in located.values() for start, _ in spans)
     spans = {
         name: [(start, _next(starts, start, len(text)) if stop is None else stop) for start, stop in each]
-        for name, each in found.items()
+        for name, each in located.items()
     }
     for name, each in spans.items():
         if beyond := next(((start, stop) for start, stop in each if stop > len(text)), None):
@@ -250,14 +250,14 @@ def _find(options: SegmentOptions, name: str, place: Place, text: str) -> tuple[
     if not isinstance(place, str):
         return place
     is_open = place.endswith(MARK) and len(place) > len(MARK)
-    wanted = place.removesuffix(MARK) if is_open else place
-    count = text.count(wanted)
+    phrase = place.removesuffix(MARK) if is_open else place
+    count = text.count(phrase)
     if count != 1:
         problem = "is not in the input" if not count else f"is {count:,} times in the input"
         remedy = "copy it from the input" if not count else "use a longer text, or START:STOP in characters"
-        raise Mistake(f"{options.option}: {_short(name)}: the text {_short(wanted)} {problem}; {remedy}")
-    start = text.index(wanted)
-    return start, None if is_open else start + len(wanted)
+        raise Mistake(f"{options.option}: {_short(name)}: the text {_short(phrase)} {problem}; {remedy}")
+    start = text.index(phrase)
+    return start, None if is_open else start + len(phrase)
 
 
 def _next(starts: Sequence[int], start: int, end: int) -> int:

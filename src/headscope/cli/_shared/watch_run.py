@@ -126,6 +126,8 @@ def _notes(loaded: Loaded, model_input: Input, options: WatchOptions) -> Iterato
             f"the text is read in {count} windows of {size} tokens{special} each from position 0; their statistics are "
             "merged"
         )
+        if model_input.segments:
+            yield "segments in different windows do not attend to each other; a longer --context has fewer windows"
     if loaded.takes == "image":
         yield "distance, previous and next follow the sequence of patches, not their grid"
     if loaded.paired:
