@@ -216,8 +216,6 @@ struct ValueSummary {
     double sum = 0, min = HUGE_VAL, max = -HUGE_VAL;
 };
 
-// The functions of one instruction set. A call is divided into tasks, which threads may run in any order. Each thread
-// passes its own scratch memory, aligned to 64 bytes, of the size that the `*_scratch` function returns.
 // The weights of rows, as sums of nulls need them: Σp, 1 / n and Σ(p - Σp / n)², with room for a whole vector at the
 // end.
 constexpr std::int64_t EXCHANGE_ROWS = 256;
@@ -225,6 +223,8 @@ struct ExchangeRows {
     double *mass, *even, *uneven;  // aligned to 64 bytes
 };
 
+// The functions of one instruction set. A call is divided into tasks, which threads may run in any order. Each thread
+// passes its own scratch memory, aligned to 64 bytes, of the size that the `*_scratch` function returns.
 struct Target {
     const char* name;
     bool (*runs_here)();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import math
 import pickle
 from collections import OrderedDict
@@ -243,7 +244,13 @@ def test_a_mask_that_does_not_say_where_rows_stand(name: str) -> None:
     with watch(model, kinds={"Raw": "self"}) as seen:
         model(q, k, attn_mask=masks[name])
     wanted = headscope.observe(q, k, k, mask=masks[name])
-    assert seen.stats.named("0").to_dict() == wanted.to_dict()
+    # the sums of nulls round otherwise for spans of keys than for the same mask as a tensor
+    assert rounded(seen.stats.named("0").to_dict()) == rounded(wanted.to_dict())
+
+
+def rounded(values: object) -> object:
+    """Return the values with 12 significant digits."""
+    return json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.12g}"))
 
 
 def test_positions_on_a_grid() -> None:
