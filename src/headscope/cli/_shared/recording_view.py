@@ -52,7 +52,7 @@ def show(out: Console, result: WatchResult, recording: str | None, page: str | N
     if broken := broken_layers(result.recording.stats.parts):
         out.print(Text(visible(broken)))
     if result.segments is not None:
-        show_segments(out, result.segments, result.recording.layers)
+        show_segments(out, result.segments, short_layers(result.recording.layers)[0])
     heading(out, "Summary", "of this input; more on the page and in docs/guides/decide.md")
     bullets = Table.grid(padding=(0, 1, 0, 0))
     for line in _conclusions(result):
@@ -306,7 +306,7 @@ def _sections(result: WatchResult) -> list[Section]:
     if result.comparison is not None:
         sections.insert(0, _section("What moved", f"Since {result.against}.", result.comparison))
     if result.segments is not None:
-        sections += make_sections(result.segments, result.recording.layers)
+        sections += make_sections(result.segments, *short_layers(result.recording.layers))
     sections.append(_section("Patterns", "The best and the second-best pattern of each head.", result.patterns))
     if result.streaming is not None:
         caption = "The window that, with the first token, suffices for each head; the smallest windows first."

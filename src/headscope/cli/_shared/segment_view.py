@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from headscope._analysis.answers import decimal, short_layers
 from headscope._support.jsonable import plain
 from headscope._support.text import visible
 from headscope.cli._shared.headings import heading
@@ -86,8 +87,8 @@ def _find_highest(every: Tensor, heads: list[tuple[str, int]], names: tuple[str,
     return sorted(highest, key=lambda each: -each.mean)
 
 
-def show_segments(out: Console, summary: SegmentSummary, layers: tuple[str, ...]) -> None:
-    """Print the means over heads, and the heads with the most."""
+def show_segments(out: Console, summary: SegmentSummary, short: Mapping[str, str]) -> None:
+    """Print the means over heads, and the heads with the most; ``short``: layer -> the name to show."""
     from rich.table import Table
     from rich.text import Text
 
@@ -104,28 +105,27 @@ def show_segments(out: Console, summary: SegmentSummary, layers: tuple[str, ...]
         out.print(table(("from", "queries", *summary.names), _mean_cells(summary), 1))
     shown = summary.highest[:PAIRS]
     if shown:
-        cells = _highest_cells(shown, layers)
+        cells = _highest_cells(shown, short)
         out.print(Text(f"The heads that read most of another segment. {LENGTHS}.", style="dim"))
         out.print(table(("from", "to", "layer", "head", "mass"), cells, 3))
 
 
-def make_sections(summary: SegmentSummary, layers: tuple[str, ...]) -> list[Section]:
-    """Return the tables of the page."""
+def make_sections(summary: SegmentSummary, short: Mapping[str, str], note: str) -> list[Section]:
+    """Return the tables of the page; ``short``: layer -> the name to show, ``note``: what they have in common."""
     from headscope.report.tables import Section
 
-    short, note = short_layers(layers)
     names, words = tuple(map(visible, summary.names)), ("from", "to", "layer")
     mean = Section(
         "Segments", f"{READ}, over all heads.", ["from", "queries", *names], _mean_cells(summary), f"{LENGTHS}.", words
     )
     highest = Section(
         "Segments: heads", "For each two segments, the head that gives the most.",
-        ["from", "to", "layer", "head", "mass"], _highest_cells(summary.highest, layers), note, words,
+        ["from", "to", "layer", "head", "mass"], _highest_cells(summary.highest, short), note, words,
     )  # fmt: skip
     if len(names) > MOST_LAYERED:
         return [mean, highest]
     cells = [
-        (short[layer], name, *map(decimal, line))
+        (short[layer], name, *map(_decimal, line))
         for layer, lines in summary.layers.items()
         for name, line in zip(names, lines, strict=True)
     ]
@@ -137,11 +137,14 @@ def make_sections(summary: SegmentSummary, layers: tuple[str, ...]) -> list[Sect
 
 def _mean_cells(summary: SegmentSummary) -> list[tuple[str, ...]]:
     return [
-        (name, f"{count:,}", *map(decimal, line))
+        (name, f"{count:,}", *map(_decimal, line))
         for name, count, line in zip(summary.names, summary.count, summary.mean, strict=True)
     ]
 
 
-def _highest_cells(heads: list[HighestHead], layers: tuple[str, ...]) -> list[tuple[str, ...]]:
-    short, _ = short_layers(layers)
-    return [(each.query, each.key, short[each.layer], str(each.head), decimal(each.mean)) for each in heads]
+def _highest_cells(heads: list[HighestHead], short: Mapping[str, str]) -> list[tuple[str, ...]]:
+    return [(each.query, each.key, short[each.layer], str(each.head), _decimal(each.mean)) for each in heads]
+
+
+def _decimal(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
