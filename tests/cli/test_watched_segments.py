@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 import transformers
 
 from headscope import HeadStats, Recording
+from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_loading import load
+from headscope.cli._shared.segment_options import locate_segments, read_segment_options
 from headscope.cli._shared.windows import windows
 from support.commands import Run, answer
 from support.html_pages import Page
@@ -284,6 +287,22 @@ def test_a_mistake_is_one_line_and_exit_code_2(mistake: str, folder: Path, run: 
     assert (ran.code, ran.out) == (2, "")
     assert re.fullmatch(rf"headscope watch: .*{message}.*\n", ran.err), ran.err
     assert not Path("a").exists()
+
+
+def test_a_tokenizer_without_offsets_is_one_line() -> None:
+    def slow(text: str, return_offsets_mapping: bool = False, **_: Any) -> dict[str, Any]:
+        raise NotImplementedError("return_offset_mapping is not available when using Python tokenizers")
+
+    def other(text: str, **_: Any) -> dict[str, Any]:
+        return {"offset_mapping": [(0, len(text))]}
+
+    options = read_segment_options(["a=0:3"], None, None)
+    for tokenizer, message in (
+        (slow, "has no offsets of characters; use --ids, with places in tokens"),
+        (other, "has offsets for 1 tokens, expected 3; use --ids, with places in tokens"),
+    ):
+        with pytest.raises(Mistake, match=rf"^--segment: the tokenizer of the shipped language model {message}$"):
+            locate_segments(options, replace(load("text"), tokenizer=tokenizer), "abc", [1, 2, 3])
 
 
 def test_segments_are_of_one_text(tmp_path: Path, run: Run) -> None:

@@ -63,7 +63,7 @@ def read_segment_options(entries: Sequence[str], path: str | None, chat: str | N
         name, sign, where = entry.partition("=")
         if not sign or not name.strip() or not where:
             raise Mistake(
-                f"--segment: got {_short(entry)}, expected NAME=START:STOP in characters, NAME=TEXT, or NAME=TEXT... "
+                f"--segment: got {_quote(entry)}, expected NAME=START:STOP in characters, NAME=TEXT, or NAME=TEXT... "
                 "from a text up to the next segment"
             )
         places.setdefault(name.strip(), []).append(_parse_place(where))
@@ -94,7 +94,7 @@ def _read_file(path: str) -> dict[str, list[Place]]:
     for name, value in cast("dict[str, Any]", content).items():
         each = value if isinstance(value, list) and not _is_span(value) else [value]
         if not each or not all(_is_span(one) or (isinstance(one, str) and one) for one in each):
-            raise Mistake(f"--segments: {visible(path)}: {_short(name)}: {expected}")
+            raise Mistake(f"--segments: {visible(path)}: {_quote(name)}: {expected}")
         places[name] = [one if isinstance(one, str) else (one[0], one[1]) for one in each]
     return places
 
@@ -127,13 +127,13 @@ def locate_segments(options: SegmentOptions, loaded: Loaded, text: str, ids: Seq
     Raises:
         Mistake: a text is not there or not unique, spans overlap or are empty, or the tokenizer has no offsets.
     """
-    offsets = _offsets(options, loaded, text)
+    offsets = _find_offsets(options, loaded, text)
     if len(offsets) != len(ids):
         raise Mistake(
             f"{options.option}: the tokenizer of {loaded.name} has offsets for {len(offsets):,} tokens, expected "
             f"{len(ids):,}; use --ids, with places in tokens"
         )
-    return _from_offsets(options, text, offsets)
+    return _locate(options, text, offsets)
 
 
 def locate_tokens(options: SegmentOptions, count: int) -> Segments:
@@ -147,7 +147,7 @@ def locate_tokens(options: SegmentOptions, count: int) -> Segments:
     for name, places in options.places.items():
         if text := next((place for place in places if isinstance(place, str)), None):
             raise Mistake(
-                f"{options.option}: {_short(name)}: with --ids, expected START:STOP in tokens, got {_short(text)}"
+                f"{options.option}: {_quote(name)}: with --ids, expected START:STOP in tokens, got {_quote(text)}"
             )
     try:
         return Segments.from_spans(cast("Mapping[str, Sequence[Span]]", options.places), count)
@@ -198,7 +198,7 @@ def _read_messages(path: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _offsets(options: SegmentOptions, loaded: Loaded, text: str) -> list[Span]:
+def _find_offsets(options: SegmentOptions, loaded: Loaded, text: str) -> list[Span]:
     """Return the characters of each token of a text.
 
     Raises:
@@ -217,20 +217,22 @@ def _offsets(options: SegmentOptions, loaded: Loaded, text: str) -> list[Span]:
         ) from error
 
 
-def _from_offsets(options: SegmentOptions, text: str, offsets: Sequence[Span]) -> Segments:
+def _locate(options: SegmentOptions, text: str, offsets: Sequence[Span]) -> Segments:
     from headscope.stats import Segments
 
-    located = {name: [_find(options, name, place, text) for place in places] for name, places in options.places.items()}
+    located = {
+        name: [_find_place(options, name, place, text) for place in places] for name, places in options.places.items()
+    }
     starts = sorted(start for spans in located.values() for start, _ in spans)
     spans = {
-        name: [(start, _next(starts, start, len(text)) if stop is None else stop) for start, stop in each]
+        name: [(start, _find_next(starts, start, len(text)) if stop is None else stop) for start, stop in each]
         for name, each in located.items()
     }
     for name, each in spans.items():
         if beyond := next(((start, stop) for start, stop in each if stop > len(text)), None):
             place = f"{beyond[0]}:{beyond[1]}"
             raise Mistake(
-                f"{options.option}: {_short(name)}: got {place}, expected at most {len(text):,}, the characters of the "
+                f"{options.option}: {_quote(name)}: got {place}, expected at most {len(text):,}, the characters of the "
                 "input"
             )
     last = max((stop for _, stop in offsets), default=0)  # characters after it are in no token
@@ -241,7 +243,7 @@ def _from_offsets(options: SegmentOptions, text: str, offsets: Sequence[Span]) -
         raise _as_mistake(options, error) from error
 
 
-def _find(options: SegmentOptions, name: str, place: Place, text: str) -> tuple[int, int | None]:
+def _find_place(options: SegmentOptions, name: str, place: Place, text: str) -> tuple[int, int | None]:
     """Return the characters of a place; without the end, where the next segment ends it.
 
     Raises:
@@ -255,12 +257,12 @@ def _find(options: SegmentOptions, name: str, place: Place, text: str) -> tuple[
     if count != 1:
         problem = "is not in the input" if not count else f"is {count:,} times in the input"
         remedy = "copy it from the input" if not count else "use a longer text, or START:STOP in characters"
-        raise Mistake(f"{options.option}: {_short(name)}: the text {_short(phrase)} {problem}; {remedy}")
+        raise Mistake(f"{options.option}: {_quote(name)}: the text {_quote(phrase)} {problem}; {remedy}")
     start = text.index(phrase)
     return start, None if is_open else start + len(phrase)
 
 
-def _next(starts: Sequence[int], start: int, end: int) -> int:
+def _find_next(starts: Sequence[int], start: int, end: int) -> int:
     return next((each for each in starts if each > start), end)
 
 
@@ -268,6 +270,6 @@ def _as_mistake(options: SegmentOptions, error: Exception) -> Mistake:
     return Mistake(f"{options.option}: {str(error).removeprefix('spans: ').removeprefix('names: ')}")
 
 
-def _short(text: str) -> str:
+def _quote(text: str) -> str:
     shown = visible(text)
     return f"'{shown}'" if len(shown) <= SHOWN else f"'{shown[: SHOWN - 1]}…'"

@@ -102,10 +102,10 @@ def show_segments(out: Console, summary: SegmentSummary, short: Mapping[str, str
 
     heading(out, "Segments", "mean mass from each (line) to each (column), over all heads")
     if len(summary.names) <= MOST_COLUMNS:
-        out.print(table(("from", "queries", *summary.names), _mean_cells(summary), 1))
+        out.print(table(("from", "queries", *summary.names), _list_means(summary), 1))
     shown = summary.highest[:PAIRS]
     if shown:
-        cells = _highest_cells(shown, short)
+        cells = _list_highest(shown, short)
         out.print(Text(f"The heads that read most of another segment. {LENGTHS}.", style="dim"))
         out.print(table(("from", "to", "layer", "head", "mass"), cells, 3))
 
@@ -116,11 +116,11 @@ def make_sections(summary: SegmentSummary, short: Mapping[str, str], note: str) 
 
     names, words = tuple(map(visible, summary.names)), ("from", "to", "layer")
     mean = Section(
-        "Segments", f"{READ}, over all heads.", ["from", "queries", *names], _mean_cells(summary), f"{LENGTHS}.", words
+        "Segments", f"{READ}, over all heads.", ["from", "queries", *names], _list_means(summary), f"{LENGTHS}.", words
     )
     highest = Section(
         "Segments: heads", "For each two segments, the head that gives the most.",
-        ["from", "to", "layer", "head", "mass"], _highest_cells(summary.highest, short), note, words,
+        ["from", "to", "layer", "head", "mass"], _list_highest(summary.highest, short), note, words,
     )  # fmt: skip
     if len(names) > MOST_LAYERED:
         return [mean, highest]
@@ -135,14 +135,14 @@ def make_sections(summary: SegmentSummary, short: Mapping[str, str], note: str) 
     return [mean, highest, by_layer]
 
 
-def _mean_cells(summary: SegmentSummary) -> list[tuple[str, ...]]:
+def _list_means(summary: SegmentSummary) -> list[tuple[str, ...]]:
     return [
         (name, f"{count:,}", *map(_decimal, line))
         for name, count, line in zip(summary.names, summary.count, summary.mean, strict=True)
     ]
 
 
-def _highest_cells(heads: list[HighestHead], short: Mapping[str, str]) -> list[tuple[str, ...]]:
+def _list_highest(heads: list[HighestHead], short: Mapping[str, str]) -> list[tuple[str, ...]]:
     return [(each.query, each.key, short[each.layer], str(each.head), _decimal(each.mean)) for each in heads]
 
 

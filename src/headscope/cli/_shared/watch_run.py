@@ -164,7 +164,7 @@ def _record(loaded: Loaded, model_input: Input, options: WatchOptions) -> Record
     try:
         with warnings_as_notes("watch"):
             heads = find_chosen_heads(loaded, model_input.parts[0], options)
-            for part, segments in progress_over(_windows_with_segments(model_input), "watching"):
+            for part, segments in progress_over(_pair_with_segments(model_input), "watching"):
                 last = _record_window(loaded, model_input, part, segments, heads, options)
                 stats = last.stats if stats is None else stats.merge(last.stats)
                 for layer, errors in last.about.verified.items():
@@ -203,7 +203,7 @@ def _check_size(message: str) -> None:
         raise Mistake(f"--weights: {problem}; use --rows, fewer heads, or a smaller --context")
 
 
-def _windows_with_segments(model_input: Input) -> list[tuple[Any, Segments | None]]:
+def _pair_with_segments(model_input: Input) -> list[tuple[Any, Segments | None]]:
     segments = model_input.segments or (None,) * len(model_input.parts)
     return [*zip(model_input.parts, segments, strict=True)]
 

@@ -123,7 +123,7 @@ def _tokens(
     if context is not None and context > limit:
         raise Mistake(f"--context: got {context}, expected at most {limit}, the context of the model")
     parts = windows(read.ids, context or loaded.context, read.ends)
-    pieces = () if read.segments is None else _segments_of_windows(read.segments, parts, read.ends)
+    pieces = () if read.segments is None else _split_segments(read.segments, parts, read.ends)
     return Input(read.source, parts, len(read.ids), _digest(*parts), pieces)
 
 
@@ -146,7 +146,7 @@ def _read_tokens(loaded: Loaded, text: str | None, file: str | None, segments: S
     return _Text(ids, loaded.ends, describe_source(read, text), located)
 
 
-def _segments_of_windows(
+def _split_segments(
     segments: Segments, parts: tuple[Tensor, ...], ends: tuple[list[int], list[int]]
 ) -> tuple[Segments, ...]:
     """Return the segments of each window; the tokens of the ends belong to none."""

@@ -112,7 +112,7 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
         "patterns": [[list(head) for head in layer.patterns] for layer in shown.layers],
         "patternWords": PATTERNS,
         "tokens": _tokens(shown.texts),
-        "runTokens": _run_tokens(shown.run_texts),
+        "runTokens": _list_run_tokens(shown.run_texts),
         "image": None if shown.picture is None else _picture(shown.picture),
         "trace": None if not shown.trace else {"title": _line(shown.trace_title, 160), "stages": _stages(shown.trace)},
         "tables": [_table(section) for section in shown.tables],
@@ -137,7 +137,7 @@ def _tokens(tokens: Sequence[str] | None) -> dict[str, Any] | None:
     return {"labels": [known[text][0] for text in tokens], "longer": longer}
 
 
-def _run_tokens(runs: Sequence[Sequence[str]]) -> dict[str, Any] | None:
+def _list_run_tokens(runs: Sequence[Sequence[str]]) -> dict[str, Any] | None:
     """Return each different text once, and its number for each token of each run; None if a page is too short."""
     if not runs or sum(map(len, runs)) > MOST_TOKENS:
         return None
