@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from PIL import Image
 
-from headscope import HeadStats, Recording
+from headscope import HeadStats, Recording, load_example
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_loading import load
 from headscope.cli._shared.segment_options import locate_segments, read_segment_options
@@ -147,6 +148,50 @@ def test_the_turns_of_a_chat(folder: Path, tmp_path: Path, run: Run) -> None:
     assert named["segments"]["count"] == [9]
     ran = run("watch", str(folder), "--chat", "chat.json")
     assert (ran.code, "has no chat template; use --file" in ran.err) == (2, True)
+
+
+# ---------------------------------------------------------------- regions of an image
+
+
+def test_regions_of_the_shipped_images(run: Run) -> None:
+    """2 x 4 regions of 8 x 8 pixels, of twenty samples."""
+    found = answer(run("watch", "digits", "--segments", "2x4", "--json"))["layers"]["layers.1.attention"]["segments"]
+    example = load_example("digits")
+    with torch.inference_mode():
+        _, weights = example.model(torch.stack([sample.image for sample in example.samples]), need_weights=True)
+    ids = [4 * (n // 8 // 4) + n % 8 // 2 for n in range(64)]
+    total = sum(masses(image, ids, 8)[0] for image in weights[1])
+    assert found["names"][:5] == [f"image [{at}]" for at in ("0, 0", "0, 1", "0, 2", "0, 3", "1, 0")]
+    assert found["count"] == [[160] * 8] * 8
+    torch.testing.assert_close(torch.tensor(found["sum"]).double(), total, rtol=1e-4, atol=1e-5)
+
+
+def test_the_keys_before_the_patches_are_special(tmp_path: Path, run: Run) -> None:
+    sizes: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 1}
+    vit = transformers.ViTConfig(image_size=12, patch_size=4, intermediate_size=24, **sizes)
+    at = save(transformers.ViTForImageClassification(vit), tmp_path / "vit", tokenizer=False)
+    Image.new("RGB", (31, 17), (200, 10, 60)).save("p.png")
+    found = answer(run("watch", str(at), "--image", "p.png", "--segments", "3x1", "--json"))["segments"]
+    assert found["names"] == ["image [0, 0]", "image [1, 0]", "image [2, 0]", "special"]
+    assert found["count"] == [3, 3, 3, 1]
+    assert [sum(line) for line in found["mean"]] == [pytest.approx(1.0, abs=1e-5)] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("digits", "--segments", "9x1"), "--segments: got 9x1, expected at most 8 x 8"),
+        (
+            ("text", "--text", "a", "--segments", "2x2"),
+            "--segments: got 2x2, regions of an image, and this model reads",
+        ),
+        (("digits", "--segments", "no.json"), "--segments: no.json: cannot be read"),
+    ],
+)
+def test_regions_that_do_not_fit_are_one_line(arguments: tuple[str, ...], message: str, run: Run) -> None:
+    ran = run("watch", *arguments)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert ran.err.startswith(f"headscope watch: {message}")
 
 
 # ---------------------------------------------------------------- weights of chosen heads

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headscope._support.text import visible
 from headscope.cli._shared.console import few
+from headscope.cli._shared.first_pass import observe_first
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.watch_options import WatchOptions
 
 if TYPE_CHECKING:
     from headscope.cli._shared.model_loading import Loaded
 
-SHORT = 2  # tokens of the pass that lists the layers
 NAMED = 6  # layers in a message
 TOO_LARGE = "; observe fewer rows"  # what the remedy in the library's message starts with
 
@@ -30,7 +29,7 @@ def find_chosen_heads(loaded: Loaded, part: Any, options: WatchOptions) -> dict[
 
     if not options.heads:
         return {}
-    layers = _list_layers(loaded, part, options)
+    layers = {name: part.heads for name, part in observe_first(loaded, part, options).parts.items()}
     names = [*layers]
     modules: dict[str, Any] = dict.fromkeys(names)
     chosen: dict[str, set[int]] = {}
@@ -51,21 +50,3 @@ def find_chosen_heads(loaded: Loaded, part: Any, options: WatchOptions) -> dict[
                 )
             chosen.setdefault(name, set()).update(heads)
     return {name: tuple(sorted(chosen[name])) for name in names if name in chosen}
-
-
-def _list_layers(loaded: Loaded, part: Any, options: WatchOptions) -> Mapping[str, int]:
-    """Return layer -> its number of heads."""
-    import torch
-
-    import headscope
-    from headscope.cli._shared.model_loading import quiet_transformers
-
-    short = part[:, :SHORT] if loaded.takes == "text" else part[:1]
-    what = headscope.Observe(received=False)
-    with (
-        quiet_transformers(),
-        torch.inference_mode(),
-        headscope.watch(loaded.model, what=what, layers=options.layers or None, unseen="ignore") as recording,
-    ):
-        loaded.run(short)
-    return {name: part.heads for name, part in recording.stats.parts.items()}

@@ -259,7 +259,7 @@ def page(result: WatchResult) -> str:
 
 def _image(result: WatchResult) -> dict[str, Any]:
     """Return the image and its patches, if the input is one image and the keys are its patches."""
-    from headscope.cli._shared.watch_run import patches_of
+    from headscope.cli._shared.image_regions import patches_of
     from headscope.report._viewer.from_recording import few_before
 
     parts = result.model_input.parts

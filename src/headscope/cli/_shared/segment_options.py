@@ -32,11 +32,13 @@ class SegmentOptions:
         places: name -> the places of the segment.
         option: the option to name in messages.
         chat: the path of the messages of a chat, or None.
+        regions: rows and columns of the regions of an image, or None.
     """
 
     places: Mapping[str, tuple[Place, ...]]
     option: str
     chat: str | None
+    regions: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,19 @@ def read_segment_options(entries: Sequence[str], path: str | None, chat: str | N
                 "from a text up to the next segment"
             )
         places.setdefault(name.strip(), []).append(_parse_place(where))
-    for name, where in ({} if path is None else _read_file(path)).items():
+    regions = None if path is None else _parse_regions(path)
+    for name, where in ({} if path is None or regions is not None else _read_file(path)).items():
         places.setdefault(name, []).extend(where)
     option = "--segments" if path is not None and not entries else "--segment"
-    return SegmentOptions({name: tuple(each) for name, each in places.items()}, option, chat)
+    return SegmentOptions({name: tuple(each) for name, each in places.items()}, option, chat, regions)
+
+
+def _parse_regions(value: str) -> tuple[int, int] | None:
+    """Return the rows and columns in ROWSxCOLUMNS; None for the path of a file."""
+    if not re.fullmatch(r"[1-9][0-9]{0,3}x[1-9][0-9]{0,3}", value):
+        return None
+    rows, _, columns = value.partition("x")
+    return int(rows), int(columns)
 
 
 def _parse_place(where: str) -> Place:

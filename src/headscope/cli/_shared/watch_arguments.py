@@ -26,7 +26,9 @@ _INPUT = (
         metavar="NAME=PLACE",
         help="A segment of the text: START:STOP, TEXT, or TEXT... up to the next; repeatable.",
     ),
-    click.option("--segments", metavar="PATH", help="Segments from a JSON file: names and places, as of --segment."),
+    click.option(
+        "--segments", metavar="PATH|RxC", help="Segments from a JSON file; of an image, R x C regions of its patches."
+    ),
 )
 _FILES = (
     click.option("--out", metavar="PATH", help="Write the recording (.safetensors)."),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from headscope._support.progress import progress_over
 from headscope._support.text import visible
 from headscope.cli._shared.chosen_heads import TOO_LARGE, find_chosen_heads
 from headscope.cli._shared.console import one_line, warnings_as_notes
+from headscope.cli._shared.image_regions import find_regions, patches_of
 from headscope.cli._shared.mistakes import Mistake, name_options
 from headscope.cli._shared.model_loading import quiet_transformers
 from headscope.cli._shared.segment_view import SegmentSummary, summarize_segments
@@ -164,7 +165,8 @@ def _record(loaded: Loaded, model_input: Input, options: WatchOptions) -> Record
     try:
         with warnings_as_notes("watch"):
             heads = find_chosen_heads(loaded, model_input.parts[0], options)
-            for part, segments in progress_over(_pair_with_segments(model_input), "watching"):
+            segments_of_parts = _find_segments(loaded, model_input, options)
+            for part, segments in progress_over(segments_of_parts, "watching"):
                 last = _record_window(loaded, model_input, part, segments, heads, options)
                 stats = last.stats if stats is None else stats.merge(last.stats)
                 for layer, errors in last.about.verified.items():
@@ -203,8 +205,15 @@ def _check_size(message: str) -> None:
         raise Mistake(f"--weights: {problem}; use --rows, fewer heads, or a smaller --context")
 
 
-def _pair_with_segments(model_input: Input) -> list[tuple[Any, Segments | None]]:
-    segments = model_input.segments or (None,) * len(model_input.parts)
+def _find_segments(loaded: Loaded, model_input: Input, options: WatchOptions) -> list[tuple[Any, Segments | None]]:
+    """Return each part of the input with its segments.
+
+    Raises:
+        Mistake: an image does not have the regions of --segments.
+    """
+    segments: Sequence[Segments | None] = model_input.segments or (None,) * len(model_input.parts)
+    if model_input.regions is not None:
+        segments = [find_regions(loaded, part, options, model_input.regions) for part in model_input.parts]
     return [*zip(model_input.parts, segments, strict=True)]
 
 
@@ -271,26 +280,5 @@ def _map_bins(bins: int | str | None, loaded: Loaded, part: Any, tokens: int) ->
 
 def _count_patches(loaded: Loaded, images: Any) -> int | None:
     """Return the keys of an image: one for each patch, CLS and register; None if their number is not known."""
-    if loaded.samples is not None:  # the shipped model, whose patches are single pixels
-        return images.shape[-2] * images.shape[-1]
     patches = patches_of(loaded, images)
     return None if patches is None else patches.rows * patches.columns + patches.special
-
-
-class Patches(NamedTuple):
-    """The patches of a picture, and the most keys before them: CLS and registers."""
-
-    rows: int
-    columns: int
-    special: int
-
-
-def patches_of(loaded: Loaded, images: Any) -> Patches | None:
-    """Return the patches of pictures [..., height, width]; None if the configuration does not have their size."""
-    config = getattr(loaded.model, "config", None)
-    size = getattr(config, "patch_size", None)
-    sides = (size, size) if isinstance(size, int) else size
-    if not isinstance(sides, (tuple, list)) or len(sides) != 2 or not all(isinstance(n, int) for n in sides):
-        return None
-    rows, columns = images.shape[-2] // sides[0], images.shape[-1] // sides[1]
-    return Patches(rows, columns, 2 + (getattr(config, "num_register_tokens", 0) or 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ class Input:
         tokens: number of tokens in all, without those of the ends; for images, their number.
         digest: equal for equal inputs.
         segments: those of each part; none without --segment, --segments and --chat.
+        regions: rows and columns of the regions of an image; None for none.
     """
 
     source: str
@@ -39,6 +40,7 @@ class Input:
     tokens: int
     digest: str
     segments: tuple[Segments, ...] = ()
+    regions: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,10 @@ def read_input(
             raise Mistake("--context: applies to text, and this model reads images")
         if segments.places:
             raise Mistake(f"{segments.option}: applies to text, and this model reads images")
-        return _images(loaded, options, image)
+        return replace(_images(loaded, options, image), regions=segments.regions)
+    if segments.regions is not None:
+        got = "{}x{}".format(*segments.regions)
+        raise Mistake(f"--segments: got {got}, regions of an image, and this model reads text; expected a JSON file")
     if image is not None:
         raise Mistake("--image: this model reads text, expected --text, --file or --ids")
     if not options:
