@@ -143,6 +143,10 @@ def about(**changes: Any) -> Damage:
     return lambda _, entries: entries["headscope.recording"]["about"].update(changes)
 
 
+def run_texts(entry: Any) -> Damage:
+    return lambda _, entries: entries["headscope.recording"].update(run_texts=entry)
+
+
 def alarm(**changes: Any) -> Damage:
     whole = {"step": 0, "layer": "a", "head": 0, "what": "rising sink", "value": 0.5, "limit": 0.3, "reference": 0.1}
     return lambda _, entries: entries["headscope.recording"].update(alarms=[{**whole, **changes}])
@@ -246,6 +250,9 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "no alarm of a head": (alarm(head=-1), "head: got -1, expected 0 to "),
     "no name of an alarm": (alarm(what=None), "what: got NoneType, expected str"),
     "NaN alarm": (alarm(value=math.nan), "alarms: got .*, expected numbers"),
+    "no such text of a run": (run_texts({"texts": ["a"], "ids": [[0, 1]]}), "run_texts: expected numbers of 1 texts"),
+    "no texts of runs": (run_texts({"texts": [3], "ids": []}), "texts: "),
+    "runs without tokens": (run_texts({"texts": ["a"], "ids": [0]}), "ids: "),
     "NaN option": (about(options={"windows": [math.nan]}), "options: got nan, expected finite numbers"),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,21 @@ def test_one_is_no_plural(look: Any) -> None:
     assert "1 query × 1 key;" in said
     assert "over up to 1 query per head" in said
     assert "Strongest key of query 0" in said
+
+
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 6)])
+def test_the_strongest_weights_of_several_windows_have_words(lengths: tuple[int, int], look: Any) -> None:
+    first, second = (recorded(n, None, Observe(map=3, edges=4)) for n in lengths)
+    texts = tuple(tuple(f"{letter}{n}" for n in range(length)) for letter, length in zip("ab", lengths, strict=True))
+    stats = first.stats.merge(second.stats)
+    page = look(Recording(stats, replace(first.about, forwards=2, ran=2, run_texts=texts)), "view=head&layer=1&head=2")
+    page.get_by_text("Strongest connections: 4, exact").click()
+    lines = page.locator(".largest button bdi").all_inner_texts()
+    edges = stats[1].edges.of(2)
+    assert lines == [
+        f"query {edge.i} “{texts[edge.run][edge.i]}” → key {edge.j} “{texts[edge.run][edge.j]}” (run {edge.run})"
+        for edge in edges
+    ]
 
 
 def test_only_figures_that_are_there_can_be_chosen(look: Any, short: Recording) -> None:

@@ -91,6 +91,7 @@ export interface Data {
   patterns: [string, number, number, boolean][][][];
   patternWords: Record<string, string>;
   tokens: { labels: string[]; longer: Record<string, string> } | null;
+  runTokens: { labels: string[]; ids: number[][] } | null; // of each run, where runs read different texts
   image: ImageFacts | null;
   trace: { title: string; stages: { name: string; steps: Step[] }[] } | null;
   tables: TableFacts[];
@@ -319,6 +320,13 @@ export function token(position: number, long = false): string | null {
   const tokens = data.tokens;
   if (!tokens || position >= tokens.labels.length || position < 0) return null;
   return (long ? tokens.longer[position] : undefined) ?? tokens.labels[position];
+}
+
+/** The token at a position of a run; null where the texts of the runs are not known. */
+export function tokenOf(layer: Layer, run: number, at: number): string | null {
+  const tokens = data.runTokens;
+  if (!tokens || layer.kind !== "self" || layer.runs !== tokens.ids.length) return null;
+  return tokens.labels[tokens.ids[run]?.[at]] ?? null;
 }
 
 /** "r2 c5", or in full; the keys before the patches are CLS and registers. */

@@ -75,7 +75,7 @@ export const controls = {
   smallest: "smallest first",
   pattern: "Best pattern",
   anyPattern: "any",
-  score: "pattern match",
+  score: "score",
   filter: "Filter",
   anyStatistic: "any statistic",
   atLeast: "at least or at most",
@@ -333,7 +333,7 @@ export const table = {
   hint: "Each value is a mean over the queries that have the statistic. Entropies are in nats. Click a heading to sort.",
   head: "head",
   pattern: "pattern",
-  score: "match",
+  score: "score",
   scoreMeaning: "How closely the map matches its best pattern: 1 = exactly, 0 = no closer than chance.",
 };
 

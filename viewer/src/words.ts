@@ -1,6 +1,6 @@
 // Names of places: which head, query, key or cell. The texts themselves are in texts.ts.
 
-import { binOf, data, hasTokens, type Head, type Layer, queryAt, range, token } from "./data";
+import { binOf, data, hasTokens, type Head, type Layer, queryAt, range, token, tokenOf } from "./data";
 import { figure, legend, names, rough, whole } from "./texts";
 
 /** A value of a map, marked if it is stored in 8 bits. */
@@ -62,6 +62,10 @@ export function argmax(layer: Layer, head: Head, row: number, column: number): s
 export function pair(layer: Layer, query: number, key: number, run: number, entry: number): string {
   const one = layer.runs === 1;
   const tokens = one && single(layer);
+  const texts = [query, key].map((at) => tokenOf(layer, run, at));
+  if (texts[0] !== null && texts[1] !== null) {
+    return names.pair(names.quoted(query, texts[0]), names.quoted(key, texts[1]), run, null);
+  }
   const name = (axis: "query" | "key", at: number) => (tokens ? position(layer, axis, at) : whole(at));
   return names.pair(name("query", query), name("key", key), one ? null : run, single(layer) ? null : entry);
 }

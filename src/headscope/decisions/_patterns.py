@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from headscope._analysis.answers import Basis, Decision, HasStats, decimal, stats_of
 from headscope._analysis.pattern_means import pattern_means, smallest_window
@@ -114,6 +115,13 @@ class Patterns(Decision):
             heads.setdefault((each.layer, each.head), []).append(each)
         return [sorted(each, key=_rank) for each in heads.values()]  # stable: specific ones first
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer ready for JSON; of each score also ``named``: whether tables name the head by it."""
+        entries = super().to_dict()
+        for entry, each in zip(entries["scores"], self.scores, strict=True):
+            entry["named"] = each.is_name
+        return entries
+
     def columns(self) -> tuple[str, ...]:
         """The headings of the table."""
         return ("layer", "head", "pattern", "score", "rows", "next best", "its score")
@@ -139,10 +147,10 @@ def _marked(score: PatternScore) -> str:
 def patterns(stats: HeadStats | HasStats) -> Patterns:
     """Return the patterns that each head matches, with score and number of rows.
 
-    previous, next, self, first, duplicate, induction, local and uniform, in the sense of ``pattern_scores``: row is
-    query, and "previous" is weight on the key before it. From means only, the scores of the first four equal those of
-    the dense weights in most cases; the others are estimates, marked ``exact=False`` and by ~ in the table.
-    docs/guides/decide.md explains how each differs. "first" expects ``Observe(first=1)``.
+    previous, next, self, duplicate, induction, first, local and uniform, in the sense of ``pattern_scores``: row is
+    query, and "previous" is weight on the key before it. From means only, the scores of previous, next, self and first
+    equal those of the dense weights in most cases; the others are estimates, marked ``exact=False`` and by ~ in the
+    table. docs/guides/decide.md explains how each differs. "first" expects ``Observe(first=1)``.
 
     Args:
         stats: with the row quantities; "duplicate" and "induction" require ``Observe(tokens=...)``, "local" a window,

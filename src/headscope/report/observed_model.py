@@ -145,6 +145,11 @@ class Description(Protocol):
         """Layer -> the part of its heads that was recorded."""
         ...
 
+    @property
+    def run_texts(self) -> tuple[tuple[str, ...], ...]:
+        """The text of each token of each forward pass, where they read different texts."""
+        ...
+
 
 class ObservedModel(Protocol):
     """The statistics of a model's heads, and what they are of.

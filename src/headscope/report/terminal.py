@@ -22,7 +22,7 @@ __all__ = ["image_picture", "map_picture", "statistics_table", "tokens_line"]
 
 WORTH = (
     *("normalized_entropy", "max_weight", "effective_keys", "distance"),
-    *("previous", "self", "first", "induction", "duplicate"),
+    *("previous", "self", "duplicate", "induction", "first"),
 )
 """The statistics of the table; a narrow console shows the first ones."""
 

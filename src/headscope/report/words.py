@@ -45,8 +45,8 @@ STAGES = {
 """The stages of a trace."""
 
 _COLUMNS = (
-    "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "distance", "self", "previous", "next",
-    "first", "duplicate", "induction", "lse", "max_logit", "chance", "value_norm",
+    "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "distance", "previous", "next", "self",
+    "duplicate", "induction", "first", "lse", "max_logit", "chance", "value_norm",
 )  # fmt: skip
 """The order of columns; other quantities follow."""
 
@@ -70,9 +70,9 @@ PATTERNS = {
     "previous": "all weight on the token before",
     "next": "all weight on the token after",
     "self": "all weight on the token itself",
-    "first": "all weight on the first token",
     "duplicate": "all weight on other copies of the same token",
     "induction": "all weight on the token after another copy of this one",
+    "first": "all weight on the first token",
     "local": "weight spread evenly over the tokens within 3 positions",
     "uniform": "weight spread evenly over all tokens",
 }

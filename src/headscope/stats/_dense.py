@@ -27,7 +27,7 @@ __all__ = [
     "row_statistics",
 ]
 
-PATTERNS = ("previous", "next", "self", "first", "duplicate", "induction", "local", "uniform")
+PATTERNS = ("previous", "next", "self", "duplicate", "induction", "first", "local", "uniform")
 """The patterns that a head can match; ties go to the earlier one."""
 
 LOCAL_REACH = 3.0

@@ -32,6 +32,7 @@ class About:
         origin: class and configuration of the model, widths and part of the heads of each layer; None = not stated.
         verified: layer -> the errors of some rows against float64, if the model was watched with ``verify``.
         other_layers: layer -> what it is, for layers that mix tokens without a softmax over keys.
+        run_texts: the text of each token of each forward pass, where ``headscope watch`` reads a text in windows.
 
     Examples:
         >>> import torch
@@ -53,6 +54,7 @@ class About:
     origin: Origin | None = None
     verified: Mapping[str, Verified] = field(default_factory=dict[str, Verified])
     other_layers: Mapping[str, str] = field(default_factory=dict[str, str])
+    run_texts: tuple[tuple[str, ...], ...] = ()
 
     @property
     def part(self) -> Mapping[str, Part]:

@@ -47,7 +47,9 @@ def save(
     """See ``Recording.save``."""
     entries = description(about)
     del entries["origin"]  # a separate entry, which HeadStats.load reads, too
+    del entries["run_texts"]  # in a shorter form below
     added = {name: entries.pop(name) for name in _ADDED}  # earlier versions ignore entries outside of "about"
+    added |= {"run_texts": _number_texts(about.run_texts)} if about.run_texts else {}
     raised = [asdict(alarm) | {name: float(getattr(alarm, name)) for name in _NUMBERS} for alarm in alarms]
     header = {RECORDING: json.dumps({"version": VERSION, "about": entries, "alarms": raised, **added})}
     return _statistics_file.save(stats.parts, stats.origin, path, force, header, qk=qk, exact=exact)
@@ -78,7 +80,30 @@ def load(path: Path) -> tuple[HeadStats, About, tuple[Alarm, ...]]:
         if about["texts"] is not None:
             about["texts"] = tuple(read_list(about, "texts", str))
         others = _read_texts(header, "other_layers")
-        return stats, About(**about, verified=_read_verified(header), other_layers=others), _read_alarms(header)
+        runs = _read_run_texts(header)
+        described = About(**about, verified=_read_verified(header), other_layers=others, run_texts=runs)
+        return stats, described, _read_alarms(header)
+
+
+def _number_texts(runs: tuple[tuple[str, ...], ...]) -> dict[str, Any]:
+    """Return each different text once, and its number for each token of each forward pass."""
+    numbers: dict[str, int] = {}
+    ids = [[numbers.setdefault(text, len(numbers)) for text in run] for run in runs]
+    return {"texts": [*numbers], "ids": ids}
+
+
+def _read_run_texts(header: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return the texts of each forward pass; older files, and those of one text, have none. Raise as ``read_value``."""
+    entry = read_value({"run_texts": {}} | header, "run_texts", dict)
+    if not entry:
+        return ()
+    texts = read_list(entry, "texts", str)
+    runs: list[tuple[str, ...]] = []
+    for ids in read_list(entry, "ids", list):
+        if not all(type(n) is int and 0 <= n < len(texts) for n in ids):
+            raise ValueError(f"run_texts: expected numbers of {len(texts)} texts")
+        runs.append(tuple(texts[n] for n in ids))
+    return tuple(runs)
 
 
 def _read_texts(header: dict[str, Any], name: str) -> dict[str, str]:

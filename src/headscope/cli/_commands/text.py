@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 GUESSES = 5
 SCORES = "score: 1 = exact match, 0 = no closer than chance; a name needs 0.3 and 3 standard deviations from chance"
-SPREAD = "spread: effective keys, the number of tokens that a head spreads over"
+KEYS = "keys: effective keys, the number of tokens that a head spreads over"
 STATISTICS = (
     "others: means over tokens · normalized entropy: entropy / ln n, 1 = spread evenly, 0 = one token · "
     "effective keys: the number of tokens that a head spreads over · distance: in positions · "
-    "previous, self, first, induction, duplicate: mean mass on those tokens, not a match score"
+    "previous, self, duplicate, induction, first: mean mass on those tokens, not a match score"
 )
 
 
@@ -236,7 +236,7 @@ def _print(reading: Reading, explain: bool) -> None:
     out.print(terminal.statistics_table(sheet) if explain else HeadGrid(sheet, choice))
     patterns = {match.pattern for matches in sheet.patterns for match in matches if match is not None and match.is_name}
     out.print(meanings((name for name in PATTERNS if name in patterns), PATTERNS))
-    out.print(Text(f"{SCORES} · {STATISTICS if explain else SPREAD}", "dim"))
+    out.print(Text(f"{SCORES} · {STATISTICS if explain else KEYS}", "dim"))
     heading(out, f"Layer {choice.layer}, head {choice.head}", choice.why)
     out.print(terminal.map_picture(sheet, choice.layer, choice.head))
     out.print(_example(sheet, choice))

@@ -14,11 +14,14 @@ from headscope._support.text import visible
 from headscope.cli._shared.console import SIZE, console, print_json, say, uninterrupted
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.observation import one_thread
-from headscope.cli._shared.pages import PAGE, check_apart, write_page
+from headscope.cli._shared.pages import check_apart, write_page
+from headscope.cli._shared.watch_arguments import file_options, input_options
 
 if TYPE_CHECKING:
+    from headscope.cli._shared.model_loading import Loaded
     from headscope.cli._shared.watch_options import WatchOptions
     from headscope.cli._shared.watch_run import WatchResult
+    from headscope.cli._shared.windows import Input
     from headscope.watching import Recording
 
 MOVED = 1  # exit code
@@ -27,10 +30,7 @@ LARGE = 200_000_000  # bytes of a recording
 
 @click.command(short_help="Measure every head of a model while it runs.")
 @click.argument("model")
-@click.option("--text", metavar="TEXT", help='Input: this text ("-" = stdin).')
-@click.option("--file", metavar="PATH", help="Input: a text file (UTF-8); long texts are read in windows.")
-@click.option("--ids", metavar="IDS", help="Input: token ids, as 5,7,9.")
-@click.option("--image", metavar="PATH", help="Input: a PNG or JPEG.  [default: the shipped samples]")
+@input_options
 @click.option("--rows", type=SIZE, help="Observe an even sample of N queries in each window.  [default: all]")
 @click.option(
     "--layers", multiple=True, metavar="PATTERN", help="Watch only these modules, as h.3 or 'decoder.*'; repeatable."
@@ -44,12 +44,7 @@ LARGE = 200_000_000  # bytes of a recording
     "--threshold", "limits", multiple=True, metavar="NAME=X", help="Smallest change that counts, as share=0.02."
 )
 @click.option("--verify", type=SIZE, help="Compute N rows of each layer again in float64.")
-@click.option("--out", metavar="PATH", help="Write the recording (.safetensors).")
-@click.option("--keep-qk", is_flag=True, help="Save q and k with it, for exact tiles in headscope report --serve.")
-@click.option("--page", metavar="PATH", help=f"Where to write the page.  [default: {PAGE}]")
-@click.option("--no-page", is_flag=True, help="Do not write a page.")
-@click.option("--force", is_flag=True, help="Overwrite existing files, even if headscope did not write them.")
-@click.option("--json", "as_json", is_flag=True, help="Print only JSON; write a page only with --page.")
+@file_options
 def watch(
     model: str,
     text: str | None,
@@ -57,6 +52,9 @@ def watch(
     ids: str | None,
     image: str | None,
     context: int | None,
+    chat: str | None,
+    named: tuple[str, ...],
+    segments: str | None,
     **options: Any,
 ) -> int:
     """Watch every attention head of MODEL while it runs, and summarise what the heads do.
@@ -67,23 +65,20 @@ def watch(
     Statistics are exact. A text longer than the context is read in windows, and their statistics are merged. The exit
     code is 1 if --against finds that a head moved, else 0.
     """
-    from headscope.cli._shared.model_loading import SHIPPED, load
+    from headscope.cli._shared.segment_options import read_segment_options
     from headscope.cli._shared.watch_options import parse_options
     from headscope.cli._shared.windows import read_input
 
     with progress_line("loading torch"):
         import_module("torch")
     parsed = parse_options(**options)
-    inputs = {"the text": file, "the image": image}
+    inputs = {"the text": file, "the image": image, "the chat": chat, "the file of segments": segments}
     check_apart("--out", parsed.out, inputs, model)
     check_apart("--page", parsed.page, {**inputs, "the older recording": parsed.against}, model)
-    with progress_line(f"loading {model}"):
-        loaded = load(model)
-    model_input = read_input(loaded, text, file, ids, image, context)
-    from headscope.cli._shared.watch_run import run_watch
-
-    with one_thread() if model in SHIPPED else nullcontext():
-        result = run_watch(loaded, model_input, parsed)
+    segment_options = read_segment_options(named, segments, chat)
+    loaded = _load(model)
+    model_input = read_input(loaded, text, file, ids, image, context, segment_options)
+    result = _run(model, loaded, model_input, parsed)
     notes = [*result.notes, *(_broken_rows(result) if parsed.as_json else ())]  # without --json, `show` prints them
     for note in notes:
         say(f"headscope watch: {note}")
@@ -98,6 +93,21 @@ def watch(
     return MOVED if result.comparison is not None and result.comparison.differs else 0
 
 
+def _load(model: str) -> Loaded:
+    from headscope.cli._shared.model_loading import load
+
+    with progress_line(f"loading {model}"):
+        return load(model)
+
+
+def _run(model: str, loaded: Loaded, model_input: Input, options: WatchOptions) -> WatchResult:
+    from headscope.cli._shared.model_loading import SHIPPED
+    from headscope.cli._shared.watch_run import run_watch
+
+    with one_thread() if model in SHIPPED else nullcontext():
+        return run_watch(loaded, model_input, options)
+
+
 def _save(recording: Recording, options: WatchOptions) -> str | None:
     if options.out is None:
         return None
@@ -105,7 +115,7 @@ def _save(recording: Recording, options: WatchOptions) -> str | None:
         written = _with_entropy_only(recording)
         _announce(written, options)
         with uninterrupted():
-            return str(written.save(options.out, qk=options.keep_qk, force=options.force))
+            return str(written.save(options.out, qk=options.keep_qk, force=options.force, exact=options.exact))
     except OSError as error:
         raise Mistake(f"--out: {options.out}: cannot be written: {error.strerror or error}") from error
     except ValueError as error:  # the mask is too large
@@ -116,9 +126,11 @@ def _announce(recording: Recording, options: WatchOptions) -> None:
     """Say how large the file will be, if it will be large."""
     from headscope.cli._shared.watch_options import size_of_file
 
-    size = size_of_file(recording.stats, options.keep_qk)
+    size = size_of_file(recording.stats, options)
     if size > LARGE:
-        remedy = "; without --keep-qk it is smaller" if options.keep_qk else ""
+        larger = {"--keep-qk": options.keep_qk, "--exact": options.exact, "--weights": options.heads}
+        names = " and ".join(name for name, is_used in larger.items() if is_used)
+        remedy = f"; without {names} it is smaller" if names else ""
         say(f"headscope watch: writing {visible(options.out or '')}: {size / 1e6:,.0f} MB{remedy}")
 
 
@@ -155,6 +167,7 @@ def _as_dict(result: WatchResult, notes: list[str], recording: str | None, page:
         "model": result.loaded.name,
         "notes": notes,
         **result.recording.to_dict(),
+        "segments": None if result.segments is None else result.segments.to_dict(),
         "patterns": result.patterns.to_dict(),
         "streaming": None if result.streaming is None else result.streaming.to_dict(),
         "kv_budget": result.budget.to_dict(),

@@ -58,10 +58,10 @@ class HeadGrid:
             match = self.sheet.patterns[layer][head]
             return _number(None if match is None else match.score, 2)
 
-        def spread(layer: int, head: int) -> Text:
+        def keys(layer: int, head: int) -> Text:
             return _number(self.sheet.statistics[layer]["effective_keys"][head], 1)
 
-        return {"pattern": pattern, "score": score, "spread": spread}
+        return {"pattern": pattern, "score": score, "keys": keys}
 
     def _image(self) -> dict[str, Figure]:
         """Return the lines of a cell for an image: the region that the page names, and its ratio to chance."""

@@ -64,6 +64,7 @@ class Loaded:
         notes: what the user has to know about the model.
         without_tokenizer: the reason why there is none.
         limit: the most tokens of one forward pass; None: as many as ``context``.
+        tokenizer: the tokenizer itself, for offsets and chats; None without one.
     """
 
     model: nn.Module
@@ -82,6 +83,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
     without_tokenizer: str = ""
     limit: int | None = None
+    tokenizer: Any = None
 
 
 def load(name: str) -> Loaded:
@@ -106,7 +108,7 @@ def _text() -> Loaded:
     sizes, tokenizer = example.model.config, example.tokenizer
     return Loaded(
         example.model, "the shipped language model", "text", sizes.context, sizes.vocab_size, tokenizer.encode,
-        ([], []), tokenizer.piece, example.model,
+        ([], []), tokenizer.piece, example.model, tokenizer=tokenizer,
     )  # fmt: skip
 
 
@@ -314,7 +316,7 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
         model, label, "text", min(limit, MOST_TOKENS if is_fused else MOST_WRITTEN),
         model.get_input_embeddings().num_embeddings, None if tokenizer is None else encode, ends,
         None if tokenizer is None else piece, run, paired, getattr(config, "num_key_value_heads", None),
-        without_tokenizer=reason, limit=limit,
+        without_tokenizer=reason, limit=limit, tokenizer=tokenizer,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headscope.cli._shared.console import uninterrupted
+from headscope.cli._shared.console import say, uninterrupted
 from headscope.cli._shared.mistakes import Mistake, name_options
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ IMAGE_PAGE = "headscope-image.html"
 
 
 def save_page(sheet: Sheet, path: str | None, force: bool) -> str | None:
-    """Write the page of a sheet and return its path; for the path None, write nothing.
+    """Write the page of a sheet, say if it replaces a file, and return its path; for the path None, write nothing.
 
     Raises:
         Mistake: the page cannot be written there.
@@ -29,8 +29,12 @@ def save_page(sheet: Sheet, path: str | None, force: bool) -> str | None:
         return None
     from headscope.report import save
 
+    is_replaced = os.path.exists(path)
     with _written_as_option("--out", path):
-        return str(save(sheet, path, force=force))
+        written = str(save(sheet, path, force=force))
+    if is_replaced:
+        say(f"headscope {sheet.kind}: replaced the earlier {written}; --out writes to another file")
+    return written
 
 
 def write_page(path: str, html: str, force: bool, option: str = "--html") -> str:

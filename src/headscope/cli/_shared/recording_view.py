@@ -12,6 +12,7 @@ from headscope._analysis.answers import TEXTS, Answer, decimal, plural, share, s
 from headscope._support.text import visible
 from headscope.cli._shared.console import few
 from headscope.cli._shared.headings import CAVEAT, heading, meanings
+from headscope.cli._shared.segment_view import make_sections, show_segments
 from headscope.report.words import PATTERNS, STRONG, strength
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def show(out: Console, result: WatchResult, recording: str | None, page: str | N
     out.print(_reading(result))
     if broken := broken_layers(result.recording.stats.parts):
         out.print(Text(visible(broken)))
+    if result.segments is not None:
+        show_segments(out, result.segments, short_layers(result.recording.layers)[0])
     heading(out, "Summary", "of this input; more on the page and in docs/guides/decide.md")
     bullets = Table.grid(padding=(0, 1, 0, 0))
     for line in _conclusions(result):
@@ -256,7 +259,7 @@ def page(result: WatchResult) -> str:
 
 def _image(result: WatchResult) -> dict[str, Any]:
     """Return the image and its patches, if the input is one image and the keys are its patches."""
-    from headscope.cli._shared.watch_run import patches_of
+    from headscope.cli._shared.image_regions import patches_of
     from headscope.report._viewer.from_recording import few_before
 
     parts = result.model_input.parts
@@ -302,6 +305,8 @@ def _sections(result: WatchResult) -> list[Section]:
     sections = [Section("Every head", caption, columns, _cells(result), below, TEXTS)]
     if result.comparison is not None:
         sections.insert(0, _section("What moved", f"Since {result.against}.", result.comparison))
+    if result.segments is not None:
+        sections += make_sections(result.segments, *short_layers(result.recording.layers))
     sections.append(_section("Patterns", "The best and the second-best pattern of each head.", result.patterns))
     if result.streaming is not None:
         caption = "The window that, with the first token, suffices for each head; the smallest windows first."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +28,8 @@ class WatchOptions:
         old: the statistics to compare with.
         thresholds: the smallest changes that count.
         bins: of each map; "full" for a cell for each token; None for the default.
+        exact: save maps in float64.
+        heads: layer -> the heads whose weights are saved, as --weights has them.
     """
 
     rows: int | None
@@ -41,11 +44,13 @@ class WatchOptions:
     old: HeadStats | None
     thresholds: Thresholds | None
     bins: int | Literal["full"] | None = None
+    exact: bool = False
+    heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 def parse_options(
     out: str | None, keep_qk: bool, page: str | None, no_page: bool, force: bool, as_json: bool,
-    against: str | None, limits: tuple[str, ...], bins: str | None, **rest: Any,
+    against: str | None, limits: tuple[str, ...], bins: str | None, heads: tuple[str, ...], **rest: Any,
 ) -> WatchOptions:  # fmt: skip
     """Return the checked options.
 
@@ -56,8 +61,9 @@ def parse_options(
         raise Mistake("--no-page: got --page too, expected one of the two")
     if limits and against is None:
         raise Mistake("--threshold: requires --against")
-    if keep_qk and out is None:
-        raise Mistake("--keep-qk: requires --out")
+    for option, value in (("--keep-qk", keep_qk), ("--exact", rest["exact"]), ("--weights", heads)):
+        if value and out is None:
+            raise Mistake(f"{option}: requires --out")
     page = None if no_page or (page is None and as_json) else PAGE if page is None else page
     thresholds = _parse_thresholds(limits) if against is not None else None
     if out is not None:
@@ -78,6 +84,7 @@ def parse_options(
         old=old,
         thresholds=thresholds,
         bins=None if bins is None else _parse_bins(bins),
+        heads=_parse_heads(heads),
         **rest,
     )
 
@@ -88,6 +95,27 @@ def _parse_bins(bins: str) -> int | Literal["full"]:
     if not re.fullmatch(r"[0-9]{1,9}", bins) or not 1 <= int(bins) <= MOST_BINS:
         raise Mistake(f"--map: got {visible(bins)[:40]}, expected a whole number from 1 to {MOST_BINS}, or full")
     return int(bins)
+
+
+def _parse_heads(entries: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Return layer -> heads.
+
+    Raises:
+        Mistake: an entry has another form, or names a head twice.
+    """
+    heads: dict[str, tuple[int, ...]] = {}
+    for entry in entries:
+        layer, _, listed = entry.rpartition(":")
+        words = listed.split(",")
+        if not layer or not all(re.fullmatch(r"[0-9]{1,6}", word) for word in words):
+            raise Mistake(
+                f"--weights: got {visible(entry)}, expected a layer and its heads, counted from 0, as h.3:0,5"
+            )
+        every = (*heads.get(layer, ()), *map(int, words))
+        if len({*every}) < len(every):
+            raise Mistake(f"--weights: got {visible(entry)}, expected each head of a layer once")
+        heads[layer] = every
+    return heads
 
 
 def _parse_thresholds(limits: tuple[str, ...]) -> Thresholds:
@@ -111,11 +139,11 @@ def _parse_thresholds(limits: tuple[str, ...]) -> Thresholds:
         raise Mistake(f"--threshold: {error}") from error
 
 
-def size_of_file(stats: HeadStats, keep_qk: bool) -> int:
+def size_of_file(stats: HeadStats, options: WatchOptions) -> int:
     """Return the bytes of the file of a recording."""
     from headscope.stats import _statistics_file
 
-    return _statistics_file.size_of(stats.parts, qk=keep_qk)
+    return _statistics_file.size_of(stats.parts, qk=options.keep_qk, exact=options.exact)
 
 
 def _check_recording_path(path: Path, force: bool) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from headscope._support.progress import progress_over
 from headscope._support.text import visible
+from headscope.cli._shared.chosen_heads import TOO_LARGE, find_chosen_heads
 from headscope.cli._shared.console import one_line, warnings_as_notes
+from headscope.cli._shared.image_regions import find_regions, patches_of
 from headscope.cli._shared.mistakes import Mistake, name_options
 from headscope.cli._shared.model_loading import quiet_transformers
+from headscope.cli._shared.segment_view import SegmentSummary, summarize_segments
 from headscope.cli._shared.watch_options import MOST_BINS, WatchOptions
 
 if TYPE_CHECKING:
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
     from headscope.cli._shared.windows import Input
     from headscope.comparing import Comparison
     from headscope.decisions import KVBudget, NearDuplicates, Patterns, StreamingHeads
-    from headscope.stats import HeadStats
+    from headscope.stats import HeadStats, Segments
     from headscope.watching import Recording, Verified
 
 WINDOWS = (
@@ -35,6 +39,7 @@ WHOLE = 128  # up to this many tokens, and
 PATCHES = 256  # up to this many patches, every weight is in the map
 ROWS = 2048  # up to this many tokens, rows are recorded for the entropy next to the map
 EDGES = 16
+MOST_TEXTS = 1 << 22  # tokens whose texts are saved: the header of a file has at most 100 MB
 ARGUMENTS = {"layers": "--layers"}  # of ``headscope.watch``, and the option that each comes from
 
 
@@ -56,6 +61,7 @@ class WatchResult:
     comparison: Comparison | None
     against: str
     notes: tuple[str, ...]
+    segments: SegmentSummary | None = None
 
 
 def run_watch(loaded: Loaded, model_input: Input, options: WatchOptions) -> WatchResult:
@@ -84,6 +90,7 @@ def run_watch(loaded: Loaded, model_input: Input, options: WatchOptions) -> Watc
         _compare(options, stats),
         visible(options.against or ""),
         (*loaded.notes, *_notes(loaded, model_input, options)),
+        summarize_segments(stats),
     )
 
 
@@ -120,6 +127,8 @@ def _notes(loaded: Loaded, model_input: Input, options: WatchOptions) -> Iterato
             f"the text is read in {count} windows of {size} tokens{special} each from position 0; their statistics are "
             "merged"
         )
+        if model_input.segments:
+            yield "segments in different windows do not attend to each other; a longer --context has fewer windows"
     if loaded.takes == "image":
         yield "distance, previous and next follow the sequence of patches, not their grid"
     if loaded.paired:
@@ -155,15 +164,19 @@ def _record(loaded: Loaded, model_input: Input, options: WatchOptions) -> Record
     verified: dict[str, Verified] = {}
     try:
         with warnings_as_notes("watch"):
-            for part in progress_over(model_input.parts, "watching"):
-                last = _record_window(loaded, model_input, part, options)
+            heads = find_chosen_heads(loaded, model_input.parts[0], options)
+            segments_of_parts = _find_segments(loaded, model_input, options)
+            for part, segments in progress_over(segments_of_parts, "watching"):
+                last = _record_window(loaded, model_input, part, segments, heads, options)
                 stats = last.stats if stats is None else stats.merge(last.stats)
                 for layer, errors in last.about.verified.items():
                     verified[layer] = verified[layer].merge(errors) if layer in verified else errors
     except WatchError as error:
         message = str(error).removeprefix("watch: ").replace(', or give unseen="ignore"', "")
+        _check_size(message)
         raise Mistake(f"{loaded.name}: {name_options(message, ARGUMENTS)}") from error
     except (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError, torch.OutOfMemoryError) as error:
+        _check_size(str(error))
         option = "--" if str(error).startswith("layers:") else "the forward pass failed: "
         raise Mistake(f"{loaded.name}: {option}{one_line(str(error))[:300]}") from error
     assert stats is not None
@@ -174,21 +187,49 @@ def _record(loaded: Loaded, model_input: Input, options: WatchOptions) -> Record
     }  # fmt: skip
     recorded = {**last.about.options, "tokens": None, "input": source}
     texts = _token_texts(loaded, model_input)
-    about = replace(last.about, options=recorded, texts=texts, forwards=count, ran=count, verified=verified)
+    about = replace(
+        last.about, options=recorded, texts=texts[0] if count == 1 and texts else None, forwards=count, ran=count,
+        verified=verified, run_texts=texts if count > 1 else (),
+    )  # fmt: skip
     return Recording(stats, about)
 
 
-def _token_texts(loaded: Loaded, model_input: Input) -> tuple[str, ...] | None:
-    """Return the text of each token, if there is one window."""
-    first, *more = model_input.parts
-    if loaded.takes == "image" or loaded.piece is None or more:
-        return None
-    ids: list[int] = first[0].tolist()
-    return tuple(loaded.piece(token) for token in ids)
+def _check_size(message: str) -> None:
+    """Raise if an error is that the weights of --weights are too large.
+
+    Raises:
+        Mistake: it is.
+    """
+    if TOO_LARGE in message:
+        problem = message.partition("weights: ")[2].partition(TOO_LARGE)[0]
+        raise Mistake(f"--weights: {problem}; use --rows, fewer heads, or a smaller --context")
 
 
-def _record_window(loaded: Loaded, model_input: Input, part: Any, options: WatchOptions) -> Recording:
-    """Return the recording of one forward pass."""
+def _find_segments(loaded: Loaded, model_input: Input, options: WatchOptions) -> list[tuple[Any, Segments | None]]:
+    """Return each part of the input with its segments.
+
+    Raises:
+        Mistake: an image does not have the regions of --segments.
+    """
+    segments: Sequence[Segments | None] = model_input.segments or (None,) * len(model_input.parts)
+    if model_input.regions is not None:
+        segments = [find_regions(loaded, part, options, model_input.regions) for part in model_input.parts]
+    return [*zip(model_input.parts, segments, strict=True)]
+
+
+def _token_texts(loaded: Loaded, model_input: Input) -> tuple[tuple[str, ...], ...]:
+    """Return the text of each token of each window, its id without a tokenizer; none for images, or too many."""
+    if loaded.takes == "image" or sum(part.shape[1] for part in model_input.parts) > MOST_TEXTS:
+        return ()
+    piece = str if loaded.piece is None else cache(loaded.piece)
+    return tuple(tuple(piece(token) for token in part[0].tolist()) for part in model_input.parts)
+
+
+def _record_window(
+    loaded: Loaded, model_input: Input, part: Any, segments: Segments | None, heads: Mapping[str, tuple[int, ...]],
+    options: WatchOptions,
+) -> Recording:  # fmt: skip
+    """Return the recording of one forward pass; ``heads``: layer -> those whose weights are retained."""
     import torch
 
     import headscope
@@ -204,9 +245,11 @@ def _record_window(loaded: Loaded, model_input: Input, part: Any, options: Watch
         tokens=part if text and not loaded.paired else None,
         keep_rows=text and longest <= ROWS and len(model_input.parts) == 1,
         keep_qk=options.keep_qk,
+        segments=segments,
     )
     arguments: dict[str, Any] = {"layers": options.layers or None, "verify": options.verify or 0}
     arguments |= {"tokens": "inputs"} if loaded.paired else {}  # encoder and decoder read different ids
+    arguments |= {"weights": heads} if heads else {}
     with (
         quiet_transformers(),
         torch.inference_mode(),
@@ -237,26 +280,5 @@ def _map_bins(bins: int | str | None, loaded: Loaded, part: Any, tokens: int) ->
 
 def _count_patches(loaded: Loaded, images: Any) -> int | None:
     """Return the keys of an image: one for each patch, CLS and register; None if their number is not known."""
-    if loaded.samples is not None:  # the shipped model, whose patches are single pixels
-        return images.shape[-2] * images.shape[-1]
     patches = patches_of(loaded, images)
     return None if patches is None else patches.rows * patches.columns + patches.special
-
-
-class Patches(NamedTuple):
-    """The patches of a picture, and the most keys before them: CLS and registers."""
-
-    rows: int
-    columns: int
-    special: int
-
-
-def patches_of(loaded: Loaded, images: Any) -> Patches | None:
-    """Return the patches of pictures [..., height, width]; None if the configuration does not have their size."""
-    config = getattr(loaded.model, "config", None)
-    size = getattr(config, "patch_size", None)
-    sides = (size, size) if isinstance(size, int) else size
-    if not isinstance(sides, (tuple, list)) or len(sides) != 2 or not all(isinstance(n, int) for n in sides):
-        return None
-    rows, columns = images.shape[-2] // sides[0], images.shape[-1] // sides[1]
-    return Patches(rows, columns, 2 + (getattr(config, "num_register_tokens", 0) or 0))

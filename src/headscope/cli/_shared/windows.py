@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from headscope._support.text import visible
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_loading import Loaded
+from headscope.cli._shared.segment_options import SegmentOptions, locate_segments, locate_tokens, read_chat
 from headscope.cli._shared.text_input import describe_source, read_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SOURCES = ("--text", "--file", "--ids", "--image")
+    from headscope.stats import Segments
+
+SOURCES = ("--text", "--file", "--ids", "--image", "--chat")
 
 
 @dataclass(frozen=True)
@@ -28,34 +31,65 @@ class Input:
         parts: one for each forward pass: token ids [1, T], or images.
         tokens: number of tokens in all, without those of the ends; for images, their number.
         digest: equal for equal inputs.
+        segments: those of each part; none without --segment, --segments and --chat.
+        regions: rows and columns of the regions of an image; None for none.
     """
 
     source: str
     parts: tuple[Tensor, ...]
     tokens: int
     digest: str
+    segments: tuple[Segments, ...] = ()
+    regions: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The tokens of a text.
+
+    Attributes:
+        ids: the token ids.
+        ends: those that the tokenizer sets before and after a text.
+        source: where the text came from, in a few words.
+        segments: of the tokens, without those of the ends.
+    """
+
+    ids: list[int]
+    ends: tuple[list[int], list[int]]
+    source: str
+    segments: Segments | None
 
 
 def read_input(
-    loaded: Loaded, text: str | None, file: str | None, ids: str | None, image: str | None, context: int | None
-) -> Input:
+    loaded: Loaded, text: str | None, file: str | None, ids: str | None, image: str | None, context: int | None,
+    segments: SegmentOptions,
+) -> Input:  # fmt: skip
     """Return the input of the options.
 
     Raises:
         Mistake: there is none or more than one, or it has the wrong kind or cannot be read.
     """
-    options = [name for name, value in zip(SOURCES, (text, file, ids, image), strict=True) if value is not None]
+    values = (text, file, ids, image, segments.chat)
+    options = [name for name, value in zip(SOURCES, values, strict=True) if value is not None]
     if len(options) > 1:
         raise Mistake(f"expected one input, got {' and '.join(options)}")
     if loaded.takes == "image":
         if context is not None:
             raise Mistake("--context: applies to text, and this model reads images")
-        return _images(loaded, options, image)
+        if segments.places:
+            raise Mistake(f"{segments.option}: applies to text, and this model reads images")
+        return replace(_images(loaded, options, image), regions=segments.regions)
+    if segments.regions is not None:
+        got = "{}x{}".format(*segments.regions)
+        raise Mistake(f"--segments: got {got}, regions of an image, and this model reads text; expected a JSON file")
     if image is not None:
         raise Mistake("--image: this model reads text, expected --text, --file or --ids")
     if not options:
         raise Mistake("expected an input: --text, --file or --ids")
-    return _tokens(loaded, text, file, ids, context)
+    if loaded.paired and (segments.places or segments.chat is not None):
+        option = "--chat" if segments.chat is not None else segments.option
+        raise Mistake(f"{option}: applies to one sequence, and this model has an encoder and a decoder")
+    return _tokens(loaded, text, file, ids, context, segments)
 
 
 def _images(loaded: Loaded, options: list[str], image: str | None) -> Input:
@@ -72,29 +106,64 @@ def _images(loaded: Loaded, options: list[str], image: str | None) -> Input:
     return Input(source, (pixels,), len(pixels), _digest(pixels))
 
 
-def _tokens(loaded: Loaded, text: str | None, file: str | None, ids: str | None, context: int | None) -> Input:
+def _tokens(
+    loaded: Loaded, text: str | None, file: str | None, ids: str | None, context: int | None, segments: SegmentOptions
+) -> Input:
     if ids is not None:
-        every, ends, source = _numbers(ids), ([], []), "token ids"
+        numbers = _numbers(ids)
+        located = locate_tokens(segments, len(numbers)) if segments.places else None
+        read = _Text(numbers, ([], []), "token ids", located)
     else:
-        if loaded.encode is None:
-            raise Mistake(f"{loaded.name}: has no tokenizer that can be read ({loaded.without_tokenizer}); use --ids")
-        read = read_whole(text, file)
-        every, ends, source = loaded.encode(read.text), loaded.ends, describe_source(read, text)
-        if not every:
-            raise Mistake(f"{read.source}: has no tokens")
-    if (largest := max(every)) >= loaded.vocabulary:
+        read = _read_tokens(loaded, text, file, segments)
+    if (largest := max(read.ids)) >= loaded.vocabulary:
         most = loaded.vocabulary - 1
         if ids is not None:
             raise Mistake(f"--ids: got {largest}, expected 0 to {most}")
+        option = "--chat" if segments.chat is not None else "--file" if text is None else "--text"
         raise Mistake(
-            f"{'--file' if text is None else '--text'}: the tokenizer of {loaded.name} does not belong to its weights: "
+            f"{option}: the tokenizer of {loaded.name} does not belong to its weights: "
             f"expected token ids from 0 to {most}, got {largest}; use the tokenizer of these weights, or --ids"
         )
     limit = loaded.limit or loaded.context
     if context is not None and context > limit:
         raise Mistake(f"--context: got {context}, expected at most {limit}, the context of the model")
-    parts = windows(every, context or loaded.context, ends)
-    return Input(source, parts, len(every), _digest(*parts))
+    parts = windows(read.ids, context or loaded.context, read.ends)
+    pieces = () if read.segments is None else _split_segments(read.segments, parts, read.ends)
+    return Input(read.source, parts, len(read.ids), _digest(*parts), pieces)
+
+
+def _read_tokens(loaded: Loaded, text: str | None, file: str | None, segments: SegmentOptions) -> _Text:
+    """Return the tokens of a text or a chat.
+
+    Raises:
+        Mistake: it has none, the model has no tokenizer, or segments do not fit.
+    """
+    if loaded.encode is None:
+        raise Mistake(f"{loaded.name}: has no tokenizer that can be read ({loaded.without_tokenizer}); use --ids")
+    if segments.chat is not None:
+        chat = read_chat(segments, loaded)
+        return _Text(chat.ids, ([], []), visible(segments.chat), chat.segments)
+    read = read_whole(text, file)
+    ids = loaded.encode(read.text)
+    if not ids:
+        raise Mistake(f"{read.source}: has no tokens")
+    located = locate_segments(segments, loaded, read.text, ids) if segments.places else None
+    return _Text(ids, loaded.ends, describe_source(read, text), located)
+
+
+def _split_segments(
+    segments: Segments, parts: tuple[Tensor, ...], ends: tuple[list[int], list[int]]
+) -> tuple[Segments, ...]:
+    """Return the segments of each window; the tokens of the ends belong to none."""
+    import torch
+
+    from headscope.stats import Segments
+
+    before, after = map(len, ends)
+    lengths = [part.shape[1] - before - after for part in parts]
+    pieces = segments.ids.split(lengths)
+    none = [torch.full((count,), -1) for count in (before, after)]
+    return tuple(Segments(segments.names, torch.cat((none[0], piece, none[1]))) for piece in pieces)
 
 
 def _numbers(ids: str) -> list[int]:

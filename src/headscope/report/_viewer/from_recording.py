@@ -19,7 +19,7 @@ from headscope.report._viewer.packing import Strips, exact, sources
 from headscope.report._viewer.strips import empty_strips, strips_of
 from headscope.report.observed_model import Errors, ObservedModel, TracedSteps
 from headscope.report.regions import pixels_of
-from headscope.report.words import WEAK
+from headscope.report.words import STATISTICS, WEAK
 from headscope.stats import Observe
 from headscope.stats._kept_weights import weights_if_any, weights_of
 from headscope.stats._layer import LayerStats
@@ -77,7 +77,7 @@ def shown(
     return Shown(
         title=title or about.model or texts.DEFAULT_TITLE,
         layers=layers,
-        names=stats.names,
+        names=_in_order(stats.names),
         texts=about.texts,
         footer=_footer(recording, common),
         lead=_lead(recording),
@@ -85,10 +85,16 @@ def shown(
         picture=picture,
         trace=() if trace is None else trace.to_dict()["rows"],
         trace_title="" if trace is None else trace.title,
+        run_texts=about.run_texts,
     )
 
 
 # ---------------------------------------------------------------- statistics
+
+
+def _in_order(names: Collection[str]) -> list[str]:
+    """Return the quantities in the order of columns; those for a distance follow."""
+    return [*(name for name in STATISTICS if name in names), *(name for name in names if name not in STATISTICS)]
 
 
 def _number(value: float) -> float | None:

@@ -20,6 +20,7 @@ from headscope.report.words import PATTERNS, REGIONS, STAGES, word
 
 LABEL = 24  # characters of a token on an axis, at most
 LONGEST = 200  # characters of a token elsewhere, at most
+MOST_TOKENS = 1 << 20  # of all runs together; beyond it the page shows positions
 
 
 def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[int, int] | None] = ()) -> str:
@@ -111,6 +112,7 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
         "patterns": [[list(head) for head in layer.patterns] for layer in shown.layers],
         "patternWords": PATTERNS,
         "tokens": _tokens(shown.texts),
+        "runTokens": _list_run_tokens(shown.run_texts),
         "image": None if shown.picture is None else _picture(shown.picture),
         "trace": None if not shown.trace else {"title": _line(shown.trace_title, 160), "stages": _stages(shown.trace)},
         "tables": [_table(section) for section in shown.tables],
@@ -123,7 +125,7 @@ def _named(name: str) -> dict[str, str]:
     """Return a statistic with its heading: its public name in words, or the name of a region."""
     label = word(name)
     heading = label.heading if name in REGIONS else name.replace("_", " ")
-    return {"name": name, "heading": texts.INDUCTION if name == "induction" else heading, "meaning": label.meaning}
+    return {"name": name, "heading": heading, "meaning": label.meaning}
 
 
 def _tokens(tokens: Sequence[str] | None) -> dict[str, Any] | None:
@@ -133,6 +135,15 @@ def _tokens(tokens: Sequence[str] | None) -> dict[str, Any] | None:
     known = {text: (visible(text, limit=LABEL), visible(text, limit=LONGEST)) for text in dict.fromkeys(tokens)}
     longer = {n: known[text][1] for n, text in enumerate(tokens) if known[text][1] != known[text][0]}
     return {"labels": [known[text][0] for text in tokens], "longer": longer}
+
+
+def _list_run_tokens(runs: Sequence[Sequence[str]]) -> dict[str, Any] | None:
+    """Return each different text once, and its number for each token of each run; None if a page is too short."""
+    if not runs or sum(map(len, runs)) > MOST_TOKENS:
+        return None
+    numbers: dict[str, int] = {}
+    ids = [[numbers.setdefault(text, len(numbers)) for text in run] for run in runs]
+    return {"labels": [visible(text, limit=LONGEST) for text in numbers], "ids": ids}
 
 
 def _picture(picture: Picture) -> dict[str, Any]:

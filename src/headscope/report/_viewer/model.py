@@ -87,6 +87,7 @@ class Shown:
         trace_title: their heading.
         tables: the summary, as text.
         opens_on: the layer and head to open first; None = the most striking one.
+        run_texts: the text of each token of each run, where runs read different texts.
 
     Examples:
         >>> import torch
@@ -111,3 +112,4 @@ class Shown:
     picture: Picture | None = None
     tables: Sequence[Section] = ()
     opens_on: tuple[int, int] | None = None
+    run_texts: Sequence[Sequence[str]] = ()

@@ -19,9 +19,6 @@ NO_NAME = "not named"
 NO_VERSIONS = "not recorded"
 DIFFERENT_LENGTHS = "calls of different lengths"
 
-INDUCTION = "induction (mass)"
-"""The heading of the statistic; the score of the pattern of this name is another number."""
-
 _NUMBERING = "Numbering starts at 0."
 _BRIGHTER = "brighter = more attention"
 READING_MAPS = f"Each row of a map is a query, each column a key; {_BRIGHTER}. {_NUMBERING}"
