@@ -11,6 +11,7 @@ from headscope.stats._dense import (
     pattern_scores,
     row_statistics,
 )
+from headscope.stats._differentiable import DIFFERENTIABLE, DifferentiableStats, check_differentiable
 from headscope.stats._head_means import HeadMeans, broken_rows, head_means
 from headscope.stats._head_stats import HeadStats, merge
 from headscope.stats._head_weights import HeadWeights
@@ -25,11 +26,13 @@ from headscope.stats._summaries import Column, Summary
 __all__ = [
     "CLEAR_SCORE",
     "CLEAR_Z",
+    "DIFFERENTIABLE",
     "LOCAL_REACH",
     "MINIMUM_ROWS",
     "PATTERNS",
     "ROW_QUANTITIES",
     "Column",
+    "DifferentiableStats",
     "Edge",
     "Edges",
     "HeadMap",
@@ -47,6 +50,7 @@ __all__ = [
     "Summary",
     "best_matches",
     "broken_rows",
+    "check_differentiable",
     "head_means",
     "histogram_edges",
     "merge",

@@ -17,6 +17,7 @@ from torch import Tensor
 from headscope._support.arguments import as_whole, check_type, kind, whole
 from headscope._support.text import visible
 from headscope.stats import _statistics_file, _tables
+from headscope.stats._differentiable import DifferentiableStats
 from headscope.stats._head_weights import HeadWeights, sequences
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
 from headscope.stats._origin import Origin, joined
@@ -41,6 +42,7 @@ class HeadStats:
     Args:
         parts: layer name -> its statistics, in the order of the model.
         origin: the model, its configuration and the part of its heads; None if no recording states them.
+        graph: ``differentiable``, if it was requested. Files, merged statistics and single layers do not have it.
 
     Examples:
         >>> import torch
@@ -53,6 +55,7 @@ class HeadStats:
 
     parts: Mapping[str, LayerStats]
     origin: Origin | None = None
+    graph: DifferentiableStats | None = None
 
     # ------------------------------------------------------------ finding
 
@@ -181,6 +184,20 @@ class HeadStats:
     def segments(self) -> SegmentMass:
         """The weight that flows between the named segments of the sequence."""
         return self._observed("segments", "segments=Segments(...)")
+
+    @property
+    def differentiable(self) -> DifferentiableStats:
+        """The statistics that take part in a loss.
+
+        Raises:
+            ValueError: the call did not request them.
+        """
+        if self.graph is None:
+            raise ValueError(
+                'differentiable: was not requested; attend with observe=... and differentiable=("entropy", "received", '
+                '"segments"), and use the result of that call itself'
+            )
+        return self.graph
 
     @property
     def map(self) -> HeadMap:

@@ -1,0 +1,200 @@
+"""Sums of the weights by key and by segment, and their gradients, by the native kernels of attention.
+
+All of them are attention with other values in place of v, so its forward and backward pass compute them:
+
+- the mass of each row on the segments is the output for values that are 1 in the column of the key's segment
+- the weight on each key is the gradient of the values, if that of each counted row is 1
+- a gradient g = dloss/dp is the product of gradients of outputs with values: g_ij = dout_i · v_j. For the entropy,
+  g_ij = -(s_ij - lse_i + 1) · that of entropy_i, and s_ij = scale q_i · k_j: the values are k, and dout_i is a multiple
+  of q_i. This requires that the logits have no softcap and no bias.
+
+The kernels compute ds_ij = p_ij (g_ij - δ_i), where δ_i = out_i · dout_i. The entropy has δ_i from the observer, in a
+column of its own in which the values are 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headscope._attend.backends import native
+from headscope._attend.call import Call
+from headscope._attend.interface import ForwardPass, Inputs, accumulate_dtype
+from headscope._observe.native_observer import refuses_call
+from headscope._observe.scene import Scene
+from headscope._observe.weight_gradients import Request, Sums
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The results of each row that the gradients require, [B, H, Q].
+
+    Attributes:
+        counted: boolean.
+        lse: of every row with visible keys.
+        entropy, mass: of counted rows, else 0.
+    """
+
+    counted: Tensor
+    lse: Tensor
+    entropy: Tensor
+    mass: Tensor
+
+
+def native_scene(scene: Scene, *, entropy: bool) -> Scene | None:
+    """Return the rows of a scene as a call of their own, which the native kernels support; else None.
+
+    Args:
+        scene: the observation.
+        entropy: whether gradients of entropies are computed.
+    """
+    call, plan = scene.call, scene.plan
+    if refuses_call(call) or not scene.rows or (entropy and (call.softcap is not None or call.bias is not None)):
+        return None
+    if scene.whole:
+        return scene
+    if call.bias is not None or (plan is not None and plan.rest is not None):  # these count all queries
+        return None
+    if plan is not None and plan.spans.shape[1] > 1:
+        index = torch.tensor(list(scene.rows), dtype=torch.long, device=plan.spans.device)
+        spans = plan.spans.index_select(1, index)
+        plan = replace(plan, spans=spans, bounds=None, is_causal=False)
+    rows = len(scene.rows)
+    call = replace(call, queries=rows)
+    return replace(scene, call=call, plan=plan, inputs=scene.inputs._replace(q=scene.q), rows=range(rows))
+
+
+def lse_of_rows(scene: Scene) -> Tensor:
+    """Return the log-sum-exp of each row, [B, H, Q]."""
+    inputs, call = _in_full_precision(scene)
+    column = inputs.k[..., :1]
+    _, lse, _ = native.run_forward(replace(call, v_head_dim=1), scene.plan, inputs._replace(v=column), 0, need_lse=True)
+    assert lse is not None  # it is requested
+    return lse
+
+
+def sum_weights_natively(scene: Scene, request: Request, rows: Rows) -> tuple[Sums, Tensor | None] | None:
+    """Return the sums of the weights, and the mass of each row on the segments [B, H, Q, S], if requested.
+
+    Returns None if an input is not finite.
+    """
+    inputs, call = _in_full_precision(scene)
+    received = segments = masses = None
+    finite = True
+    if request.segments:
+        of_keys = _memberships(scene.key_segments, request.segments, rows.mass.dtype)
+        columns = of_keys[:, None].expand(call.batch, call.kv_heads, -1, -1)
+        masses, finite = _attend(scene, call, inputs, columns)
+        of_rows = _memberships(scene.row_segments, request.segments, rows.mass.dtype)[:, None]
+        segments = of_rows.mT @ torch.where(rows.counted[..., None], masses, 0.0)
+    if request.received and finite:
+        ones = _of_own_member(rows.counted.to(rows.mass.dtype), call.group)
+        values = ones.new_zeros(call.batch, call.kv_heads, call.keys, call.group)
+        out = torch.zeros_like(ones)
+        (_, _, dv, _, _), finite = _differentiate(scene, call, inputs._replace(v=values), rows, (out, ones))
+        received = dv.mT.flatten(1, 2)  # [B, H, K]
+    return (Sums(None, received, segments), masses) if finite else None
+
+
+def native_gradients(
+    scene: Scene, grads: Sums, rows: Rows, masses: Tensor | None, needed: tuple[bool, bool]
+) -> tuple[Tensor | None, ...] | None:
+    """Return the gradients of q, k, and of bias and sinks if needed; None if an input is not finite.
+
+    Args:
+        scene: the call, with all of its rows.
+        grads: the gradients of the sums and entropies.
+        rows: the results of each row.
+        masses: the mass of each row on the segments, if they are requested.
+        needed: whether those of bias and sinks are needed.
+    """
+    inputs, call = _in_full_precision(scene)
+    values: list[Tensor] = []
+    outs: list[Tensor] = []
+    grads_of_outs: list[Tensor] = []
+    if grads.entropy is not None:
+        _add_entropy(call, inputs, grads.entropy, rows, (values, outs, grads_of_outs))
+    if grads.segments is not None and masses is not None:
+        size, dtype = masses.shape[-1], masses.dtype
+        of_rows = _memberships(scene.row_segments, size, dtype)[:, None] @ grads.segments
+        of_keys = _memberships(scene.key_segments, size, dtype)[:, None]
+        values.append(of_keys.expand(call.batch, call.kv_heads, -1, -1))
+        outs.append(torch.where(rows.counted[..., None], masses, 0.0))
+        grads_of_outs.append(of_rows.masked_fill(~rows.counted[..., None], 0.0))
+    if grads.received is not None:
+        of_keys = grads.received.unflatten(1, (call.kv_heads, call.group)).mT  # [B, Hkv, K, group]
+        out, finite = _attend(scene, call, inputs, of_keys)
+        if not finite:
+            return None
+        values.append(of_keys)
+        outs.append(torch.where(rows.counted[..., None], out, 0.0))
+        grads_of_outs.append(_of_own_member(rows.counted.to(out.dtype), call.group))
+    joined = [torch.cat(parts, -1) for parts in (values, outs, grads_of_outs)]
+    (dq, dk, _, dbias, dsinks), finite = _differentiate(
+        scene, call, inputs._replace(v=joined[0]), rows, (joined[1], joined[2]), needed
+    )
+    return (dq, dk, dbias, dsinks) if finite else None
+
+
+def _add_entropy(
+    call: Call, inputs: Inputs, grad: Tensor, rows: Rows, columns: tuple[list[Tensor], list[Tensor], list[Tensor]]
+) -> None:
+    """Add the columns of the entropy to values, outputs and their gradients."""
+    values, outs, grads_of_outs = columns
+    grad = torch.where(rows.counted, grad, 0.0)[..., None]
+    zeros = torch.zeros_like(grad)
+    has_sinks = inputs.sinks is not None
+    lse, entropy, mass = (torch.where(rows.counted, x, 0.0)[..., None] for x in (rows.lse, rows.entropy, rows.mass))
+    # without sinks a constant has no effect on ds: it is left out, and with it lse, a large number
+    delta = grad * (entropy - mass if has_sinks else entropy - lse)
+    key_columns = inputs.k.new_zeros(*inputs.k.shape[:-1], 2)
+    key_columns[..., 0] = 1.0
+    if not has_sinks:
+        key_columns = key_columns[..., 1:]
+    values.append(torch.cat([inputs.k, key_columns], -1))
+    outs.append(torch.cat([torch.zeros_like(inputs.q), *([zeros] if has_sinks else []), delta], -1))
+    constant = [grad * (lse - 1)] if has_sinks else []
+    # a row that does not count may hold NaN
+    multiple = torch.where(rows.counted[..., None], -call.scale * grad * inputs.q, 0.0)
+    grads_of_outs.append(torch.cat([multiple, *constant, torch.ones_like(grad)], -1))
+
+
+def _in_full_precision(scene: Scene) -> tuple[Inputs, Call]:
+    """Return q, k, bias and sinks as float32, or float64, and the call with this dtype."""
+    dtype = accumulate_dtype(scene.call.dtype)
+    q, k, v, bias, sinks = scene.inputs
+    call = replace(scene.call, dtype=dtype, dropout=0.0, lse=True)
+    return Inputs(q.to(dtype), k.to(dtype), v, bias, sinks), call
+
+
+def _memberships(ids: Tensor | None, size: int, dtype: torch.dtype) -> Tensor:
+    """Return 1 where an entry belongs to a segment, else 0: [B or 1, n] -> [B or 1, n, S]."""
+    assert ids is not None  # segments are requested
+    return (ids[..., None] == torch.arange(size, device=ids.device)).to(dtype)
+
+
+def _of_own_member(x: Tensor, group: int) -> Tensor:
+    """Return rows [B, H, Q] in the column of their head among those of its key/value head, else 0: [B, H, Q, group]."""
+    if group == 1:
+        return x[..., None]
+    members = torch.eye(group, dtype=x.dtype, device=x.device)  # of each query head its column
+    return x[..., None] * members.repeat(x.shape[1] // group, 1)[:, None]
+
+
+def _attend(scene: Scene, call: Call, inputs: Inputs, values: Tensor) -> tuple[Tensor, bool]:
+    """Return the output for other values, [B, H, Q, columns], and whether all of it is finite."""
+    call = replace(call, v_head_dim=values.shape[-1])
+    out, _, finite = native.run_forward(call, scene.plan, inputs._replace(v=values), 0, need_lse=False)
+    return out, finite
+
+
+def _differentiate(
+    scene: Scene, call: Call, inputs: Inputs, rows: Rows, results: tuple[Tensor, Tensor],
+    needed: tuple[bool, bool] = (False, False),
+) -> tuple[tuple[Tensor | None, ...], bool]:  # fmt: skip
+    """Return the gradients of q, k, v, bias and sinks, and whether all are finite; ``results``: out and its gradient."""
+    call = replace(call, v_head_dim=inputs.v.shape[-1])
+    forward = ForwardPass(call, scene.plan, 0)
+    return native.compute_gradients(forward, inputs, (results[0], rows.lse), (results[1], None), needed)
