@@ -116,7 +116,8 @@ void bind_attention(nb::module_& m) {
           [](const Forward& f, std::uintptr_t out, Axes out_stride, std::uintptr_t lse, std::uintptr_t grad_out,
              Axes grad_out_stride, std::uintptr_t grad_lse, std::uintptr_t dq, Axes dq_stride, std::uintptr_t dk,
              Axes dk_stride, std::uintptr_t dv, Axes dv_stride, std::uintptr_t dbias, Axes dbias_stride,
-             bool double_dbias, std::uintptr_t dsinks, int threads) {
+             bool double_dbias, std::uintptr_t dsinks, std::uintptr_t grad_entropy, std::uintptr_t entropy_delta,
+             int threads) {
               Backward g;
               g.forward = f;
               g.forward.lse = reinterpret_cast<void*>(lse);
@@ -124,6 +125,8 @@ void bind_attention(nb::module_& m) {
               g.out = make_tensor(out, out_stride, dtype);
               g.grad_out = make_tensor(grad_out, grad_out_stride, dtype);
               g.grad_lse = reinterpret_cast<const void*>(grad_lse);
+              g.grad_entropy = reinterpret_cast<const void*>(grad_entropy);
+              g.entropy_delta = reinterpret_cast<const void*>(entropy_delta);
               const std::int64_t rows = f.batch * f.heads * f.queries;
               check_memory(f);
               check_memory("lse", g.forward.lse, rows);

@@ -142,7 +142,7 @@ class _Statistics(Function[tuple[Tensor | None, Tensor | None, Tensor | None]]):
         q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         scene, call, request = task.scene, task.scene.call, task.request
-        native = native_gradients.native_scene(scene, entropy=False)
+        native = native_gradients.native_scene(scene)
         with full_precision(call), exact_products(call.device):
             entropy, mass = (x.masked_fill(~task.counted, 0.0) for x in (entropy, mass))
             if native is not None:  # which reads it in all rows
@@ -188,7 +188,7 @@ def _gradients(
     """Return the gradients of q, k, bias and sinks: natively if possible."""
     scene, call = task.scene, task.scene.call
     with full_precision(call), exact_products(call.device):
-        native = native_gradients.native_scene(scene, entropy=grads.entropy is not None)
+        native = native_gradients.native_scene(scene)
         if native is not None and (grads.segments is None or masses is not None):
             gradients = native_gradients.native_gradients(native, grads, rows, masses, needed)
             if gradients is not None:

@@ -1,15 +1,13 @@
 """Sums of the weights by key and by segment, and their gradients, by the native kernels of attention.
 
-All of them are attention with other values in place of v, so its forward and backward pass compute them:
+They are attention with other values in place of v, so its forward and backward pass compute them:
 
 - the mass of each row on the segments is the output for values that are 1 in the column of the key's segment
 - the weight on each key is the gradient of the values, if that of each counted row is 1
-- a gradient g = dloss/dp is the product of gradients of outputs with values: g_ij = dout_i · v_j. For the entropy,
-  g_ij = -(s_ij - lse_i + 1) · that of entropy_i, and s_ij = scale q_i · k_j: the values are k, and dout_i is a multiple
-  of q_i. This requires that the logits have no softcap and no bias.
+- a gradient with respect to these sums is a product of gradients of outputs with values: dloss/dp_ij = dout_i · v_j
 
-The kernels compute ds_ij = p_ij (g_ij - δ_i), where δ_i = out_i · dout_i. The entropy has δ_i from the observer, in a
-column of its own in which the values are 0.
+The kernels compute ds_ij = p_ij (dout_i · v_j - δ_i), where δ_i = out_i · dout_i. The gradient of the entropy is not such
+a product. The backward pass takes it for each row, and adds -(ln p_ij + 1) times it.
 """
 
 from __future__ import annotations
@@ -43,15 +41,10 @@ class Rows:
     mass: Tensor
 
 
-def native_scene(scene: Scene, *, entropy: bool) -> Scene | None:
-    """Return the rows of a scene as a call of their own, which the native kernels support; else None.
-
-    Args:
-        scene: the observation.
-        entropy: whether gradients of entropies are computed.
-    """
+def native_scene(scene: Scene) -> Scene | None:
+    """Return the rows of a scene as a call of their own, if the native kernels support it; else None."""
     call, plan = scene.call, scene.plan
-    if refuses_call(call) or not scene.rows or (entropy and (call.softcap is not None or call.bias is not None)):
+    if refuses_call(call) or not scene.rows:
         return None
     if scene.whole:
         return scene
@@ -93,8 +86,10 @@ def sum_weights_natively(scene: Scene, request: Request, rows: Rows) -> tuple[Su
         ones = _of_own_member(rows.counted.to(rows.mass.dtype), call.group)
         values = ones.new_zeros(call.batch, call.kv_heads, call.keys, call.group)
         out = torch.zeros_like(ones)
-        (_, _, dv, _, _), finite = _differentiate(scene, call, inputs._replace(v=values), rows, (out, ones))
-        received = dv.mT.flatten(1, 2)  # [B, H, K]
+        gradients, finite = _differentiate(scene, call, inputs._replace(v=values), rows, (out, ones))
+        of_values = gradients[2]
+        assert of_values is not None
+        received = of_values.mT.flatten(1, 2)  # [B, H, K]
     return (Sums(None, received, segments), masses) if finite else None
 
 
@@ -114,15 +109,17 @@ def native_gradients(
     values: list[Tensor] = []
     outs: list[Tensor] = []
     grads_of_outs: list[Tensor] = []
+    entropy = None
     if grads.entropy is not None:
-        _add_entropy(call, inputs, grads.entropy, rows, (values, outs, grads_of_outs))
+        grad = torch.where(rows.counted, grads.entropy, 0.0).contiguous()
+        entropy = (grad, (grad * (rows.entropy - rows.mass)).contiguous())
     if grads.segments is not None and masses is not None:
         size, dtype = masses.shape[-1], masses.dtype
         of_rows = _memberships(scene.row_segments, size, dtype)[:, None] @ grads.segments
         of_keys = _memberships(scene.key_segments, size, dtype)[:, None]
         values.append(of_keys.expand(call.batch, call.kv_heads, -1, -1))
         outs.append(torch.where(rows.counted[..., None], masses, 0.0))
-        grads_of_outs.append(of_rows.masked_fill(~rows.counted[..., None], 0.0))
+        grads_of_outs.append(torch.where(rows.counted[..., None], of_rows, 0.0))
     if grads.received is not None:
         of_keys = grads.received.unflatten(1, (call.kv_heads, call.group)).mT  # [B, Hkv, K, group]
         out, finite = _attend(scene, call, inputs, of_keys)
@@ -131,34 +128,15 @@ def native_gradients(
         values.append(of_keys)
         outs.append(torch.where(rows.counted[..., None], out, 0.0))
         grads_of_outs.append(_of_own_member(rows.counted.to(out.dtype), call.group))
-    joined = [torch.cat(parts, -1) for parts in (values, outs, grads_of_outs)]
-    (dq, dk, _, dbias, dsinks), finite = _differentiate(
-        scene, call, inputs._replace(v=joined[0]), rows, (joined[1], joined[2]), needed
+    if not values:
+        values.append(inputs.k.new_zeros(1).expand(*inputs.k.shape[:-1], 1))
+        zeros = inputs.q.new_zeros(1).expand(*inputs.q.shape[:-1], 1)
+        outs, grads_of_outs = [zeros], [zeros]
+    columns = [parts[0] if len(parts) == 1 else torch.cat(parts, -1) for parts in (values, outs, grads_of_outs)]
+    gradients, finite = _differentiate(
+        scene, call, inputs._replace(v=columns[0]), rows, (columns[1], columns[2]), needed, entropy
     )
-    return (dq, dk, dbias, dsinks) if finite else None
-
-
-def _add_entropy(
-    call: Call, inputs: Inputs, grad: Tensor, rows: Rows, columns: tuple[list[Tensor], list[Tensor], list[Tensor]]
-) -> None:
-    """Add the columns of the entropy to values, outputs and their gradients."""
-    values, outs, grads_of_outs = columns
-    grad = torch.where(rows.counted, grad, 0.0)[..., None]
-    zeros = torch.zeros_like(grad)
-    has_sinks = inputs.sinks is not None
-    lse, entropy, mass = (torch.where(rows.counted, x, 0.0)[..., None] for x in (rows.lse, rows.entropy, rows.mass))
-    # without sinks a constant has no effect on ds: it is left out, and with it lse, a large number
-    delta = grad * (entropy - mass if has_sinks else entropy - lse)
-    key_columns = inputs.k.new_zeros(*inputs.k.shape[:-1], 2)
-    key_columns[..., 0] = 1.0
-    if not has_sinks:
-        key_columns = key_columns[..., 1:]
-    values.append(torch.cat([inputs.k, key_columns], -1))
-    outs.append(torch.cat([torch.zeros_like(inputs.q), *([zeros] if has_sinks else []), delta], -1))
-    constant = [grad * (lse - 1)] if has_sinks else []
-    # a row that does not count may hold NaN
-    multiple = torch.where(rows.counted[..., None], -call.scale * grad * inputs.q, 0.0)
-    grads_of_outs.append(torch.cat([multiple, *constant, torch.ones_like(grad)], -1))
+    return (*gradients[:2], *gradients[3:]) if finite else None
 
 
 def _in_full_precision(scene: Scene) -> tuple[Inputs, Call]:
@@ -192,9 +170,16 @@ def _attend(scene: Scene, call: Call, inputs: Inputs, values: Tensor) -> tuple[T
 
 def _differentiate(
     scene: Scene, call: Call, inputs: Inputs, rows: Rows, results: tuple[Tensor, Tensor],
-    needed: tuple[bool, bool] = (False, False),
+    needed: tuple[bool, bool] = (False, False), entropy: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[tuple[Tensor | None, ...], bool]:  # fmt: skip
-    """Return the gradients of q, k, v, bias and sinks, and whether all are finite; ``results``: out and its gradient."""
+    """Return the gradients of q, k, v, bias and sinks, and whether all are finite.
+
+    Args:
+        scene, call, inputs, rows: the call, and the results of its rows.
+        results: out and its gradient.
+        needed: whether those of bias and sinks are needed.
+        entropy: as ``native.compute_gradients`` takes it.
+    """
     call = replace(call, v_head_dim=inputs.v.shape[-1])
     forward = ForwardPass(call, scene.plan, 0)
-    return native.compute_gradients(forward, inputs, (results[0], rows.lse), (results[1], None), needed)
+    return native.compute_gradients(forward, inputs, (results[0], rows.lse), (results[1], None), needed, entropy)

@@ -221,9 +221,20 @@ def gradients(
 
 
 def compute_gradients(
-    forward: ForwardPass, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...]
+    forward: ForwardPass,
+    inputs: Inputs,
+    results: tuple[Tensor, Tensor],
+    grads: Pair,
+    needed: tuple[bool, ...],
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[tuple[Tensor | None, ...], bool]:
-    """Return the gradients, and whether all of dq, dk and dv is finite."""
+    """Return the gradients, and whether all of dq, dk and dv is finite.
+
+    Args:
+        forward, inputs, results, grads, needed: as for ``gradients``.
+        entropy: the gradient of the entropy of each row, and its product with entropy - mass, contiguous [B, H, Q] as
+            lse; or None. It excludes dropout.
+    """
     call = forward.call
     out, lse = (
         unit_stride(results[0]),
@@ -246,7 +257,8 @@ def compute_gradients(
         kernel_call.call, out.data_ptr(), out.stride(), lse.data_ptr(),
         grad_out.data_ptr(), grad_out.stride(), address(grad_lse), dq.data_ptr(), dq.stride(),
         dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), address(dbias), _strides(dbias),
-        dbias is not None and dbias.dtype == torch.float64, address(sink_gradients), torch.get_num_threads(),
+        dbias is not None and dbias.dtype == torch.float64, address(sink_gradients),
+        *((0, 0) if entropy is None else (x.data_ptr() for x in entropy)), torch.get_num_threads(),
     )  # fmt: skip
     dsinks = None
     if inputs.sinks is not None and sink_gradients is not None:
