@@ -13,9 +13,10 @@ from headscope.stats._dense import (
 )
 from headscope.stats._differentiable import DIFFERENTIABLE, DifferentiableStats, check_differentiable
 from headscope.stats._head_means import HeadMeans, broken_rows, head_means
-from headscope.stats._head_stats import HeadStats, merge
+from headscope.stats._head_stats import HeadStats
 from headscope.stats._head_weights import HeadWeights
 from headscope.stats._layer import Edge, Edges, HeadMap, Kept
+from headscope.stats._merge import merge
 from headscope.stats._nulls import Null
 from headscope.stats._options import Observe
 from headscope.stats._quantities import ROW_QUANTITIES, Quantity, histogram_edges, quantity_names, quantity_of

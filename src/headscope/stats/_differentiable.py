@@ -72,6 +72,20 @@ def _present(name: str, values: Tensor | None) -> Tensor:
     return values
 
 
+def requested(stats: DifferentiableStats | None) -> DifferentiableStats:
+    """Return statistics that a call requested.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if stats is None:
+        raise ValueError(
+            'differentiable: was not requested; attend with observe=... and differentiable=("entropy", "received", '
+            '"segments"), and use the result of that call itself'
+        )
+    return stats
+
+
 def check_differentiable(names: object, what: Observe | None) -> tuple[str, ...]:
     """Return the names of the statistics that get a gradient, in the order of ``DIFFERENTIABLE``.
 
