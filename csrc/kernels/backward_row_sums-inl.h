@@ -86,8 +86,8 @@ struct BackwardRowSums : LogitsBlock<T, QV, Op> {
             log2_sum[v] = (lse == infinity) | (lse == -infinity) ? V<T>{} : lse * T(LOG2E);
         }
     }
-    // Adds the gradient of the entropy to dP: -(ln P + 1) times that of the row. The logits are relative to `subtrahend`
-    // if that is not null. The rounding of lse cancels in dP - δ where δ = Σ P dP.
+    // Adds the gradient of the entropy to dP: -(ln P + 1) times that of the row. The logits are relative to
+    // `subtrahend` if that is not null. The rounding of lse cancels in dP - δ where δ = Σ P dP.
     NOINLINE void add_entropy_gradient(int keys, const V<T>* subtrahend) {
         V<T> shift[QV], factor[QV];
         UNROLL_FOR(v, QV) {

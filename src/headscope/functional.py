@@ -227,9 +227,7 @@ def observe(
             "lse: expected None together with differentiable=, because gradients flow through each row's own lse; got "
             f"{shapes(lse=lse)}"
         )
-    return observe_call(
-        q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, what, positions, differentiable=names
-    )
+    return observe_call(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, what, positions, differentiable=names)
 
 
 def _check_rows_at(rows_at: object) -> tuple[int, int] | None:

@@ -126,8 +126,8 @@ inline Results sizes(const Problem& p, const Results& exact) {
                     const double t = p.softcap > 0 ? std::tanh(x / p.softcap) : 0,
                                  bias = p.bias.present ? p.bias(b, h, i, j) : 0;
                     top = std::max(top, size + std::fabs(bias));
-                    const double log_weight = (p.softcap > 0 ? p.softcap * t : x) + bias - lse, w = std::exp(log_weight),
-                                 met = p.dropout > 0 ? w * p.dropout_factors(b, h, i, j) : w;
+                    const double log_weight = (p.softcap > 0 ? p.softcap * t : x) + bias - lse,
+                                 w = std::exp(log_weight), met = p.dropout > 0 ? w * p.dropout_factors(b, h, i, j) : w;
                     double dot = 0;
                     for (std::int64_t c = 0; c < p.Dv; c++) {
                         dot += std::fabs(p.grad_out(b, h, i, c) * p.v(b, g, j, c));

@@ -15,10 +15,12 @@ from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
-from headscope._attend.interface import Inputs, full_precision, once
+from headscope._attend.call import Call
+from headscope._attend.interface import Inputs, accumulate_dtype, full_precision, once
 from headscope._attend.prepare import canonical_inputs
 from headscope._observe import inputs as observe_inputs
 from headscope._observe import measure, native_gradients, steps, weight_gradients
+from headscope._observe.aggregate import LayerStats
 from headscope._observe.measure import SELF, Positions
 from headscope._observe.native_gradients import Rows
 from headscope._observe.scene import Scene, build_scene
@@ -30,7 +32,7 @@ from headscope.stats import DifferentiableStats, HeadStats, Kept, Observe
 
 FIRST_ONLY = (
     "differentiable: these statistics do not support second derivatives; expected one backward pass, without "
-    "create_graph=True. Weights from attend(..., backend=\"reference\") support them: p = exp(s - lse), with memory "
+    'create_graph=True. Weights from attend(..., backend="reference") support them: p = exp(s - lse), with memory '
     "quadratic in the length"
 )
 NO_TRANSFORMS = (
@@ -61,7 +63,8 @@ def measure_with_gradients(
         scene = build_scene(request)
     size = len(what.segments.names) if "segments" in names and what.segments is not None else 0
     values = kept.values
-    task = _Task(scene, Request("received" in names, size), "entropy" in names, kept.counted)
+    sums = Request("received" in names, size)
+    task = _Task(scene, sums, "entropy" in names, kept.counted, _known_sums(call, stats.parts["0"], sums))
     row_values = (values["entropy"], values["lse"], values["mass"])
     entropy, received, segments = _Statistics.apply(task, *row_values, inputs.q, inputs.k, inputs.bias, inputs.sinks)
     counted, segment_rows = _to_queries(scene, kept.counted), None
@@ -103,6 +106,21 @@ def _observe_rows(request: observe_inputs.Request) -> tuple[HeadStats, Kept]:
     return replace(stats, parts=parts), kept
 
 
+def _known_sums(call: Call, layer: LayerStats, request: Request) -> Sums | None:
+    """Return the sums from the statistics, which sum over the batch; None if it has several entries."""
+    if not request.received and not request.segments:
+        return Sums(None, None, None)
+    if call.batch != 1 or (request.received and layer.received is None):
+        return None
+    dtype = accumulate_dtype(call.dtype)
+    received = segments = None
+    if request.received and layer.received is not None:  # by absolute position: the last are the keys of the call
+        received = layer.received[None, :, layer.received.shape[-1] - call.keys :].to(dtype)
+    if request.segments and layer.segments is not None:
+        segments = layer.segments.sum[None].to(dtype)
+    return Sums(None, received, segments)
+
+
 @dataclass(frozen=True, eq=False)
 class _Task:
     """What is computed.
@@ -112,18 +130,20 @@ class _Task:
         request: the sums.
         entropy: whether the entropy is requested.
         counted: which rows count, boolean [B, H, R].
+        known: the sums, if the observation has them.
     """
 
     scene: Scene
     request: Request
     entropy: bool
     counted: Tensor
+    known: Sums | None
 
     def without_inputs(self) -> _Task:
         """Return the same without q, k, bias and sinks, which autograd saves."""
         nothing = self.scene.q.new_empty(0)
         inputs = Inputs(nothing, nothing, nothing, None, None)
-        return replace(self, scene=replace(self.scene, inputs=inputs, q=nothing, lse=None))
+        return replace(self, scene=replace(self.scene, inputs=inputs, q=nothing, lse=None), known=None)
 
     def with_inputs(self, inputs: Inputs) -> _Task:
         """Return the same with inputs."""
@@ -140,7 +160,7 @@ class _Statistics(Function[tuple[Tensor | None, Tensor | None, Tensor | None]]):
     def forward(
         ctx: Any, task: _Task, entropy: Tensor, lse: Tensor, mass: Tensor,
         q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         scene, call, request = task.scene, task.scene.call, task.request
         native = native_gradients.native_scene(scene)
         with full_precision(call), exact_products(call.device):
@@ -148,14 +168,14 @@ class _Statistics(Function[tuple[Tensor | None, Tensor | None, Tensor | None]]):
             if native is not None:  # which reads it in all rows
                 lse = _lse_of_rows(scene, native, lse, task.counted)
             rows = Rows(task.counted, lse, entropy, mass)
-            summed = masses = None
-            if native is not None and (request.received or request.segments):
-                summed, masses = native_gradients.sum_weights_natively(native, request, rows) or (None, None)
+            summed = task.known
+            if summed is None and native is not None:
+                summed = native_gradients.sum_weights_natively(native, request, rows)
             if summed is None:
                 summed = weight_gradients.sum_weights(scene, request)
         ctx.task = task.without_inputs()
         masks = () if scene.plan is None else scene.plan.read_again()
-        ctx.save_for_backward(q, k, bias, sinks, lse, entropy, mass, masses, *masks)
+        ctx.save_for_backward(q, k, bias, sinks, lse, entropy, mass, *masks)
         ctx.set_materialize_grads(False)
         return (_to_queries(scene, entropy) if task.entropy else None), summed.received, summed.segments
 
@@ -167,14 +187,14 @@ class _Statistics(Function[tuple[Tensor | None, Tensor | None, Tensor | None]]):
         if any(x is not None and is_legacy_batchedtensor(x) for x in grads):
             raise RuntimeError(NO_TRANSFORMS)
         saved = ctx.saved_tensors  # read once: checkpointing recomputes them in each access
-        q, k, bias, sinks, lse, entropy, mass, masses = saved[:8]
+        q, k, bias, sinks, lse, entropy, mass = saved[:7]
         needed = (bias is not None and ctx.needs_input_grad[6], sinks is not None and ctx.needs_input_grad[7])
         with torch.no_grad():
             task = ctx.task.with_inputs(Inputs(q, k, k[..., :1], bias, sinks))
             if of_entropy is not None:
                 of_entropy = _of_rows(task.scene, of_entropy)
             rows = Rows(task.counted, lse, entropy, mass)
-            gradients = _gradients(task, Sums(of_entropy, of_received, of_segments), rows, masses, needed)
+            gradients = _gradients(task, Sums(of_entropy, of_received, of_segments), rows, needed)
             gradients = tuple(
                 None if x is None or of is None else x.to(of.dtype)
                 for x, of in zip(gradients, (q, k, bias, sinks), strict=True)
@@ -182,17 +202,16 @@ class _Statistics(Function[tuple[Tensor | None, Tensor | None, Tensor | None]]):
         return None, None, None, None, *once(gradients, *grads, *saved, message=FIRST_ONLY)
 
 
-def _gradients(
-    task: _Task, grads: Sums, rows: Rows, masses: Tensor | None, needed: tuple[bool, bool]
-) -> tuple[Tensor | None, ...]:
+def _gradients(task: _Task, grads: Sums, rows: Rows, needed: tuple[bool, bool]) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, bias and sinks: natively if possible."""
     scene, call = task.scene, task.scene.call
     with full_precision(call), exact_products(call.device):
         native = native_gradients.native_scene(scene)
-        if native is not None and (grads.segments is None or masses is not None):
-            gradients = native_gradients.native_gradients(native, grads, rows, masses, needed)
+        if native is not None:
+            gradients = native_gradients.native_gradients(native, grads, rows, needed)
             if gradients is not None:
-                return _to_queries(scene, gradients[0]), *gradients[1:]
+                dq, *others = gradients
+                return None if dq is None else _to_queries(scene, dq), *others
         return weight_gradients.gradients_of_weights(scene, grads, needed)
 
 

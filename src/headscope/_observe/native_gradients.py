@@ -6,8 +6,8 @@ They are attention with other values in place of v, so its forward and backward 
 - the weight on each key is the gradient of the values, if that of each counted row is 1
 - a gradient with respect to these sums is a product of gradients of outputs with values: dloss/dp_ij = dout_i · v_j
 
-The kernels compute ds_ij = p_ij (dout_i · v_j - δ_i), where δ_i = out_i · dout_i. The gradient of the entropy is not such
-a product. The backward pass takes it for each row, and adds -(ln p_ij + 1) times it.
+The kernels compute ds_ij = p_ij (dout_i · v_j - δ_i), where δ_i = out_i · dout_i. The gradient of the entropy is not
+such a product: the backward pass takes it for each row, and adds -(ln p_ij + 1) times it to dout_i · v_j.
 """
 
 from __future__ import annotations
@@ -68,18 +68,15 @@ def lse_of_rows(scene: Scene) -> Tensor:
     return lse
 
 
-def sum_weights_natively(scene: Scene, request: Request, rows: Rows) -> tuple[Sums, Tensor | None] | None:
-    """Return the sums of the weights, and the mass of each row on the segments [B, H, Q, S], if requested.
-
-    Returns None if an input is not finite.
-    """
+def sum_weights_natively(scene: Scene, request: Request, rows: Rows) -> Sums | None:
+    """Return the sums of the weights; None if an input is not finite."""
     inputs, call = _in_full_precision(scene)
-    received = segments = masses = None
+    received = segments = None
     finite = True
     if request.segments:
         of_keys = _memberships(scene.key_segments, request.segments, rows.mass.dtype)
         columns = of_keys[:, None].expand(call.batch, call.kv_heads, -1, -1)
-        masses, finite = _attend(scene, call, inputs, columns)
+        masses, finite = _attend(scene, call, inputs, columns)  # [B, H, Q, S]
         of_rows = _memberships(scene.row_segments, request.segments, rows.mass.dtype)[:, None]
         segments = of_rows.mT @ torch.where(rows.counted[..., None], masses, 0.0)
     if request.received and finite:
@@ -90,11 +87,11 @@ def sum_weights_natively(scene: Scene, request: Request, rows: Rows) -> tuple[Su
         of_values = gradients[2]
         assert of_values is not None
         received = of_values.mT.flatten(1, 2)  # [B, H, K]
-    return (Sums(None, received, segments), masses) if finite else None
+    return Sums(None, received, segments) if finite else None
 
 
 def native_gradients(
-    scene: Scene, grads: Sums, rows: Rows, masses: Tensor | None, needed: tuple[bool, bool]
+    scene: Scene, grads: Sums, rows: Rows, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, ...] | None:
     """Return the gradients of q, k, and of bias and sinks if needed; None if an input is not finite.
 
@@ -102,40 +99,34 @@ def native_gradients(
         scene: the call, with all of its rows.
         grads: the gradients of the sums and entropies.
         rows: the results of each row.
-        masses: the mass of each row on the segments, if they are requested.
         needed: whether those of bias and sinks are needed.
     """
     inputs, call = _in_full_precision(scene)
     values: list[Tensor] = []
-    outs: list[Tensor] = []
     grads_of_outs: list[Tensor] = []
     entropy = None
     if grads.entropy is not None:
         grad = torch.where(rows.counted, grads.entropy, 0.0).contiguous()
         entropy = (grad, (grad * (rows.entropy - rows.mass)).contiguous())
-    if grads.segments is not None and masses is not None:
-        size, dtype = masses.shape[-1], masses.dtype
+    if grads.segments is not None:
+        size, dtype = grads.segments.shape[-1], grads.segments.dtype
         of_rows = _memberships(scene.row_segments, size, dtype)[:, None] @ grads.segments
         of_keys = _memberships(scene.key_segments, size, dtype)[:, None]
         values.append(of_keys.expand(call.batch, call.kv_heads, -1, -1))
-        outs.append(torch.where(rows.counted[..., None], masses, 0.0))
         grads_of_outs.append(torch.where(rows.counted[..., None], of_rows, 0.0))
     if grads.received is not None:
-        of_keys = grads.received.unflatten(1, (call.kv_heads, call.group)).mT  # [B, Hkv, K, group]
+        values.append(grads.received.unflatten(1, (call.kv_heads, call.group)).mT)  # [B, Hkv, K, group]
+        grads_of_outs.append(_of_own_member(rows.counted.to(grads.received.dtype), call.group))
+    if values:
+        of_keys, grad_out = (x[0] if len(x) == 1 else torch.cat(x, -1) for x in (values, grads_of_outs))
         out, finite = _attend(scene, call, inputs, of_keys)
         if not finite:
             return None
-        values.append(of_keys)
-        outs.append(torch.where(rows.counted[..., None], out, 0.0))
-        grads_of_outs.append(_of_own_member(rows.counted.to(out.dtype), call.group))
-    if not values:
-        values.append(inputs.k.new_zeros(1).expand(*inputs.k.shape[:-1], 1))
-        zeros = inputs.q.new_zeros(1).expand(*inputs.q.shape[:-1], 1)
-        outs, grads_of_outs = [zeros], [zeros]
-    columns = [parts[0] if len(parts) == 1 else torch.cat(parts, -1) for parts in (values, outs, grads_of_outs)]
-    gradients, finite = _differentiate(
-        scene, call, inputs._replace(v=columns[0]), rows, (columns[1], columns[2]), needed, entropy
-    )
+    else:
+        of_keys, out = (x.new_zeros(1).expand(*x.shape[:-1], 1) for x in (inputs.k, inputs.q))
+        grad_out = out
+    inputs = inputs._replace(v=of_keys)
+    gradients, finite = _differentiate(scene, call, inputs, rows, (out, grad_out), needed, entropy)
     return (*gradients[:2], *gradients[3:]) if finite else None
 
 

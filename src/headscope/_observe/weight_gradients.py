@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headscope._attend.call import Call
-from headscope._attend.interface import Inputs, accumulate_dtype
+from headscope._attend.interface import accumulate_dtype
 from headscope._observe.block_weights import Block, Tile, blocks, cut, query_index, rows_of, weights
 from headscope._observe.scene import Scene
 from headscope._support.logits import scaled_products

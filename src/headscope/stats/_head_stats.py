@@ -42,7 +42,7 @@ class HeadStats:
     Args:
         parts: layer name -> its statistics, in the order of the model.
         origin: the model, its configuration and the part of its heads; None if no recording states them.
-        graph: ``differentiable``, if it was requested. Files, copies, merged statistics and single layers do not have it.
+        graph: ``differentiable``, if it was requested; files, copies, merged statistics and single layers lack it.
 
     Examples:
         >>> import torch
