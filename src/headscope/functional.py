@@ -12,12 +12,12 @@ from headscope._attend.attention import run_attention
 from headscope._attend.backends import reference
 from headscope._attend.interface import full_precision
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
-from headscope._observe import Positions, attend_and_observe, observe_call
+from headscope._observe import Positions, attend_and_observe, check_differentiable, observe_call
 from headscope._support.arguments import check_type, shapes, whole
 from headscope._support.arguments import kind as _kind
 from headscope._support.precision import exact_products
 from headscope.masks import Mask
-from headscope.stats import HeadStats, Observe, check_differentiable
+from headscope.stats import HeadStats, Observe
 
 __all__ = ["Attended", "attend", "attention", "observe"]
 

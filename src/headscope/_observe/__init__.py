@@ -11,8 +11,9 @@
 3. **The aggregation**, ``aggregate.py``: means, histograms, sums over the batch, in float64.
 """
 
+from headscope._observe.differentiable import check_differentiable
 from headscope._observe.entry import observe_call
 from headscope._observe.inputs import Continued
 from headscope._observe.measure import Positions, attend_and_observe
 
-__all__ = ["Continued", "Positions", "attend_and_observe", "observe_call"]
+__all__ = ["Continued", "Positions", "attend_and_observe", "check_differentiable", "observe_call"]

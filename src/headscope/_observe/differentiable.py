@@ -6,6 +6,7 @@ batch entry. ``_Statistics`` ties them to q, k, bias and sinks: by the native ke
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,10 +26,11 @@ from headscope._observe.measure import SELF, Positions
 from headscope._observe.native_gradients import Rows
 from headscope._observe.scene import Scene, build_scene
 from headscope._observe.weight_gradients import Request, Sums
+from headscope._support.arguments import kind
 from headscope._support.autograd import Function
 from headscope._support.precision import exact_products
 from headscope.masks import Mask
-from headscope.stats import DifferentiableStats, HeadStats, Kept, Observe
+from headscope.stats import DIFFERENTIABLE, DifferentiableStats, HeadStats, Kept, Observe
 
 FIRST_ONLY = (
     "differentiable: these statistics do not support second derivatives; expected one backward pass, without "
@@ -39,6 +41,29 @@ NO_TRANSFORMS = (
     "differentiable: these statistics do not support torch.func, forward-mode or batched gradients (is_grads_batched); "
     "expected loss.backward() or torch.autograd.grad"
 )
+
+
+def check_differentiable(names: object, what: Observe | None) -> tuple[str, ...]:
+    """Return the names of the statistics that get a gradient, in the order of ``DIFFERENTIABLE``.
+
+    Raises:
+        TypeError: they are not a collection of names.
+        ValueError: a name is unknown, or ``what`` does not provide it.
+    """
+    expected = ", ".join(map(repr, DIFFERENTIABLE))
+    if isinstance(names, str) or not isinstance(names, Collection):
+        got = repr(names) if isinstance(names, str) else kind(names)
+        raise TypeError(f"differentiable: got {got}, expected a tuple of names from {expected}")
+    if unknown := [name for name in names if name not in DIFFERENTIABLE]:
+        raise ValueError(f"differentiable: got {unknown[0]!r}, expected names from {expected}")
+    if names and what is None:
+        raise ValueError("differentiable: observe= is missing; expected an Observe, such as observe=Observe()")
+    if "segments" in names and what is not None and what.segments is None:
+        raise ValueError(
+            "differentiable: segments are not observed; expected Observe(segments=Segments(...)) together with "
+            "'segments'"
+        )
+    return tuple(name for name in DIFFERENTIABLE if name in names)
 
 
 def measure_with_gradients(
@@ -57,7 +82,7 @@ def measure_with_gradients(
     _check_transforms(q, k, bias, sinks)
     request = measure.to_request(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, what, positions)
     inputs = canonical_inputs(request.prepared, q, k, k[..., :1] if v is None else v, bias, sinks)
-    stats, kept = _observe_rows(request)
+    stats, kept = _observe_rows(replace(request, lse=None))  # it changes nothing, and such calls are prepared once
     call = request.call
     with torch.no_grad(), full_precision(call), exact_products(call.device):
         scene = build_scene(request)

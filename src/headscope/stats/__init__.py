@@ -11,7 +11,7 @@ from headscope.stats._dense import (
     pattern_scores,
     row_statistics,
 )
-from headscope.stats._differentiable import DIFFERENTIABLE, DifferentiableStats, check_differentiable
+from headscope.stats._differentiable import DIFFERENTIABLE, DifferentiableStats
 from headscope.stats._head_means import HeadMeans, broken_rows, head_means
 from headscope.stats._head_stats import HeadStats
 from headscope.stats._head_weights import HeadWeights
@@ -51,7 +51,6 @@ __all__ = [
     "Summary",
     "best_matches",
     "broken_rows",
-    "check_differentiable",
     "head_means",
     "histogram_edges",
     "merge",

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from headscope._support.arguments import kind
-from headscope.stats._options import Observe
-
-__all__ = ["DIFFERENTIABLE", "DifferentiableStats", "check_differentiable"]
+__all__ = ["DIFFERENTIABLE", "DifferentiableStats"]
 
 DIFFERENTIABLE = ("entropy", "received", "segments")
 """The statistics that may have a gradient."""
@@ -31,8 +27,8 @@ class DifferentiableStats:
         >>> from headscope import Observe, attend, masks
         >>> q, k, v = torch.randn(3, 1, 2, 5, 8, requires_grad=True)
         >>> attended = attend(q, k, v, mask=masks.causal(), observe=Observe(), differentiable=("entropy",))
-        >>> seen = attended.stats.differentiable
-        >>> mean = seen.entropy.sum(-1) / seen.counted.sum(-1)  # of each batch entry and head
+        >>> statistics = attended.stats.differentiable
+        >>> mean = statistics.entropy.sum(-1) / statistics.counted.sum(-1)  # of each batch entry and head
         >>> (0.5 - mean).clamp_min(0).sum().backward()
     """
 
@@ -84,29 +80,6 @@ def requested(stats: DifferentiableStats | None) -> DifferentiableStats:
             '"segments"), and use the result of that call itself'
         )
     return stats
-
-
-def check_differentiable(names: object, what: Observe | None) -> tuple[str, ...]:
-    """Return the names of the statistics that get a gradient, in the order of ``DIFFERENTIABLE``.
-
-    Raises:
-        TypeError: they are not a collection of names.
-        ValueError: a name is unknown, or ``what`` does not provide it.
-    """
-    expected = ", ".join(map(repr, DIFFERENTIABLE))
-    if isinstance(names, str) or not isinstance(names, Collection):
-        got = repr(names) if isinstance(names, str) else kind(names)
-        raise TypeError(f"differentiable: got {got}, expected a tuple of names from {expected}")
-    if unknown := [name for name in names if name not in DIFFERENTIABLE]:
-        raise ValueError(f"differentiable: got {unknown[0]!r}, expected names from {expected}")
-    if names and what is None:
-        raise ValueError("differentiable: observe= is missing; expected an Observe, such as observe=Observe()")
-    if "segments" in names and what is not None and what.segments is None:
-        raise ValueError(
-            "differentiable: segments are not observed; expected Observe(segments=Segments(...)) together with "
-            "'segments'"
-        )
-    return tuple(name for name in DIFFERENTIABLE if name in names)
 
 
 DifferentiableStats.__module__ = "headscope.stats"  # its public path
