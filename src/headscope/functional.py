@@ -29,7 +29,8 @@ class Attended(NamedTuple):
         out: [B, H, Q, Dv], in q's dtype.
         lse: [B, H, Q], float32 (float64 for float64): log Σ exp of the visible logits of each row, its sink included;
             -inf for a row without visible keys.
-        stats: the statistics that ``observe=`` requests; else None.
+        stats: the statistics that ``observe=`` requests; else None. Those that ``differentiable=`` names are in
+            ``stats.differentiable``, too.
 
     Examples:
         >>> import torch

@@ -16,7 +16,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headscope import Observe, Segments, attend, attention, masks, observe
+from headscope import Observe, Segments, attend, attention, masks, observe, watch
 from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs, native_gradients
 from headscope.stats import DifferentiableStats, HeadStats
@@ -462,6 +462,49 @@ def test_half_types_have_float32_statistics(dtype: torch.dtype) -> None:
     assert dq.dtype == dtype
     p = oracle.plain(*(x.detach().float() for x in (q, k, v)), seen=torch.ones(31, 31).tril().bool()).weights
     torch.testing.assert_close(entropy, oracle_differentiable.entropy(p, got.differentiable.counted))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, at a graph break
+def test_a_compiled_function_has_the_same_gradients() -> None:
+    q, k, v = draw_call(17, 17)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attended = attend(q, k, v, mask=masks.causal(), observe=Observe(), differentiable=("entropy", "received"))
+        assert attended.stats is not None
+        stats = attended.stats.differentiable
+        return attended.out.sin().sum() + stats.entropy.square().sum() + stats.received.square().sum()
+
+    plain = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    compiled = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(q, k, v), (q, k, v))
+    for x, y in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+class Loss(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return observe(q, k, v, differentiable=("entropy",)).differentiable.entropy.sum()
+
+
+def test_an_export_is_an_error() -> None:
+    with pytest.raises(ValueError, match="observe: its tensors have no values"):
+        torch.export.export(Loss(), draw_call(5, 5), strict=False)
+
+
+def test_a_watched_call_has_them_too() -> None:
+    q, k, v = draw_call(11, 11)
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            attended = attend(q, k, v, observe=Observe(), differentiable=("entropy",))
+            assert attended.stats is not None
+            return attended.stats.differentiable.entropy.sum()
+
+    layer = Layer()
+    plain = torch.autograd.grad(layer(q, k, v), (q, k))
+    with watch(layer) as recording:
+        watched = torch.autograd.grad(layer(q, k, v), (q, k))
+    assert recording.heads == 4
+    assert all(torch.equal(x, y) for x, y in zip(plain, watched, strict=True))
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:

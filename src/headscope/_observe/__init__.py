@@ -9,6 +9,8 @@
    ``native_observer.observe_natively`` takes both as one ``Ready``, which serves further similar calls, and can attend
    in the same pass; it does not support every option. ``result.py`` describes the result of both.
 3. **The aggregation**, ``aggregate.py``: means, histograms, sums over the batch, in float64.
+
+``differentiable.py`` gives some of the statistics a graph, for a loss.
 """
 
 from headscope._observe.differentiable import check_differentiable
