@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from headscope._observe import inputs, native_gradients
 from headscope.stats import DifferentiableStats, HeadStats
 from support import oracle, oracle_differentiable
 from support.attention_fuzz import Case, cases
+from support.native_targets import run
 from support.tolerance import assert_as_accurate
 
 NAMES = ("entropy", "received", "segments")
@@ -543,12 +545,42 @@ def test_inputs_that_broadcast_get_gradients_of_their_own_sizes() -> None:
     assert (q.grad.shape, k.grad.shape) == (q.shape, k.shape)
 
 
-def test_memory_is_linear_in_the_length() -> None:
-    length = 1 << 15  # its matrix has 4 GiB
+LINEAR = """
+import resource, sys, torch
+from headscope import Observe, Segments, attend, masks
+from headscope._observe import native_gradients, native_observer
+if sys.argv[-1] == "portable":
+    native_observer.refuses = lambda *_: ["this test wants the portable form"]
+    native_gradients.native_scene = lambda *_: None
+def step(length):
+    q = torch.randn(1, 1, length, 4, requires_grad=True)
+    what = Observe(segments=Segments(["a", "b"], torch.arange(length) % 2))
+    names = ("entropy", "received", "segments")
+    stats = attend(q, q, q, mask=masks.causal(), observe=what, differentiable=names).stats.differentiable
+    loss = stats.entropy.sum() + stats.received.square().sum() + stats.segments.square().sum()
+    assert torch.autograd.grad(loss, q)[0].any()
+step(101)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(10007)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in other units elsewhere")
+@pytest.mark.parametrize("form", ["native", "portable"])
+def test_memory_is_linear_in_the_length(form: str) -> None:
+    done = run(LINEAR, form)
+    assert int(done.stdout) < 120, done.stdout + done.stderr  # MiB; one matrix of this length has 382
+
+
+def test_a_sample_of_a_very_long_sequence() -> None:
+    length = 1 << 15
     q = torch.randn(1, 1, length, 4, requires_grad=True)
     what = Observe(rows=97, segments=Segments(["a", "b"], torch.arange(length) % 2))
-    got = named(attend(q, q, q, mask=masks.causal(), observe=what, differentiable=NAMES).stats.differentiable, NAMES)  # pyright: ignore[reportOptionalMemberAccess]
-    (dq,) = torch.autograd.grad(losses(got, 1), q)
+    stats = attend(q, q, q, mask=masks.causal(), observe=what, differentiable=NAMES).stats
+    assert stats is not None
+    assert int(stats.differentiable.counted.sum()) == 97
+    (dq,) = torch.autograd.grad(losses(named(stats.differentiable, NAMES), 1), q)
     assert dq.isfinite().all()
     assert dq.any()
 
