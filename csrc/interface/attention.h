@@ -89,9 +89,12 @@ struct Forward {
 };
 
 struct Backward {
-    Forward forward;                                   // its lse is read; its out is not used
-    Tensor4 out, grad_out;                             // [B, H, Q, Dv]; the last stride is 1
-    const void* grad_lse = nullptr;                    // [B, H, Q], contiguous, as lse; or null
+    Forward forward;                 // its lse is read; its out is not used
+    Tensor4 out, grad_out;           // [B, H, Q, Dv]; the last stride is 1
+    const void* grad_lse = nullptr;  // [B, H, Q], contiguous, as lse; or null
+    // The gradient of the entropy of each row, and its product with entropy - mass, as grad_lse; or null. Excludes
+    // dropout.
+    const void *grad_entropy = nullptr, *entropy_delta = nullptr;
     void *dq = nullptr, *dk = nullptr, *dv = nullptr;  // dtype of q; the last stride is 1
     std::int64_t dq_stride[3], dk_stride[3], dv_stride[3];
     void* dbias = nullptr;  // zeroed, of the accumulation type; strides of 0 where the bias is broadcast

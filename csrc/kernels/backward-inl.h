@@ -16,7 +16,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
     using Base = BackwardRowSums<T, QV, Op>;
     using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query,
         Base::flat_row, Base::b, Base::g, Base::dots, Base::dropout_factors, Base::top, Base::inverse_sum, Base::delta,
-        Base::lse_gradient;
+        Base::lse_gradient, Base::log2_sum;
     using Outer = OuterTile<T, QV, Op>;
     using Word = typename Op::Word;
 
@@ -179,6 +179,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
             for (int n = 0; n < keys; n++)
                 UNROLL_FOR(v, QV) store(p + n * ROWS + v * L, load(p + n * ROWS + v * L) - top[v]);
         multiply_values(j, keys, drops || is_single_block ? Epilogue::none : Epilogue::subtract);
+        if (g.grad_entropy) this->add_entropy_gradient(keys, is_single_block ? nullptr : top);
         if (drops) this->compute_dropout_factors(j, keys, dropout_factors);
         if (is_single_block) {
             this->exponentiate_and_sum(keys, drops);
@@ -256,6 +257,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
         this->load_spans();
         this->load_transposed(g.grad_out, int(f.v_head_dim), T(1), dout);
         UNROLL_FOR(v, QV) lse_gradient[v] = g.grad_lse ? this->load_row_values(g.grad_lse, v) : V<T>{};
+        if (g.grad_entropy) this->load_entropy_gradient();
         this->find_key_range(begin, end);
         has_sums = false;
     }
@@ -278,6 +280,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
     // of dV would be three times torch's. In blocks the rounding of lse, about 10 * 2**-24, would be the largest error.
     T lse_limit() const {
         if (sizeof(T) == 8) return T(std::int64_t(1) << 36);
+        if (g.grad_entropy) return T(1 << 4);  // ln P of a weight close to 1 has the absolute error of lse
         if (PAIRS) return T(1 << 12);
         return T(f.q.dtype == Dtype::f32 && (f.head_dim < 64 || f.bias.data) ? 1 << 4 : 1 << 7);
     }
@@ -312,6 +315,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
             const int keys = this->keys_of_block(j, end);
             if (!Base::compute_logits(j, keys)) continue;
             multiply_values(j, keys, Epilogue::none);
+            if (g.grad_entropy) this->add_entropy_gradient(keys, nullptr);
             if (drops) this->compute_dropout_factors(j, keys, dropout_factors);
             this->add_to_sums(keys, drops, sum, weighted_sum);
         }
@@ -407,10 +411,12 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
             for (int r = 0; r < L; r++)
                 products[r] = multiply_out_by_gradient(v * L + r < count ? v * L + r : count - 1);
             delta[v] = reduce_sums<T>(products);
+            if (g.grad_entropy) delta[v] += this->load_row_values(g.entropy_delta, v);
             const V<T> log2_sum = this->split_lse(this->load_row_values(f.lse, v), top[v], inverse_sum[v]);
             exceeds |= (log2_sum > limit) | (log2_sum < -limit);
         }
-        if (f.bias.data && any<T>(exceeds)) {  // weights close to 1: the rounding of the output would be an error of dQ
+        // weights close to 1: the rounding of the output, or of the entropy, would be an error of dQ
+        if ((f.bias.data || g.grad_entropy) && any<T>(exceeds)) {
             recomputes_sums = true;
             return recompute_sums_and_delta();
         }

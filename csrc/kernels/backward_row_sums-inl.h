@@ -11,6 +11,7 @@ struct BackwardRowSums : LogitsBlock<T, QV, Op> {
     V<T> top[QV], inverse_sum[QV];  // a weight is exp2(logit - top) * inverse_sum
     V<T> delta[QV],
         lse_gradient[QV];  // separate: in a row of few keys the rounding of their difference would be the largest error
+    V<T> entropy_gradient[QV], log2_sum[QV];  // if g.grad_entropy; log2_sum is lse * log2(e), 0 where that is infinite
 
     BackwardRowSums(const Backward& call, std::int64_t batch, std::int64_t head, Arena& memory)
         : Base(call.forward, batch, head, memory), g(call) {}
@@ -77,6 +78,31 @@ struct BackwardRowSums : LogitsBlock<T, QV, Op> {
             inverse_sum[v] = lse != lse ? lse : 1 / (sum[v] == 0 ? splat(T(1)) : sum[v]);
         }
     }
+
+    void load_entropy_gradient() {
+        UNROLL_FOR(v, QV) {
+            entropy_gradient[v] = load_row_values(g.grad_entropy, v);
+            const V<T> lse = load_row_values(f.lse, v), infinity = splat(std::numeric_limits<T>::infinity());
+            log2_sum[v] = (lse == infinity) | (lse == -infinity) ? V<T>{} : lse * T(LOG2E);
+        }
+    }
+    // Adds the gradient of the entropy to dP: -(ln P + 1) times that of the row. The logits are relative to
+    // `subtrahend` if that is not null. The rounding of lse cancels in dP - δ where δ = Σ P dP.
+    NOINLINE void add_entropy_gradient(int keys, const V<T>* subtrahend) {
+        V<T> shift[QV], factor[QV];
+        UNROLL_FOR(v, QV) {
+            shift[v] = subtrahend ? log2_sum[v] - subtrahend[v] : log2_sum[v];
+            factor[v] = entropy_gradient[v] * T(LN2);
+        }
+        const V<T> lowest = splat(-T(LOWEST_LOG2));  // of a masked key, whose weight is 0: dP must be finite
+        for (int n = 0; n < keys; n++)
+            UNROLL_FOR(v, QV) {
+                const int at_tile = n * ROWS + v * L;
+                const V<T> log2_weight = maximum<T>(lowest, load(p + at_tile) - shift[v]);
+                store(dots + at_tile, load(dots + at_tile) - (factor[v] * log2_weight + entropy_gradient[v]));
+            }
+    }
+    static constexpr int LOWEST_LOG2 = 2000;  // 2**-2000 is 0 in every type
 
     // A vector of rows of a tensor [B, H, Q]. The lanes are written to memory: the compiler writes a lane of a register
     // by a store and a load of the whole vector.

@@ -112,41 +112,43 @@ void bind_attention(nb::module_& m) {
         return !nonfinite.load();
     });
     // Returns whether all of dq, dk and dv is finite.
-    m.def("backward",
-          [](const Forward& f, std::uintptr_t out, Axes out_stride, std::uintptr_t lse, std::uintptr_t grad_out,
-             Axes grad_out_stride, std::uintptr_t grad_lse, std::uintptr_t dq, Axes dq_stride, std::uintptr_t dk,
-             Axes dk_stride, std::uintptr_t dv, Axes dv_stride, std::uintptr_t dbias, Axes dbias_stride,
-             bool double_dbias, std::uintptr_t dsinks, int threads) {
-              Backward g;
-              g.forward = f;
-              g.forward.lse = reinterpret_cast<void*>(lse);
-              const int dtype = int(f.q.dtype);
-              g.out = make_tensor(out, out_stride, dtype);
-              g.grad_out = make_tensor(grad_out, grad_out_stride, dtype);
-              g.grad_lse = reinterpret_cast<const void*>(grad_lse);
-              const std::int64_t rows = f.batch * f.heads * f.queries;
-              check_memory(f);
-              check_memory("lse", g.forward.lse, rows);
-              check_memory("out", g.out.data, rows * f.v_head_dim);
-              check_memory("grad_out", g.grad_out.data, rows * f.v_head_dim);
-              g.dq = reinterpret_cast<void*>(dq);
-              g.dk = reinterpret_cast<void*>(dk);
-              g.dv = reinterpret_cast<void*>(dv);
-              for (int n = 0; n < 3; n++) {
-                  g.dq_stride[n] = dq_stride[n];
-                  g.dk_stride[n] = dk_stride[n];
-                  g.dv_stride[n] = dv_stride[n];
-              }
-              g.dbias = reinterpret_cast<void*>(dbias);
-              g.double_dbias = double_dbias;
-              g.dsinks = reinterpret_cast<void*>(dsinks);
-              for (int n = 0; n < 4; n++) g.dbias_stride[n] = dbias_stride[n];
-              std::atomic<bool> nonfinite{false};
-              g.nonfinite = &nonfinite;
-              nb::gil_scoped_release unlocked;
-              launch(g, threads);
-              return !nonfinite.load();
-          });
+    m.def("backward", [](const Forward& f, std::uintptr_t out, Axes out_stride, std::uintptr_t lse,
+                         std::uintptr_t grad_out, Axes grad_out_stride, std::uintptr_t grad_lse, std::uintptr_t dq,
+                         Axes dq_stride, std::uintptr_t dk, Axes dk_stride, std::uintptr_t dv, Axes dv_stride,
+                         std::uintptr_t dbias, Axes dbias_stride, bool double_dbias, std::uintptr_t dsinks,
+                         std::uintptr_t grad_entropy, std::uintptr_t entropy_delta, int threads) {
+        Backward g;
+        g.forward = f;
+        g.forward.lse = reinterpret_cast<void*>(lse);
+        const int dtype = int(f.q.dtype);
+        g.out = make_tensor(out, out_stride, dtype);
+        g.grad_out = make_tensor(grad_out, grad_out_stride, dtype);
+        g.grad_lse = reinterpret_cast<const void*>(grad_lse);
+        g.grad_entropy = reinterpret_cast<const void*>(grad_entropy);
+        g.entropy_delta = reinterpret_cast<const void*>(entropy_delta);
+        const std::int64_t rows = f.batch * f.heads * f.queries;
+        check_memory(f);
+        check_memory("lse", g.forward.lse, rows);
+        check_memory("out", g.out.data, rows * f.v_head_dim);
+        check_memory("grad_out", g.grad_out.data, rows * f.v_head_dim);
+        g.dq = reinterpret_cast<void*>(dq);
+        g.dk = reinterpret_cast<void*>(dk);
+        g.dv = reinterpret_cast<void*>(dv);
+        for (int n = 0; n < 3; n++) {
+            g.dq_stride[n] = dq_stride[n];
+            g.dk_stride[n] = dk_stride[n];
+            g.dv_stride[n] = dv_stride[n];
+        }
+        g.dbias = reinterpret_cast<void*>(dbias);
+        g.double_dbias = double_dbias;
+        g.dsinks = reinterpret_cast<void*>(dsinks);
+        for (int n = 0; n < 4; n++) g.dbias_stride[n] = dbias_stride[n];
+        std::atomic<bool> nonfinite{false};
+        g.nonfinite = &nonfinite;
+        nb::gil_scoped_release unlocked;
+        launch(g, threads);
+        return !nonfinite.load();
+    });
 }
 
 void bind_linear(nb::module_& m) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -11,8 +12,8 @@ from headscope._attend.attention import run_attention
 from headscope._attend.backends import reference
 from headscope._attend.interface import full_precision
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
-from headscope._observe import Positions, attend_and_observe, observe_call
-from headscope._support.arguments import check_type, whole
+from headscope._observe import Positions, attend_and_observe, check_differentiable, observe_call
+from headscope._support.arguments import check_type, shapes, whole
 from headscope._support.arguments import kind as _kind
 from headscope._support.precision import exact_products
 from headscope.masks import Mask
@@ -28,7 +29,8 @@ class Attended(NamedTuple):
         out: [B, H, Q, Dv], in q's dtype.
         lse: [B, H, Q], float32 (float64 for float64): log Σ exp of the visible logits of each row, its sink included;
             -inf for a row without visible keys.
-        stats: the statistics that ``observe=`` requests; else None.
+        stats: the statistics that ``observe=`` requests; else None. Those that ``differentiable=`` names are in
+            ``stats.differentiable``, too.
 
     Examples:
         >>> import torch
@@ -115,6 +117,7 @@ def attend(
     dropout: float = 0.0,
     backend: str | None = None,
     observe: Observe | None = None,
+    differentiable: Collection[str] = (),
 ) -> Attended:
     """Return ``attention`` and the log-sum-exp of each row's logits; both are differentiable.
 
@@ -124,6 +127,8 @@ def attend(
         q, k, v, mask, bias, scale, softcap, sinks, dropout, backend: as for ``attention``.
         observe: what to measure of the weights, as self-attention with default positions; ``stats`` holds the result.
             For cross-attention, or other positions, call ``observe`` with this lse.
+        differentiable: which of "entropy", "received" and "segments" get a graph, for a loss, in
+            ``stats.differentiable``; gradients flow to q, k, bias and sinks, once.
 
     Examples:
         >>> import torch
@@ -136,9 +141,10 @@ def attend(
     """
     if observe is not None:
         check_type("observe", observe, Observe, "a headscope.Observe or None")
+    names = check_differentiable(differentiable, observe) if differentiable != () else ()
     interceptor = hook.interceptor  # read once: another thread may end its watch
     handler = run_attention if interceptor is None else interceptor
-    if observe is not None and handler is run_attention:
+    if observe is not None and handler is run_attention and not names:
         result = attend_and_observe(q, k, v, mask, bias, sinks, scale, softcap, dropout, backend, observe)
         if result is not None:
             return Attended(*result)
@@ -146,7 +152,8 @@ def attend(
     assert lse is not None  # every backend that supports a call with lse returns it
     if observe is None:
         return Attended(out, lse)
-    return Attended(out, lse, observe_call(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, observe))
+    arguments = (q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, observe)
+    return Attended(out, lse, observe_call(*arguments, differentiable=names))
 
 
 def observe(
@@ -167,11 +174,12 @@ def observe(
     kind: Literal["self", "cross"] = "self",
     rows_at: tuple[int, int] | None = None,
     what: Observe | None = None,
+    differentiable: Collection[str] = (),
 ) -> HeadStats:
     """Measure the attention weights without building their matrix: statistics of each head, in linear memory.
 
-    Shapes: as ``attention``. docs/concepts/statistics.md defines every number. q, k and v may require gradients; none
-    flow.
+    Shapes: as ``attention``. docs/concepts/statistics.md defines every number. q, k and v may require gradients; they
+    flow from ``differentiable`` only.
 
     Args:
         q, k, mask, bias, scale, softcap, sinks: as for ``attention``.
@@ -191,13 +199,16 @@ def observe(
             chunks then merge to those of the whole: positions, maps, edges and retained rows count from its first row.
             Keys before these rows count as real unless ``KeyLengths``, or a mask [B, 1, 1, K], hides them.
         what: what to measure; by default ``Observe()``.
+        differentiable: which of "entropy", "received" and "segments" get a graph, as in ``attend``. They are those of
+            each row's own lse, so ``lse`` must be None.
 
     Rows without visible keys do not count. In self-attention, rows whose own key is masked for the whole batch entry
     (padding) do not count either. Rows that hold NaN or infinity are counted in ``HeadStats.broken`` only.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
-        ValueError: a size or option that does not fit; an ``lse`` that gives a weight above 1.
+        ValueError: a size or option that does not fit; an ``lse`` that gives a weight above 1, or that is passed
+            together with ``differentiable``.
 
     Examples:
         >>> import torch
@@ -211,7 +222,13 @@ def observe(
         prepare(q, k, k if v is None else v, mask, bias, sinks, scale, softcap, dropout, False, backend)
     what = Observe() if what is None else what
     positions = Positions(q_pos, k_pos, kind, rows_at=_check_rows_at(rows_at))
-    return observe_call(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, what, positions)
+    names = check_differentiable(differentiable, what)
+    if names and lse is not None:
+        raise ValueError(
+            "lse: expected None together with differentiable=, because gradients flow through each row's own lse; got "
+            f"{shapes(lse=lse)}"
+        )
+    return observe_call(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, what, positions, differentiable=names)
 
 
 def _check_rows_at(rows_at: object) -> tuple[int, int] | None:

@@ -117,18 +117,18 @@ def call(length, train):
 def nothing(described, call, need_lse):
     return torch.zeros(1, 1, call.queries, 64), torch.zeros(1, 1, call.queries)
 
-expected, usual = call(100, train=True), cpu._forward
+expected, usual = call(100, train=True), cpu.run_forward
 for threads in (1, 2):
     torch.set_num_threads(threads)
     for train in (False, True):
-        cpu._forward = nothing if train else usual  # only the one pass shall be long
+        cpu.run_forward = nothing if train else usual  # only the one pass shall be long
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             call(400_000, train)
             print(threads, train, "finished")
         except KeyboardInterrupt:
             print(threads, train, "interrupted")
-        cpu._forward = usual
+        cpu.run_forward = usual
         torch.testing.assert_close(call(100, train=True), expected, rtol=0, atol=0)
 """
 

@@ -142,7 +142,7 @@ struct Node {
 struct Problem {
     std::int64_t B, H, Hkv, Q, K, D, Dv;
     Dtype dtype;
-    Array q, k, v, bias, grad_out, grad_lse;
+    Array q, k, v, bias, grad_out, grad_lse, grad_entropy;
     std::vector<double> sinks;
     Array spans;
     std::vector<Node> rules;  // none or one
@@ -319,6 +319,10 @@ inline Problem draw(Random& r) {
     if (r.one_in(2)) {
         p.grad_lse = Array(p.B, p.H, p.Q, 1);
         for (double& x : p.grad_lse.x) x = rounded(r.normal(), e);
+    }
+    if (p.dropout == 0 && r.one_in(3)) {
+        p.grad_entropy = Array(p.B, p.H, p.Q, 1);
+        for (double& x : p.grad_entropy.x) x = rounded(r.normal(), e);
     }
     return p;
 }

@@ -9,13 +9,15 @@ namespace selfcheck {
 
 struct Results {
     Array out, lse, dq, dk, dv, dbias, dsinks;  // dsinks: of each row
+    Array excess;                               // the entropy minus the sum of the weights
     explicit Results(const Problem& p)
         : out(p.B, p.H, p.Q, p.Dv),
           lse(p.B, p.H, p.Q, 1, -INF),
           dq(p.B, p.H, p.Q, p.D),
           dk(p.B, p.Hkv, p.K, p.D),
           dv(p.B, p.Hkv, p.K, p.Dv),
-          dsinks(p.B, p.H, p.Q, 1) {
+          dsinks(p.B, p.H, p.Q, 1),
+          excess(p.B, p.H, p.Q, 1) {
         if (p.bias.present) dbias = Array(p.bias.n[0], p.bias.n[1], p.bias.n[2], p.bias.n[3]);
     }
 };
@@ -57,7 +59,13 @@ Results attention(const Problem& p, Element store, Element multiply) {
                 r.lse(b, h, i, 0) = double(top + std::log(total));
                 for (std::int64_t j = 0; j < p.K; j++)
                     weight[std::size_t(j)] = p.seen(b, h, i, j) ? std::exp(s[std::size_t(j)] - top) / total : A(0);
-                A delta = p.grad_lse.present ? -A(p.grad_lse(b, h, i, 0)) : A(0);
+                A delta = p.grad_lse.present ? -A(p.grad_lse(b, h, i, 0)) : A(0), excess = 0;
+                const auto log_weight = [&](std::int64_t j) { return s[std::size_t(j)] - top - std::log(total); };
+                for (std::int64_t j = 0; j < p.K; j++)
+                    if (p.seen(b, h, i, j)) excess -= weight[std::size_t(j)] * (log_weight(j) + 1);
+                r.excess(b, h, i, 0) = double(excess);
+                const A grad_entropy = p.grad_entropy.present ? A(p.grad_entropy(b, h, i, 0)) : A(0);
+                delta += grad_entropy * excess;
                 for (std::int64_t c = 0; c < p.Dv; c++) {
                     A x = 0;
                     for (std::int64_t j = 0; j < p.K; j++) {
@@ -79,7 +87,7 @@ Results attention(const Problem& p, Element store, Element multiply) {
                         dot += A(p.grad_out(b, h, i, c)) * A(p.v(b, g, j, c));
                         dv[r.dv.where(b, g, j, c)] += met * A(p.grad_out(b, h, i, c));
                     }
-                    A ds = w * (dot * dropout_factor(b, h, i, j) - delta);
+                    A ds = w * (dot * dropout_factor(b, h, i, j) - grad_entropy * (log_weight(j) + 1) - delta);
                     if (p.bias.present) dbias[r.dbias.where(b, h, i, j)] += ds;
                     if (p.softcap > 0) ds *= 1 - tangent[std::size_t(j)] * tangent[std::size_t(j)];
                     ds = multiply == Element::f64 ? ds : A(rounded(double(ds), multiply));
@@ -107,7 +115,8 @@ inline Results sizes(const Problem& p, const Results& exact) {
             for (std::int64_t i = 0; i < p.Q; i++) {
                 const std::int64_t g = h / p.group();
                 const double lse = exact.lse(b, h, i, 0);
-                double top = 0;
+                const double grad_entropy = p.grad_entropy.present ? std::fabs(p.grad_entropy(b, h, i, 0)) : 0;
+                double top = 0, excess = 0;
                 for (std::int64_t j = 0; j < p.K; j++) {
                     if (!p.seen(b, h, i, j)) continue;
                     double x = 0, size = 0;
@@ -117,20 +126,23 @@ inline Results sizes(const Problem& p, const Results& exact) {
                     const double t = p.softcap > 0 ? std::tanh(x / p.softcap) : 0,
                                  bias = p.bias.present ? p.bias(b, h, i, j) : 0;
                     top = std::max(top, size + std::fabs(bias));
-                    const double w = std::exp((p.softcap > 0 ? p.softcap * t : x) + bias - lse),
-                                 met = p.dropout > 0 ? w * p.dropout_factors(b, h, i, j) : w;
+                    const double log_weight = (p.softcap > 0 ? p.softcap * t : x) + bias - lse,
+                                 w = std::exp(log_weight), met = p.dropout > 0 ? w * p.dropout_factors(b, h, i, j) : w;
                     double dot = 0;
                     for (std::int64_t c = 0; c < p.Dv; c++) {
                         dot += std::fabs(p.grad_out(b, h, i, c) * p.v(b, g, j, c));
                         r.out(b, h, i, c) += std::fabs(met * p.v(b, g, j, c));
                         r.dv(b, g, j, c) += std::fabs(met * p.grad_out(b, h, i, c));
                     }
+                    const double of_entropy = w * (std::fabs(log_weight) + 1);
+                    excess += of_entropy;
                     weight[std::size_t(j)] = w;
-                    direct[std::size_t(j)] = met * dot;
+                    direct[std::size_t(j)] = met * dot + grad_entropy * of_entropy;
                 }
                 double delta = p.grad_lse.present ? std::fabs(p.grad_lse(b, h, i, 0))
                                                   : 0;  // of the terms of out, which may cancel
                 for (std::int64_t c = 0; c < p.Dv; c++) delta += r.out(b, h, i, c) * std::fabs(p.grad_out(b, h, i, c));
+                delta += grad_entropy * excess;
                 if (!p.sinks.empty() && lse > -INF)
                     r.dsinks(b, h, i, 0) = std::exp(p.sinks[std::size_t(h)] - lse) * delta;
                 for (std::int64_t j = 0; j < p.K; j++) {

@@ -712,6 +712,13 @@ bool check(const Target& target, Random& r, Worst* worst) {
     g.out = out.tensor(p.dtype);
     g.grad_out = call.place(r, p.grad_out, e).tensor(p.dtype);
     g.grad_lse = call.place(r, p.grad_lse, wide, true).data();
+    Array entropy_delta;
+    if (p.grad_entropy.present) {
+        entropy_delta = truth.excess;
+        for (std::size_t n = 0; n < entropy_delta.x.size(); n++) entropy_delta.x[n] *= p.grad_entropy.x[n];
+        g.grad_entropy = call.place(r, p.grad_entropy, wide, true).data();
+        g.entropy_delta = call.place(r, entropy_delta, wide, true).data();
+    }
     Array like_bias = p.bias;
     Gradients made{{r, truth.dq, e, true},
                    {r, truth.dk, e, true},

@@ -204,7 +204,9 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         raise RuntimeError(NO_FORWARD_MODE)
 
 
-def once(gradients: tuple[Tensor | None, ...], *made_from: Tensor | None) -> tuple[Tensor | None, ...]:
+def once(
+    gradients: tuple[Tensor | None, ...], *made_from: Tensor | None, message: str = NO_SECOND_DERIVATIVE
+) -> tuple[Tensor | None, ...]:
     """Return gradients that raise if they are differentiated again; for the end of a backward pass.
 
     torch's ``once_differentiable`` is not sufficient: if the incoming gradient does not require a gradient, it returns
@@ -212,16 +214,17 @@ def once(gradients: tuple[Tensor | None, ...], *made_from: Tensor | None) -> tup
     """
     if not torch.is_grad_enabled():  # the usual case, unless create_graph is set
         return gradients
-    return _Once.apply(*gradients, *made_from)[: len(gradients)]
+    return _Once.apply(message, *gradients, *made_from)[: len(gradients)]
 
 
 class _Once(Function[tuple[Tensor | None, ...]]):
     """An identity that raises when it is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, message: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.message = message
         return tuple(None if x is None else x.view_as(x) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        raise RuntimeError(NO_SECOND_DERIVATIVE)
+        raise RuntimeError(ctx.message)

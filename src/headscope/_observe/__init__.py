@@ -9,10 +9,13 @@
    ``native_observer.observe_natively`` takes both as one ``Ready``, which serves further similar calls, and can attend
    in the same pass; it does not support every option. ``result.py`` describes the result of both.
 3. **The aggregation**, ``aggregate.py``: means, histograms, sums over the batch, in float64.
+
+``differentiable.py`` gives some of the statistics a graph, for a loss.
 """
 
+from headscope._observe.differentiable import check_differentiable
 from headscope._observe.entry import observe_call
 from headscope._observe.inputs import Continued
 from headscope._observe.measure import Positions, attend_and_observe
 
-__all__ = ["Continued", "Positions", "attend_and_observe", "observe_call"]
+__all__ = ["Continued", "Positions", "attend_and_observe", "check_differentiable", "observe_call"]

@@ -49,6 +49,16 @@ def measure(
     positions: Positions = SELF,
 ) -> HeadStats:  # fmt: skip
     """Measure the weights of a call; the arguments are those of ``headscope.observe``."""
+    arguments = (q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, what, positions)
+    return steps.observe_request(to_request(*arguments))
+
+
+def to_request(
+    q: Tensor, k: Tensor, v: Tensor | None, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    scale: float | None, softcap: float | None, dropout: float, lse: Tensor | None, what: Observe,
+    positions: Positions = SELF,
+) -> Request:  # fmt: skip
+    """Check the call of an observation; the arguments are those of ``headscope.observe``."""
     _check_readable(q=q, k=k, v=v)
     check_type("what", what, Observe, "a headscope.Observe")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -61,7 +71,7 @@ def measure(
     with torch.no_grad():
         prepared = prepare_with_plan(q, k, values, mask, bias, sinks, scale, softcap, dropout, False, "blocked")
         inputs = canonical_inputs(prepared, q, k, values, bias, sinks).detach()
-    request = Request(
+    return Request(
         call=prepared.call,
         mask=prepared.mask,
         plan=prepared.plan,
@@ -77,7 +87,6 @@ def measure(
         has_place=False,
         rows_at=positions.rows_at,
     )
-    return steps.observe_request(request)
 
 
 def attend_and_observe(

@@ -11,10 +11,12 @@ from headscope.stats._dense import (
     pattern_scores,
     row_statistics,
 )
+from headscope.stats._differentiable import DIFFERENTIABLE, DifferentiableStats
 from headscope.stats._head_means import HeadMeans, broken_rows, head_means
-from headscope.stats._head_stats import HeadStats, merge
+from headscope.stats._head_stats import HeadStats
 from headscope.stats._head_weights import HeadWeights
 from headscope.stats._layer import Edge, Edges, HeadMap, Kept
+from headscope.stats._merge import merge
 from headscope.stats._nulls import Null
 from headscope.stats._options import Observe
 from headscope.stats._quantities import ROW_QUANTITIES, Quantity, histogram_edges, quantity_names, quantity_of
@@ -25,11 +27,13 @@ from headscope.stats._summaries import Column, Summary
 __all__ = [
     "CLEAR_SCORE",
     "CLEAR_Z",
+    "DIFFERENTIABLE",
     "LOCAL_REACH",
     "MINIMUM_ROWS",
     "PATTERNS",
     "ROW_QUANTITIES",
     "Column",
+    "DifferentiableStats",
     "Edge",
     "Edges",
     "HeadMap",

@@ -17,6 +17,7 @@ from torch import Tensor
 from headscope._support.arguments import as_whole, check_type, kind, whole
 from headscope._support.text import visible
 from headscope.stats import _statistics_file, _tables
+from headscope.stats._differentiable import DifferentiableStats, requested
 from headscope.stats._head_weights import HeadWeights, sequences
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
 from headscope.stats._origin import Origin, joined
@@ -26,7 +27,7 @@ from headscope.stats._summaries import Column, Summary, names_of, stack_columns,
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["HeadStats", "merge"]
+__all__ = ["HeadStats"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,7 @@ class HeadStats:
     Args:
         parts: layer name -> its statistics, in the order of the model.
         origin: the model, its configuration and the part of its heads; None if no recording states them.
+        graph: ``differentiable``, if it was requested; files, copies, merged statistics and single layers lack it.
 
     Examples:
         >>> import torch
@@ -53,6 +55,7 @@ class HeadStats:
 
     parts: Mapping[str, LayerStats]
     origin: Origin | None = None
+    graph: DifferentiableStats | None = None
 
     # ------------------------------------------------------------ finding
 
@@ -181,6 +184,11 @@ class HeadStats:
     def segments(self) -> SegmentMass:
         """The weight that flows between the named segments of the sequence."""
         return self._observed("segments", "segments=Segments(...)")
+
+    @property
+    def differentiable(self) -> DifferentiableStats:
+        """The statistics that take part in a loss; they are in the result of the call that requested them only."""
+        return requested(self.graph)
 
     @property
     def map(self) -> HeadMap:
@@ -323,6 +331,9 @@ class HeadStats:
         """Return the same with every tensor on a device, except the inputs of ``tile``, which stay where they are."""
         return HeadStats({name: part.to(device) for name, part in self.parts.items()}, self.origin)
 
+    def __getstate__(self) -> dict[str, Any]:  # torch neither copies nor pickles tensors with a graph
+        return {**vars(self), "graph": None}
+
     # ------------------------------------------------------------ export
 
     def summaries(self) -> Iterator[tuple[str, int, str, Summary]]:
@@ -422,20 +433,6 @@ class HeadStats:
 
     def __rich__(self) -> Table:
         return self.table()
-
-
-def merge(first: HeadStats, *others: HeadStats) -> HeadStats:
-    """Return the statistics of the runs of all; see ``HeadStats.merge``.
-
-    Examples:
-        >>> import torch
-        >>> from headscope import observe
-        >>> from headscope.stats import merge
-        >>> q = torch.zeros(1, 2, 4, 8)
-        >>> merge(observe(q, q), observe(q, q)).rows
-        tensor([8, 8])
-    """
-    return HeadStats.merge(first, *others)
 
 
 HeadStats.__module__ = "headscope.stats"  # its public path

@@ -73,14 +73,14 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = Non
     if seed is None:
         seed = int(draw_seed().item()) if call.dropout else 0
     with torch.no_grad():
-        out, lse, _ = _forward(call, plan, inputs, seed, need_lse=call.lse or call.grad or call.bias_grad)
+        out, lse, _ = run_forward(call, plan, inputs, seed, need_lse=call.lse or call.grad or call.bias_grad)
     return _tied(call, plan, inputs, seed, out, lse)
 
 
 def attend_finite(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None] | None:
     """Attend without dropout; return None if NaN or infinity may have reached rows where it is masked."""
     with torch.no_grad():
-        out, lse, finite = _forward(call, plan, inputs, 0, need_lse=call.lse or call.grad or call.bias_grad)
+        out, lse, finite = run_forward(call, plan, inputs, 0, need_lse=call.lse or call.grad or call.bias_grad)
     if not finite and hides(call):
         return None
     return _tied(call, plan, inputs, 0, out, lse)
@@ -208,22 +208,33 @@ def gradients(
         grads: those of out and lse, or None.
         needed: whether those of bias and sinks are.
     """
-    gradients_of_inputs, finite = _gradients(forward, inputs, results, grads, needed)
+    gradients_of_inputs, finite = compute_gradients(forward, inputs, results, grads, needed)
     if finite:  # a NaN multiplied by anything, even a weight of 0, would be in one of them
         return gradients_of_inputs
 
     def again(clean: Inputs, grads: Pair) -> tuple[Tensor | None, ...]:
-        out, lse, _ = _forward(forward.call, forward.plan, clean, forward.seed, need_lse=True)
+        out, lse, _ = run_forward(forward.call, forward.plan, clean, forward.seed, need_lse=True)
         assert lse is not None  # requested
-        return _gradients(forward, clean, (out, lse), grads, needed)[0]
+        return compute_gradients(forward, clean, (out, lse), grads, needed)[0]
 
     return gradients_of_bad_inputs(forward, inputs, grads, again) or gradients_of_inputs
 
 
-def _gradients(
-    forward: ForwardPass, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...]
+def compute_gradients(
+    forward: ForwardPass,
+    inputs: Inputs,
+    results: tuple[Tensor, Tensor],
+    grads: Pair,
+    needed: tuple[bool, ...],
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[tuple[Tensor | None, ...], bool]:
-    """Return the gradients, and whether all of dq, dk and dv is finite."""
+    """Return the gradients, and whether all of dq, dk and dv is finite.
+
+    Args:
+        forward, inputs, results, grads, needed: as for ``gradients``.
+        entropy: the gradient of the entropy of each row, and its product with entropy - mass, contiguous [B, H, Q] as
+            lse; or None. It excludes dropout.
+    """
     call = forward.call
     out, lse = (
         unit_stride(results[0]),
@@ -246,7 +257,8 @@ def _gradients(
         kernel_call.call, out.data_ptr(), out.stride(), lse.data_ptr(),
         grad_out.data_ptr(), grad_out.stride(), address(grad_lse), dq.data_ptr(), dq.stride(),
         dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), address(dbias), _strides(dbias),
-        dbias is not None and dbias.dtype == torch.float64, address(sink_gradients), torch.get_num_threads(),
+        dbias is not None and dbias.dtype == torch.float64, address(sink_gradients),
+        *((0, 0) if entropy is None else (x.data_ptr() for x in entropy)), torch.get_num_threads(),
     )  # fmt: skip
     dsinks = None
     if inputs.sinks is not None and sink_gradients is not None:
@@ -264,7 +276,7 @@ class _KernelCall:
         self.held = held
 
 
-def _forward(
+def run_forward(
     call: Call, plan: Plan | None, inputs: Inputs, seed: int, need_lse: bool
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Return out, lse, and whether all of out is finite."""
