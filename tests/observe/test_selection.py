@@ -95,9 +95,8 @@ def calls(draw: st.DrawFn) -> Call:
     )
 
 
-@given(calls())
-@settings(max_examples=150)
-def test_against_the_definition(call: Call) -> None:
+def check(call: Call) -> HeadStats:
+    """The rows and the mean divergence, in both forms, against the oracle."""
     case = call.case
     lead, heads, queries, keys = sizes_of(case)
     sizes = (math.prod(lead), heads, queries, keys)
@@ -109,6 +108,7 @@ def test_against_the_definition(call: Call) -> None:
     visible = visible.reshape(sizes)
     lse = exact.lse.to(accumulate_dtype(case.q.dtype)) if call.lse else None
     what = Observe(selected=call.selection.selected, keep_rows=True, rows=call.rows)
+    stats = HeadStats({})
     usual, inputs.BLOCK = inputs.BLOCK, call.block
     try:
         for name in ("usual", "portable"):
@@ -132,6 +132,20 @@ def test_against_the_definition(call: Call) -> None:
                     torch.testing.assert_close(stats[0, quantity].mean, mean, rtol=1e-5, atol=1e-6, equal_nan=True)
     finally:
         inputs.BLOCK = usual
+    return stats
+
+
+@given(calls())
+@settings(max_examples=60)
+def test_against_the_definition(call: Call) -> None:
+    assert check(call).parts
+
+
+@pytest.mark.long
+@given(calls())
+@settings(settings.get_profile("long"), max_examples=5_000)
+def test_against_the_definition_at_length(call: Call) -> None:
+    assert check(call).parts
 
 
 @pytest.mark.parametrize("name", ["usual", "portable"])

@@ -28,6 +28,13 @@ class Selection:
     indices: Tensor | None
     plan: Plan | None
 
+    @property
+    def is_of_all_heads(self) -> bool:
+        """Whether every head is known to have the same selection."""
+        return (
+            self.indices.shape[1] == 1 if self.indices is not None else self.plan is not None and self.plan.rest is None
+        )
+
     def tile(self, call: Call, b: slice, h: slice, i: slice | list[int], j: slice) -> Tensor:
         """Return which keys of a block are selected, boolean, broadcastable to [b, heads, i, j].
 
