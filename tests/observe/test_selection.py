@@ -19,7 +19,7 @@ from headscope import HeadStats, Observe, attend, masks, observe, watch
 from headscope._attend import prepare
 from headscope._attend.interface import accumulate_dtype
 from headscope._intercept import WatchError
-from headscope._observe import inputs, native_observer
+from headscope._observe import inputs, native_observer, selected_mass
 from headscope.comparing import compare
 from support import oracle, oracle_selection
 from support.attention_fuzz import Case, cases
@@ -234,6 +234,47 @@ def test_a_sample_of_rows_equals_these_rows_of_all() -> None:
                 of_all = rows_of(whole)[name][:, :, some.kept[0].queries]
                 counted = some.kept[0].counted
                 torch.testing.assert_close(rows_of(some)[name][counted], of_all[counted], rtol=1e-5, atol=1e-6)
+
+
+def test_a_band_follows_the_positions_of_the_queries() -> None:
+    """Window 3 is the last three visible keys, wherever the queries stand among the keys."""
+    q, k = example()
+    table = (torch.arange(Q)[:, None] + 2 - torch.arange(K)).clamp(-1, 3).remainder(4) < 3  # 0, 1 or 2 keys back
+    visible = masks.Band(None, 0, offset=2)
+    wanted = expected(table, visible.dense(B, H, Q, K))
+    what = Observe(selected=masks.window(3) | masks.Prefix(0), keep_rows=True)
+    assert_rows(observe(q, k, mask=visible, what=what), wanted)
+    dense = visible.dense(1, 1, Q, K)[0, 0]
+    assert_rows(observe(q, k, mask=dense, q_pos=torch.arange(Q) + 2, what=what), wanted)
+    assert_rows(observe(q, k, mask=visible, rows_at=(2, 20), what=what), wanted)
+    each = torch.tensor([2, 4])
+    got = rows_of(observe(q, k, mask=masks.Band(None, 0, offset=each), what=what))
+    torch.testing.assert_close(got["recall"][0], wanted["recall"][0], rtol=1e-5, atol=1e-6)
+    usual = expected(masks.window(3).dense(B, H, Q, K), masks.causal().dense(B, H, Q, K))
+    torch.testing.assert_close(got["recall"][1], usual["recall"][1], rtol=1e-5, atol=1e-6)  # K - Q is 4
+    cross = observe(q, k, kind="cross", what=what)
+    assert_rows(cross, expected(masks.window(3).dense(B, H, Q, K), torch.ones(Q, K, dtype=torch.bool)))
+
+
+def test_no_block_is_larger_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is linear in the length: blocks have a fixed size, whatever the selection."""
+    sizes: list[int] = []
+    compute = selected_mass._values
+
+    def note_size(shares: Tensor, selected: Tensor, ones: Tensor) -> Any:
+        sizes.append(max(shares.numel(), selected.numel()))
+        return compute(shares, selected, ones)
+
+    monkeypatch.setattr(selected_mass, "_values", note_size)
+    monkeypatch.setattr(inputs, "BLOCK", 1 << 12)
+    q, k = drawn(2, 3, 211, 4), drawn(2, 3, 211, 4, seed=1)
+    for name in ("usual", "portable"):
+        for selected in (masks.window(5) | masks.Prefix(2), torch.zeros(2, 3, 211, 7, dtype=torch.long)):
+            sizes.clear()
+            with form(name):
+                observe(q, k, mask=masks.causal(), what=Observe(selected=selected))
+            assert max(sizes) <= 1 << 12
+            assert sum(sizes) >= 2 * 3 * 211 * 212 / 2
 
 
 def test_attend_measures_it_again_and_again() -> None:

@@ -36,7 +36,7 @@ def selections(draw: st.DrawFn, case: Case) -> Drawn:
     kind = draw(st.sampled_from(("indices", "indices", "boolean", "mask")))
     if kind == "mask":
         selected, sees = draw(mask_trees(sizes, random))
-        table = oracle.table(sees, sizes)
+        table, selected = oracle.table(sees, sizes), selected.at(queries, keys)  # whatever the positions
     elif kind == "boolean":
         whole = (*(lead or (1,)), heads, queries, keys)
         shape = [draw(st.sampled_from((1, size))) for size in whole]

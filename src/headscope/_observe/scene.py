@@ -134,7 +134,7 @@ def build_scene(request: Request) -> Scene:
         whole_sequence=whole_sequence,
         key_segments=key_segments,
         row_segments=row_segments,
-        selection=selection_of(request),
+        selection=selection_of(request, own),
     )
 
 

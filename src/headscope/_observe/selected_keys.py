@@ -12,7 +12,7 @@ from headscope._attend.call import Call, fold
 from headscope._observe.inputs import Request
 from headscope._observe.visibility import visible_block, visible_rows
 from headscope._support.arguments import check_broadcast, check_layout, kind, shapes
-from headscope.masks import Mask, Plan, as_mask, check_mask
+from headscope.masks import And, Band, Mask, Or, Plan, as_mask, check_mask
 from headscope.stats import Observe
 
 
@@ -74,8 +74,12 @@ class Selection:
         return selected.repeat_interleave(call.group, 1) if of_groups else selected
 
 
-def selection_of(request: Request) -> Selection | None:
+def selection_of(request: Request, own: Tensor | None) -> Selection | None:
     """Return the selected keys of an observation; None = there is no selection.
+
+    Args:
+        request: the observation.
+        own: the query's own key, [B or 1, Q], -1 = none; None in cross-attention.
 
     Raises:
         TypeError: a function returned something else than a selection.
@@ -101,7 +105,29 @@ def selection_of(request: Request) -> Selection | None:
         check_mask(mask, sizes, inputs.q.device)
     except (TypeError, ValueError) as error:
         raise type(error)(str(error).replace("mask:", "selected:", 1)) from error
+    if own is not None and any(isinstance(leaf, Band) and leaf.offset is None for leaf in mask.leaves()):
+        mask = _with_offset(mask, _offset_of(own, call))
     return Selection(None, mask.plan(*sizes))
+
+
+def _offset_of(own: Tensor, call: Call) -> int | tuple[int, ...]:
+    """Return the place of query 0 among the keys, for each batch entry if it differs; K - Q if it is undefined."""
+    first = own - torch.arange(call.queries, device=own.device)
+    default = call.keys - call.queries
+    offsets = [{*row[there].tolist()} or {default} for row, there in zip(first, own >= 0, strict=True)]
+    if any(len(places) > 1 for places in offsets):  # the queries do not stand at successive keys
+        return default
+    each = tuple(place for places in offsets for place in places)
+    if len({*each}) > 1:
+        return each
+    return each[0] if each else default
+
+
+def _with_offset(mask: Mask, offset: int | tuple[int, ...]) -> Mask:
+    """Return a mask with this offset in all bands that do not have one."""
+    if isinstance(mask, (And, Or)):
+        return type(mask)(_with_offset(mask.first, offset), _with_offset(mask.second, offset))
+    return Band(mask.left, mask.right, offset) if isinstance(mask, Band) and mask.offset is None else mask
 
 
 def _select_keys(policy: Callable[[str, Tensor, Tensor], object], request: Request) -> Tensor | Mask:
