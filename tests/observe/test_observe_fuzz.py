@@ -20,8 +20,9 @@ from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs, native_observer
 from headscope.masks import Band, Mask
 from headscope.stats import HeadStats, Observe, Segments
-from support import oracle, oracle_null, oracle_observe, oracle_segments
+from support import oracle, oracle_null, oracle_observe, oracle_segments, oracle_selection
 from support.attention_fuzz import Case, cases
+from support.selections import Drawn, selections
 
 BEYOND = 1e30  # Σ p² of a row whose weight went to the sink underflows in float32: its effective_keys are not compared
 
@@ -38,6 +39,7 @@ class Observed:
     lse: str
     values: bool
     block: int
+    selection: Drawn | None
 
     def __repr__(self) -> str:
         return f"Observed({vars(self)})"
@@ -68,6 +70,7 @@ def observations(draw: st.DrawFn) -> Observed:
         shape = draw(st.sampled_from(((queries,), (heads, queries), (*lead, heads, queries), (*lead, 1, queries))))
         rows = torch.rand(shape, generator=random) < 0.6
     kind = draw(st.sampled_from(("self", "self", "cross")))
+    selection = draw(st.none() | selections(case))
     what = Observe(
         rows=rows,
         map=draw(st.none() | st.integers(1, 6)),
@@ -80,6 +83,7 @@ def observations(draw: st.DrawFn) -> Observed:
         keep_qk=draw(st.booleans()),
         segments=_segments(draw, batch, queries, keys, kind, random),
         received_max=draw(st.booleans()),
+        selected=None if selection is None else selection.selected,
     )
     return Observed(
         case,
@@ -90,6 +94,7 @@ def observations(draw: st.DrawFn) -> Observed:
         draw(st.sampled_from(("none", "own", "other"))),
         draw(st.booleans()),
         draw(st.sampled_from((1 << 19, 1, 10, 64))),
+        selection,
     )
 
 
@@ -281,8 +286,9 @@ def compare(
     assert torch.equal(kept.counted, wanted.counted[..., picked])
     assert not wanted.counted.any() or set(wanted.rows) <= set(kept.values)
     assert got.broken.tolist() == wanted.broken.sum((0, 2)).tolist()
+    compare_selection(seen, got, wanted, visible)
     for name, values in kept.values.items():
-        if not name.startswith("top_") and name != "argmax":
+        if not name.startswith("top_") and name != "argmax" and name not in oracle_selection.QUANTITIES:
             truth = wanted.rows.get(name, torch.full(wanted.counted.shape, math.nan, dtype=torch.float64))
             theirs = baseline.rows.get(name, truth)
             floor = 1e-6
@@ -313,6 +319,29 @@ def compare(
         assert tile.shape == (*lead, heads, queries - queries // 3, keys - keys // 4)
         wide = p[:, :, queries // 3 :, keys // 4 :].reshape(tile.shape)
         torch.testing.assert_close(tile.double(), wide, rtol=2e-5, atol=1e-6)
+
+
+def compare_selection(seen: Observed, got: HeadStats, wanted: oracle_observe.Seen, visible: Tensor) -> None:
+    """The rows to 1e-5, and what is pooled of them."""
+    if seen.selection is None:
+        assert not {*oracle_selection.QUANTITIES} & {*got.names}
+        return
+    case, sizes = seen.case, seen.selection.table.shape
+    double = {name: x.double() for name, x in case.tensors().items()}
+    q, k, _ = oracle.spread(*(double[name] for name in "qkv"))
+    bias = oracle._visible(q, k, case.seen, double.get("bias"))[1]
+    s = oracle_selection.logits(q, k, bias, case.scale, case.softcap, sizes)
+    shown = visible.reshape(sizes)
+    rows = oracle_selection.recall_rows(s, shown, seen.selection.table, wanted.counted)
+    close = oracle_selection.near_ties(s, shown)
+    for name, truth in rows.items():
+        values = got.kept[0].values[name].double()
+        queries = got.kept[0].queries
+        if name == "largest_selected" and close.any():
+            values = torch.where(close[..., queries], truth[..., queries], values)
+        else:
+            compare_heads(name, got, truth.masked_fill(truth.isinf(), math.nan), 1e-5)
+        torch.testing.assert_close(values, truth[..., queries], rtol=1e-5, atol=2e-6, equal_nan=True)
 
 
 def compare_segments(seen: Observed, got: HeadStats, wanted: oracle_observe.Seen, p: Tensor) -> None:

@@ -52,7 +52,10 @@ def test_what_is_measured_on_request_is_named_with_its_option() -> None:
 
 def test_the_native_kernels_list_every_definition_in_their_order() -> None:
     listed = native_observer.QUANTITIES
-    missing = [each.name for each in ROW_QUANTITIES if not each.has_distance and each.name not in listed]
+    own = [
+        each for each in ROW_QUANTITIES if not each.has_distance and each.requires != "selection"
+    ]  # has its own pass
+    missing = [each.name for each in own if each.name not in listed]
     assert missing == [], "QUANTITIES of _observe/native_observer.py lacks these"
     header = (ROOT / "csrc" / "interface" / "attention.h").read_text(encoding="utf-8")
     entries = header.partition("enum Quantity : int {")[2].partition("QUANTITIES")[0]
@@ -113,6 +116,7 @@ def example(mask: str, sinks: bool, dtype: torch.dtype) -> dict[str, Tensor]:
 
 TOKENS = torch.arange(K) % 4
 FIRST = 2
+SELECTED = torch.arange(K) % 3 != 1
 
 
 def row_of(tensors: dict[str, Tensor], b: int, h: int, i: int) -> Row | None:
@@ -137,6 +141,7 @@ def row_of(tensors: dict[str, Tensor], b: int, h: int, i: int) -> Row | None:
         induction=after,
         norms=v[b, h, keys].norm(dim=-1),
         distance=WINDOW,
+        selected=SELECTED[keys],
     )
 
 
@@ -157,7 +162,7 @@ def observer(form: str) -> Generator[None]:
 
 
 def observed(form: str, tensors: dict[str, Tensor]) -> HeadStats:
-    what = Observe(windows=(WINDOW,), first=FIRST, tokens=TOKENS, keep_rows=True, extra=ON_REQUEST)
+    what = Observe(windows=(WINDOW,), first=FIRST, tokens=TOKENS, keep_rows=True, extra=ON_REQUEST, selected=SELECTED)
     with observer(form):
         try:
             return observe(**tensors, what=what)  # pyright: ignore[reportArgumentType]

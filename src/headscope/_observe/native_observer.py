@@ -74,6 +74,11 @@ def refuses(reductions: Reductions, scene: Scene) -> list[str]:
     return reasons
 
 
+def _names(reductions: Reductions, scene: Scene) -> list[str]:
+    """Return the row quantities that the kernels measure: the recall of selected keys takes a pass of its own."""
+    return row_names(reductions, replace(scene, selection=None))
+
+
 def _fits(ids: Tensor) -> bool:
     least, most = (int(x) for x in torch.aminmax(ids))
     return least >= -(2**31) and most < 2**31
@@ -121,7 +126,7 @@ class Ready:
         self.dtype = accumulate_dtype(call.dtype)
         later = self.reductions.edges > (MAX_MAP_EDGES if self.reductions.bins else 0)
         only = ["max_weight", "max_logit"] if later else []
-        self.names = tuple(row_names(self.reductions, scene) if self.reductions.rows else only)
+        self.names = tuple(_names(self.reductions, scene) if self.reductions.rows else only)
         self.borders = borders_of(self.names, self.dtype) if self.reductions.rows else None
         self.parts, self.size, room = self._laid_out()
         edges = (self.reductions.edges, *((self.names.index(x) if later else -1) for x in ("max_weight", "max_logit")))

@@ -24,6 +24,7 @@ from headscope._observe.place_quantities import gather_mass, place_values
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
 from headscope._observe.segment_sums import SegmentSums, add_to_maxima, empty_maxima
+from headscope._observe.selected_mass import selection_values
 from headscope.stats import quantity_names
 from headscope.stats._layer import Edges, HeadMap, wide
 
@@ -118,6 +119,8 @@ def row_names(reductions: Reductions, scene: Scene) -> list[str]:
             having.append("tokens")
     if scene.has_norms:
         having.append("values")
+    if scene.selection is not None:
+        having.append("selection")
     return quantity_names(having, reductions.windows, reductions.extra)
 
 
@@ -131,6 +134,8 @@ def row_values(reductions: Reductions, scene: Scene, block: Block, tile: Tile, n
         quantities |= _of_keys(scene, block, tile)
         if scene.own is not None:
             quantities |= place_values(reductions, scene, block, tile)
+        if scene.selection is not None:
+            quantities |= selection_values(scene, block, tile)
     values = {name: quantities[name].masked_fill(~tile.counted, math.nan) for name in names}
     if reductions.argmax:
         shown = tile.p if tile.hidden is None else tile.p + tile.hidden

@@ -16,6 +16,7 @@ from headscope._attend.interface import Inputs, accumulate_dtype
 from headscope._observe.inputs import Continued, Request, Whole
 from headscope._observe.placement import find_first_key, to_frame
 from headscope._observe.segment_ids import segments_of
+from headscope._observe.selected_keys import Selection, selection_of
 from headscope._support.arguments import check_layout, check_type, kind, shapes
 from headscope._support.tensor_classes import ORDINARY, to_ordinary
 from headscope.masks import Plan
@@ -46,6 +47,7 @@ class Scene:
         whole_sequence: the place of the rows in the whole.
         key_segments, row_segments: the segment of each key and of each row, int64 [B or 1, K] and [B or 1, R], -1 =
             none; None = not requested.
+        selection: the selected keys, or None.
     """
 
     call: Call
@@ -67,6 +69,7 @@ class Scene:
     whole_sequence: Whole
     key_segments: Tensor | None = None
     row_segments: Tensor | None = None
+    selection: Selection | None = None
 
     @cached_property
     def clean(self) -> bool:
@@ -131,6 +134,7 @@ def build_scene(request: Request) -> Scene:
         whole_sequence=whole_sequence,
         key_segments=key_segments,
         row_segments=row_segments,
+        selection=selection_of(request, own),
     )
 
 
@@ -175,7 +179,7 @@ def _ordinary(request: Request) -> Request:
         return request
     what = request.what
     options = {name: getattr(request, name) for name in ("lse", "q_pos", "k_pos", "real")}
-    measured = {name: getattr(what, name, None) for name in ("tokens", "rows", "token_before")}
+    measured = {name: getattr(what, name, None) for name in ("tokens", "rows", "token_before", "selected")}
     changed = _changed(options)
     if of_what := _changed(measured):
         changed["what"] = replace(what, **of_what)

@@ -20,6 +20,7 @@ from headscope._observe.inputs import Request, to_reductions
 from headscope._observe.native_observer import Ready
 from headscope._observe.portable import observe_blocks
 from headscope._observe.scene import Scene, build_scene
+from headscope._observe.selected_mass import with_selection
 from headscope._support.bounded import BoundedTable
 from headscope._support.precision import exact_products
 from headscope.stats import HeadStats, Observe
@@ -39,6 +40,8 @@ def observe_request(request: Request) -> HeadStats:
         if observed is None:
             known = known if isinstance(known, Scene) else build_scene(request)
             observed = observe_blocks(to_reductions(request.what), known)
+        elif isinstance(known, Scene):
+            observed = with_selection(observed, known, request.what.keep_rows)
         layer = layer_stats(request.call, request.what, known, observed, tiles_of(request, known))
         return HeadStats({"0": with_weights(layer, request, known)})
 
@@ -59,6 +62,8 @@ def attend_request(request: Request) -> Result | None:
         observed = native_observer.observe_natively(ready, request.inputs, into)
         if observed is None:
             return None
+        if isinstance(known, Scene):
+            observed = with_selection(observed, known, request.what.keep_rows)
         repeats = _is_simple(request) and request.has_place and not request.what.weights
         if repeats and repeater_of(request.prepared, request.what) is None:
             _prepared_observations.add((request.prepared, id(request.what)), _repeat(ready, request.what))
@@ -105,7 +110,7 @@ def _is_simple(request: Request) -> bool:
     what, inputs, mask = request.what, request.inputs, request.mask
     tensors = (
         *(request.lse, request.q_pos, request.k_pos, request.real, request.rows_at),
-        *(inputs.bias, inputs.sinks, what.tokens),
+        *(inputs.bias, inputs.sinks, what.tokens, what.selected),
     )
     quiet = all(x is None for x in tensors) and not isinstance(what.rows, Tensor) and not what.keep_qk
     return quiet and request.call.form == "plain" and (mask is None or mask.is_constant())

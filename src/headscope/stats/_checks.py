@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats._origin import Origin
-from headscope.stats._quantities import quantity_of
+from headscope.stats._quantities import MAY_BE_INFINITE, quantity_of
 from headscope.stats._segment_mass import SegmentMass
 
 MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
@@ -128,7 +128,8 @@ def check_kept(name: str, rows: Kept) -> None:
                 raise ValueError(f"{name}/{quantity}: got a key in a row that does not count, expected -1")
             continue
         least, most = (0.0, 1.0) if quantity == "top_weights" else _bounds(quantity)
-        inside = values.isfinite() & (values >= least) & (values <= most)
+        finite = ~values.isnan() if quantity in MAY_BE_INFINITE else values.isfinite()
+        inside = finite & (values >= least) & (values <= most)
         if not bool((inside | values.isnan()).all()):
             wrong = float(values[~(inside | values.isnan())][0])
             raise ValueError(f"{name}/{quantity}: holds {wrong:g}, expected {least:g} to {most:g}")

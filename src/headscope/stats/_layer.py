@@ -21,7 +21,7 @@ from headscope.stats._kept_weights import Tiles
 from headscope.stats._nulls import Nulls, merged_nulls
 from headscope.stats._part import Part
 from headscope.stats._part import wide as wide
-from headscope.stats._quantities import histogram_edges
+from headscope.stats._quantities import MAY_BE_INFINITE, histogram_edges
 from headscope.stats._segment_mass import SegmentMass, longer_maximum, longer_sum
 
 
@@ -45,9 +45,12 @@ class Moments(Part):
 
     @staticmethod
     def of(name: str, rows: Tensor) -> Moments:
-        """Return the moments of a row quantity [B, H, R] in which NaN marks rows that do not have it."""
+        """Return the moments of a row quantity [B, H, R] in which NaN marks rows that do not have it.
+
+        Infinite values of ``recall_kl`` are left out, too: there nothing of a row is selected.
+        """
         flat = rows.to(wide(rows.device)).movedim(1, 0).flatten(1)  # [H, B * R]
-        defined = ~flat.isnan()
+        defined = flat.isfinite() if name in MAY_BE_INFINITE else ~flat.isnan()
         count = defined.sum(-1)
         values = torch.where(defined, flat, 0.0).contiguous()
         mean = values.sum(-1) / count  # 0 / 0 = NaN: no row has it

@@ -13,6 +13,7 @@ from headscope._support.arguments import check_type, kind, number, whole
 from headscope.stats._head_weights import CALL_GIB, GIB, check_limit, count_rows, head_numbers, listed
 from headscope.stats._quantities import ROW_QUANTITIES
 from headscope.stats._segments import Segments
+from headscope.stats._selection import Policy, Selected, check_selected
 
 __all__ = ["Observe"]
 
@@ -45,11 +46,15 @@ class Observe:
         weights: heads whose weights are retained, [B, R, K] each, in ``HeadStats.weights``; ``rows`` selects the R
             queries. If nothing else is measured, no other head is computed.
         weights_gib: the largest size of these weights in one call, in GiB; above it the call raises before it measures.
+        selected: the keys that a sparse attention selects, for recall, recall_kl and largest_selected: indices that
+            broadcast to [B, H, Q, n], -1 = none, where H may be Hkv; a mask, or a boolean tensor that broadcasts to
+            [B, H, Q, K], True = selected; or a function of layer, q [B, H, Q, D] and k [B, Hkv, K, D] that returns one
+            of these. Outside of ``watch`` the layer is "0".
 
     Raises:
         TypeError: an argument is not of the right kind.
-        ValueError: a number is out of range, a name unknown, a head named twice, or ``keep_rows`` or ``extra`` without
-            ``row_stats``.
+        ValueError: a number is out of range, a name unknown, a head named twice, or ``keep_rows``, ``extra`` or
+            ``selected`` without ``row_stats``.
 
     Examples:
         >>> import torch
@@ -76,6 +81,7 @@ class Observe:
     received_max: bool = False
     weights: Collection[int] = ()
     weights_gib: float = CALL_GIB
+    selected: Selected | Policy | None = None
 
     def __post_init__(self) -> None:
         for name in ("row_stats", "received", "keep_rows", "keep_qk", "received_max"):
@@ -113,6 +119,8 @@ class Observe:
             check_type("segments", self.segments, Segments, "a headscope.Segments or None")
         object.__setattr__(self, "weights", head_numbers(self.weights))
         object.__setattr__(self, "weights_gib", check_limit(self.weights_gib))
+        if self.selected is not None:
+            check_selected(self.selected, self.row_stats)
 
     def check_weights(
         self, sizes: tuple[int, int, int], dtype: torch.dtype, recorded: int = 0, limit: float = math.inf

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Requirement = Literal["weights", "positions", "line", "tokens", "values"]
-"""The requirements of a quantity: none, self-attention, positions in one dimension, tokens, or values."""
+Requirement = Literal["weights", "positions", "line", "tokens", "values", "selection"]
+"""The requirements of a quantity: none, self-attention, positions on a line, tokens, values, or selected keys."""
 
 Unit = Literal["share", "nats", "logits", "ratio", "input"]
 
@@ -40,6 +40,7 @@ class Row:
             [n].
         norms: lengths of the value vectors, [n].
         distance: w of ``window_w`` and ``streaming_w``.
+        selected: which keys are selected, boolean [n]; None = there is no selection.
     """
 
     p: Tensor
@@ -51,6 +52,7 @@ class Row:
     induction: Tensor
     norms: Tensor
     distance: float = 0.0
+    selected: Tensor | None = None
 
     def mass(self, keys: Tensor) -> float:
         """Return the weight on these keys; NaN if there are none."""
@@ -112,7 +114,24 @@ def _second_weight(row: Row) -> float:
     return float(row.p.topk(2).values[1]) if len(row.p) >= 2 else 0.0
 
 
+def _recall(row: Row) -> float:
+    mass = float(row.p.sum())
+    return math.nan if row.selected is None or mass == 0 else min(1.0, float(row.p[row.selected].sum()) / mass)
+
+
+def _recall_kl(row: Row) -> float:
+    recall = _recall(row)
+    return math.inf if recall == 0 else -math.log(recall)
+
+
+def _largest_selected(row: Row) -> float:
+    if row.selected is None or float(row.p.sum()) == 0:
+        return math.nan
+    return float(row.selected[(row.p == row.p.max()).nonzero()[0, 0]])
+
+
 _NO_KEY = "no such key is visible"
+_NO_MASS = "the mass is 0 (only with sinks)"
 _NO_POSITION = "the query has no position, or no key has"
 
 _ANY = (-math.inf, math.inf)
@@ -199,8 +218,24 @@ ROW_QUANTITIES = (
         "Mean length of the value vectors, by weight.", "a visible value vector is not finite",
         edges=DOUBLING, bounds=_FROM_0, requires="values", unit="ratio",
     ),
+    Quantity(
+        "recall", "Σ of p over selected keys / Σ_j p", _recall,
+        "The share of a row's weight on the selected keys: 1 = all of it.", _NO_MASS, requires="selection",
+    ),
+    Quantity(
+        "recall_kl", "-ln recall", _recall_kl,
+        "-ln recall, in nats: the divergence of the selected weights, scaled to a sum of 1, from all weights.",
+        _NO_MASS, edges=DOUBLING, bounds=_FROM_0, requires="selection", unit="nats",
+    ),
+    Quantity(
+        "largest_selected", "1 if the key with the largest p is selected, else 0", _largest_selected,
+        "Whether the key with the largest weight is selected: 1 = yes, 0 = no.", _NO_MASS, requires="selection",
+    ),
 )  # fmt: skip
 """All quantities, in the order of statistics."""
+
+MAY_BE_INFINITE = ("recall_kl",)
+"""Quantities of which single rows may be infinite; means and histograms leave these rows out."""
 
 _BY_NAME = {each.name: each for each in ROW_QUANTITIES}
 

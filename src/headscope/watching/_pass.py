@@ -29,6 +29,7 @@ from headscope.watching._monitor import Monitor
 from headscope.watching._options import Options
 from headscope.watching._recording import Recording
 from headscope.watching._segments import fit_segments
+from headscope.watching._selected_keys import with_layer
 from headscope.watching._verify import Verifier
 
 
@@ -147,9 +148,11 @@ class Pass:
                 call = placed(call, watch.options.positions)
             elif call.kind != kind:
                 call = replace(call, kind=kind)
-            if call.is_written and (watch.options.what.keep_qk or call.from_exponentials):
+            requires_qk = watch.options.what.keep_qk or callable(watch.options.what.selected)
+            if call.is_written and (requires_qk or call.from_exponentials):
                 call = by_product(call) or call
             what = self._segmented(layer, call, kind, watch.chosen_heads.options(name, call))
+            what = with_layer(what, layer, call)
             part = watch.verifier.measure(layer, call, what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {_own_sizes(str(error), call)}") from error
