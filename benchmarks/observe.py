@@ -4,9 +4,9 @@
     python benchmarks/observe.py --only attention --cases '1024*' --seconds 1
     python benchmarks/observe.py --only models --add observe.json  # again these rows of a file, the others stay
 
-Four kinds of cases: `attention`, one call beside torch's SDPA and our own attending; `memory`, the peak of such a call
-in a fresh process; `long`, 131,072 tokens on one head; `models`, whole models unwatched, watched, with eager weights. A
-run of some cases writes a file only where --out or --add says.
+Five kinds of cases: `attention`, one call beside torch's SDPA and our own attending; `short`, what statistics add to a
+call of few tokens; `memory`, the peak of such a call in a fresh process; `long`, 131,072 tokens on one head; `models`,
+whole models unwatched, watched, with eager weights. A run of some cases writes a file only where --out or --add says.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from observe_parts.timing import Row
 from headscope.cli import _benchmark
 
 HERE = Path(__file__).parent
-KINDS = (attention.TIME, attention.MEMORY, attention.LONG, models.KIND)
+KINDS = (attention.TIME, attention.SHORT, attention.MEMORY, attention.LONG, models.KIND)
 
 Measure = Callable[[], Row]
 
@@ -37,6 +37,8 @@ def every(asked: argparse.Namespace) -> Iterator[tuple[str, str, Measure]]:
     """Kind and name of each case, and how it is measured."""
     for case in attention.cases(attention.LENGTHS):
         yield attention.TIME, case.name, partial(attention.measure, case, asked.seconds, asked.rounds)
+    for case in attention.cases(attention.SHORT_LENGTHS):
+        yield attention.SHORT, case.name, partial(attention.measure_short, case, asked.seconds, asked.rounds)
     for length in attention.MEMORY_LENGTHS:
         yield attention.MEMORY, str(length), partial(attention.measure_memory, length, asked.threads)
     for case in attention.cases((attention.LONG_LENGTH,), heads=1):

@@ -20,16 +20,18 @@ from headscope.functional import Attended
 from headscope.masks import Mask, causal
 from observe_parts.timing import Row, Run, interleave, same
 
-TIME, MEMORY, LONG = "attention", "memory", "long"
+TIME, SHORT, MEMORY, LONG = "attention", "short", "memory", "long"
 LENGTHS = (1024, 4096, 16384)
+SHORT_LENGTHS = (16, 32, 64, 128)
 MEMORY_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 LONG_LENGTH = 131072
 HEADS, WIDTH = 8, 64
 ALL = Observe(map=64, edges=32)
 SDPA, ATTEND, AFTER = "SDPA", "attend", "observe alone"
+DEFAULTS = "rows, received"
 WATCHED = {
     "rows": Observe(received=False),
-    "rows, received": Observe(),
+    DEFAULTS: Observe(),
     "all": ALL,
     "rows=256": Observe(rows=256),
 }
@@ -94,6 +96,14 @@ def measure(case: Case, seconds: float, least: int) -> Row:
         runs = competitors(case)
         check(case, runs)
         return Row(TIME, case.name, interleave(runs, seconds, least))
+
+
+def measure_short(case: Case, seconds: float, least: int) -> Row:
+    """Time a short call with default statistics beside attending; what computes something else is not timed."""
+    with torch.no_grad():
+        runs = competitors(case)
+        check(case, runs)
+        return Row(SHORT, case.name, interleave({name: runs[name] for name in (ATTEND, DEFAULTS)}, seconds, least))
 
 
 def check(case: Case, runs: dict[str, Run]) -> None:

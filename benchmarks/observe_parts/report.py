@@ -67,6 +67,7 @@ def markdown(report: Report) -> str:
     parts = ["# Observing attention", f"Made by {made} on {told(report.machine)}. Medians of interleaved rounds; fp32."]
     for kind, title, table in (
         (attention.TIME, TIME_TEXT, time_tables),
+        (attention.SHORT, SHORT_TEXT, short_table),
         (attention.MEMORY, MEMORY_TEXT, memory_table),
         (attention.LONG, LONG_TEXT, long_table),
         (models.KIND, MODELS_TEXT, models_table),
@@ -81,6 +82,9 @@ TIME_TEXT = """## One call, (1, 8, T, 64)
 `rows`: the row quantities; `received`: those of keys, too; `all`: with them the 64 x 64 map and the 32 largest weights
 of each head, in one pass with attending; `rows=256`: the default on an even sample of rows; `observe alone`: all of it
 after the fact, with the lse of another kernel, without attending."""
+SHORT_TEXT = """## A short call, (1, 8, T, 64)
+
+What the default statistics, `rows, received`, add to attending."""
 MEMORY_TEXT = """## Memory of attend with all statistics
 
 What the process grows by at most beyond inputs, out and lse, each in a fresh process. Eager is computed: the weights
@@ -114,6 +118,15 @@ def time_tables(rows: list[Row]) -> str:
         lines = [[row.name, *(_times(row.ratio(name, base)) for name in names)] for row in rows]
         parts.append(f"Time over that of {base}:\n\n" + table_of(["T", *names], lines))
     return "\n\n".join(parts)
+
+
+def short_table(rows: list[Row]) -> str:
+    """Microseconds."""
+    lines: list[list[str]] = []
+    for row in rows:
+        attend, observed = (1e6 * (row.median(name) or 0) for name in (attention.ATTEND, attention.DEFAULTS))
+        lines.append([row.name, *(f"{x:.0f}" for x in (attend, observed, observed - attend))])
+    return table_of(["T", "attend, µs", f"{attention.DEFAULTS}, µs", "difference, µs"], lines)
 
 
 def memory_table(rows: list[Row]) -> str:

@@ -272,8 +272,8 @@ struct Target {
     // The norms of the values of one of the B * Hkv heads, into norms [B, Hkv, K].
     void (*compute_value_norms)(const Forward&, std::int64_t head, void* norms);
     // Reductions of float or (wide) double values; NaN is skipped. counts[k] grows by the number of values >= border k.
-    // Summarizes numbers, and counts those of each bin of a histogram. A bin ends below the next border; the borders are
-    // of the numbers' type, in order, and padded with NaN.
+    // Summarizes numbers, and counts those of each bin of a histogram. A bin ends below the next border; the borders
+    // are of the numbers' type, in order, and padded with NaN.
     Summary (*summarize)(const NumberRuns&, const void* borders, std::int64_t bins, std::int64_t* histogram);
     // What chance gives for at most EXCHANGE_ROWS rows: their inputs, and what one quantity adds to two sums.
     void (*prepare_exchange)(const void* mass, const void* chance, const void* effective_keys, bool wide,

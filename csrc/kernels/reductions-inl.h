@@ -30,7 +30,8 @@ struct Reduction {
         N lanes[LANES<N>] __attribute__((aligned(64)));
         store(lanes, x);
         UNROLL_RANGE(round, 1, LANES<N>, round)
-        for (int lane = 0; lane < LANES<N>; lane += 2 * round) lanes[lane] = combine(lanes[lane], lanes[lane + round]);
+            for (int lane = 0; lane < LANES<N>; lane += 2 * round)
+                lanes[lane] = combine(lanes[lane], lanes[lane + round]);
         return lanes[0];
     }
     INLINE static double sum_parts(const V<double>* x) {
