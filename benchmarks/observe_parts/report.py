@@ -48,6 +48,7 @@ class Report:
 def every() -> list[tuple[str, str]]:
     """Kind and name of each case of the full run, in order."""
     found = [(attention.TIME, case.name) for case in attention.cases(attention.LENGTHS)]
+    found += [(attention.SHORT, case.name) for case in attention.cases(attention.SHORT_LENGTHS)]
     found += [(attention.MEMORY, str(length)) for length in attention.MEMORY_LENGTHS]
     found += [(attention.LONG, case.name) for case in attention.cases((attention.LONG_LENGTH,))]
     return found + [(models.KIND, case.name) for case in models.cases()]

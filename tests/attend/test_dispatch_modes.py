@@ -448,6 +448,6 @@ def test_backends_agree() -> None:
 
 def test_signature_is_the_design() -> None:
     names = ["q", "k", "v", "mask", "bias", "scale", "softcap", "sinks", "dropout", "backend"]
-    for function, more in ((headscope.attention, []), (headscope.attend, ["observe"])):
+    for function, more in ((headscope.attention, []), (headscope.attend, ["observe", "differentiable"])):
         assert list(inspect.signature(function).parameters) == names + more
         assert re.search("Raises:|as ``attention``", function.__doc__ or "")

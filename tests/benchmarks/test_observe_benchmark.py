@@ -34,11 +34,17 @@ def of(*rows: Row, command: str = "python benchmarks/observe.py") -> report.Repo
 
 def test_the_cases_are_those_of_the_issue() -> None:
     names = report.every()
-    assert len(names) == len(set(names)) == 6 + 6 + 2 + 8
+    assert len(names) == len(set(names)) == 6 + 8 + 6 + 2 + 8
     assert {("attention", "16384 causal"), ("memory", "32768"), ("long", "131072"), ("models", "Llama 8192")} < {*names}
     assert [case[:2] for case in driver.chosen(driver.parse([]))] == names
     some = driver.parse(["--only", "attention,models", "--cases", "1024*", "--cases", "text 128"])
     assert [name for _, name, _ in driver.chosen(some)] == ["1024", "1024 causal", "text 128"]
+
+
+def test_a_short_call_is_measured_beside_attending() -> None:
+    row = attention.measure_short(attention.Case(13, True, heads=3), seconds=1e-9, least=1)
+    assert [*row.seconds] == ["attend", "rows, received"]
+    assert "| 13 causal |" in report.short_table([row])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -205,7 +211,7 @@ def test_a_run_of_some_cases(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "sideways"], "--only: got 'sideways', expected some of: attention, memory, long, models"),
+        (["--only", "sideways"], "--only: got 'sideways', expected some of: attention, short, memory, long, models"),
         (["--cases", "GPT*"], "--cases: no case matches GPT*; they are called '1024 causal', 'text 128', ..."),
         (["--seconds", "0"], "--seconds: got 0.0, expected a number above 0 and up to 600"),
         (["--rounds", "0"], "--rounds: got 0, expected at least 1"),

@@ -75,8 +75,8 @@ def to_exchange(
     if spans is not None and (scene.line is not None or scene.own is None):
         mean, spread = _of_spans(reductions, scene, names, spans)
     else:
-        found = None if measure is None or not scene.whole else _of_even_rows(scene, names, measure)
-        mean, spread = _of_blocks(reductions, scene, names) if found is None else found
+        moments = None if measure is None or not scene.whole else _of_even_rows(scene, names, measure)
+        mean, spread = _of_blocks(reductions, scene, names) if moments is None else moments
     return Exchange(names, mean, spread.clamp_max(torch.finfo(spread.dtype).max), single)  # infinity times 0 is NaN
 
 
