@@ -140,6 +140,18 @@ def test_rows_that_end_in_a_newline() -> None:
     assert made.ids.tolist() == [0, 0, -1, 0, 0, -1]
 
 
+def test_images_of_different_sizes_have_parts_of_their_own() -> None:
+    ids = [7, 7, 1, 7, 7, 7, 7, 7, 7]
+    made = Segments.from_image_tokens(ids, 7, torch.tensor([[1, 2], [3, 2]]), parts=[(1, 1), (3, 1)])
+    assert made.names == ("image 0", "image 1 [0, 0]", "image 1 [1, 0]", "image 1 [2, 0]", "text")
+    assert made.ids.tolist() == [0, 0, 4, 1, 1, 2, 2, 3, 3]
+
+
+def test_each_row_of_an_image_may_be_a_run() -> None:
+    made = Segments.from_image_tokens([7, 7, 1, 7, 7, 1, 7, 7], 7, (3, 2), parts=(3, 1), text=None)
+    assert made.ids.tolist() == [0, 0, -1, 1, 1, -1, 2, 2]
+
+
 def test_later_writes_to_the_ids_have_no_effect() -> None:
     own = torch.tensor([0, 1])
     made = Segments(["a", "b"], own)
@@ -181,6 +193,21 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: Segments.from_image_tokens([7] * 6, 7, [(2, 2), (1, 1)]),
         ValueError,
         "grid: 2 x 2 .* 1 x 1 = 5 tokens, the sequence has 6 with id 7",
+    ),
+    "grids in another order": (
+        lambda: Segments.from_image_tokens([*[7] * 6, 1, *[7] * 2], 7, [(1, 2), (2, 3)]),
+        ValueError,
+        r"grid: 'image 1' is 2 x 3, but other tokens interrupt its image tokens after 4 of 6; expected the grids in",
+    ),
+    "two images as one": (
+        lambda: Segments.from_image_tokens([*[7] * 6, 1, *[7] * 2], 7, (4, 2)),
+        ValueError,
+        "grid: 'image' is 4 x 2, but other tokens interrupt its image tokens after 6 of 8",
+    ),
+    "parts of other images": (
+        lambda: Segments.from_image_tokens([7] * 4, 7, (2, 2), parts=[(1, 1), (2, 1)]),
+        ValueError,
+        "parts: got 2 pairs, expected one, or one for each of 1 images",
     ),
     "no grid": (lambda: Segments.from_image_tokens([7], 7, (0, 1)), ValueError, r"grid: got \(0, 1\)"),
     "more parts than patches": (

@@ -216,6 +216,12 @@ def test_heads_and_layers_that_do_not_exist() -> None:
         watch(model, weights=[0, 1])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"weights: got int, expected a tuple of heads"):
         watch(model, weights={"model.layers.1": 3})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"weights: got int, expected names or patterns of layers"):
+        watch(model, weights={0: [3]})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"weights: 'model.layers.1' has no heads; expected at least one"):
+        watch(model, weights={"model.layers.1": []})
+    with pytest.raises(ValueError, match=r"weights: got no layers"):
+        watch(model, weights={})
     with pytest.raises(ValueError, match=r"weights: was passed twice"):
         watch(model, what=Observe(weights=(0,)), weights={"model.layers.1": [0]})
     with pytest.raises(ValueError, match=r"weights_gib: got -1"):

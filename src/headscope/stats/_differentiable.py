@@ -12,7 +12,7 @@ DIFFERENTIABLE = ("entropy", "received", "segments")
 """The statistics that may have a gradient."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DifferentiableStats:
     """Statistics with a graph, for a loss: the result of ``attend(observe=..., differentiable=...)``.
 
@@ -30,6 +30,8 @@ class DifferentiableStats:
         >>> statistics = attended.stats.differentiable
         >>> mean = statistics.entropy.sum(-1) / statistics.counted.sum(-1)  # of each batch entry and head
         >>> (0.5 - mean).clamp_min(0).sum().backward()
+        >>> statistics
+        DifferentiableStats(counted [1, 2, 5], entropy [1, 2, 5])
     """
 
     counted: Tensor
@@ -37,6 +39,11 @@ class DifferentiableStats:
     _received: Tensor | None = None
     _segments: Tensor | None = None
     _segment_rows: Tensor | None = None
+
+    def __repr__(self) -> str:
+        values = {"entropy": self._entropy, "received": self._received, "segments": self._segments}
+        shown = {"counted": self.counted, **{name: x for name, x in values.items() if x is not None}}
+        return f"DifferentiableStats({', '.join(f'{name} {list(x.shape)}' for name, x in shown.items())})"
 
     @property
     def entropy(self) -> Tensor:

@@ -112,8 +112,7 @@ class HeadStats:
             if at in self.parts:
                 return at
             known = ", ".join((*self.names, *self.layers)) or "nothing"
-            needs = "; it needs the option tokens=" if at in ("induction", "duplicate") else ""
-            raise KeyError(f"{at}: is neither a quantity nor a layer; expected one of {known}{needs}")
+            raise KeyError(f"{at}: is neither a quantity nor a layer; expected one of {known}{_needs(at)}")
         number = as_whole(at)
         if number is None:
             raise TypeError(f"layer: got {kind(at)}, expected a number or a name")
@@ -436,3 +435,12 @@ class HeadStats:
 
 
 HeadStats.__module__ = "headscope.stats"  # its public path
+
+
+def _needs(name: str) -> str:
+    """Return what measures a quantity that is absent."""
+    if name.startswith("segments"):
+        return "; the weight between segments is in stats[layer].segments[query_segment, key_segment]"
+    selected = {"recall", "recall_kl", "largest_selected"}
+    option = "tokens" if name in ("induction", "duplicate") else "selected" if name in selected else None
+    return "" if option is None else f"; it needs the option {option}="

@@ -59,7 +59,7 @@ class HeadWeights:
         """
         if head not in self.heads:
             heads = ", ".join(map(str, self.heads))
-            raise ValueError(f"head: got {head}, whose weights were not observed; expected one of {heads}")
+            raise ValueError(f"head: got {head}, whose weights were not observed; expected one of the heads {heads}")
         return self.p[:, self.heads.index(head)]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class SegmentMass(Part):
 
     def __getitem__(self, pair: tuple[str, str]) -> Tensor:
         places: list[int] = []
-        for name in pair:
+        for name in (pair,) if isinstance(pair, str) else pair:
             if name not in self.names:
                 raise KeyError(f"{name}: is not a segment; expected two of {', '.join(self.names)}")
             places.append(self.names.index(name))

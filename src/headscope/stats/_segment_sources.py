@@ -72,9 +72,13 @@ def _texts(message: Mapping[str, Any], number: int) -> list[str]:
 
 
 def image_segments(
-    ids: Tensor | Sequence[int], image_token: int, grid: Span | Sequence[Span], parts: Span, newlines: bool,
+    ids: Tensor | Sequence[int],
+    image_token: int,
+    grid: Span | Sequence[Span] | Tensor,
+    parts: Span | Sequence[Span],
+    newlines: bool,
     names: Collection[str] | None,
-) -> tuple[tuple[str, ...], Tensor]:  # fmt: skip
+) -> tuple[tuple[str, ...], Tensor]:
     """Return the names of the regions of all images, and the region of each token: -1 = newline, -2 = text.
 
     Raises:
@@ -87,9 +91,12 @@ def image_segments(
         tokens = tokens[0]
     if tokens.ndim != 1:
         raise ValueError(f"ids: got {list(tokens.shape)}, expected [K]: the tokens of one sequence")
-    single = len(grid) == 2 and as_whole(grid[0]) is not None
-    grids = [_grid("grid", each) for each in cast("Sequence[Span]", [grid] if single else grid)]
-    regions = _grid("parts", parts)
+    grids = _grids("grid", grid)
+    every_regions = _grids("parts", parts)
+    if len(every_regions) == 1:
+        every_regions *= len(grids)
+    if len(every_regions) != len(grids):
+        raise ValueError(f"parts: got {len(every_regions)} pairs, expected one, or one for each of {len(grids)} images")
     where = (tokens == whole("image_token", image_token, 0)).nonzero()[:, 0]
     sizes = [rows * (columns + newlines) for rows, columns in grids]
     if sum(sizes) != len(where):
@@ -99,9 +106,10 @@ def image_segments(
             "rows and columns after the model has merged patches, one grid for each image"
         )
     labels = _image_names(names, len(grids))
+    _check_runs(where, grids, labels, newlines)
     every: list[str] = []
     pieces: list[Tensor] = []
-    for label, (rows, columns) in zip(labels, grids, strict=True):
+    for label, (rows, columns), regions in zip(labels, grids, every_regions, strict=True):
         if rows < regions[0] or columns < regions[1]:
             raise ValueError(f"parts: got {regions}, expected at most {rows} x {columns}, the grid of {label!r}")
         down = torch.arange(rows, device="cpu") * regions[0] // rows
@@ -120,6 +128,30 @@ def image_segments(
     return tuple(every), places
 
 
+def _check_runs(where: Tensor, grids: Sequence[Span], labels: Sequence[str], newlines: bool) -> None:
+    """Check that each image lies in one run of image tokens, or has a run for each of its rows.
+
+    Args:
+        where: the places of the image tokens, in order.
+        grids, labels: rows and columns of each image, and its name.
+        newlines: whether each row has one more token.
+
+    Raises:
+        ValueError: another token interrupts an image elsewhere.
+    """
+    begin = 0
+    for label, (rows, columns) in zip(labels, grids, strict=True):
+        width = columns + newlines
+        places = where[begin : begin + rows * width]
+        begin += rows * width
+        ends = (places.diff() > 1).nonzero()[:, 0] + 1  # tokens of the image before an interruption
+        if len(ends) and ends.tolist() != [width * row for row in range(1, rows)]:
+            raise ValueError(
+                f"grid: {label!r} is {rows} x {columns}, but other tokens interrupt its image tokens after "
+                f"{int(ends[0])} of {rows * width}; expected the grids in the order of the images"
+            )
+
+
 def _image_names(names: Collection[str] | None, count: int) -> list[str]:
     if names is None:
         return ["image"] if count == 1 else [f"image {n}" for n in range(count)]
@@ -128,7 +160,18 @@ def _image_names(names: Collection[str] | None, count: int) -> list[str]:
     return list(names)
 
 
+def _grids(argument: str, value: Any) -> list[Span]:
+    """Return one pair, or several, as a list."""
+    value = value.tolist() if isinstance(value, Tensor) else value
+    if not isinstance(value, Sequence):
+        return [_grid(argument, value)]
+    pairs = cast("Sequence[object]", value)
+    single = len(pairs) == 2 and as_whole(pairs[0]) is not None
+    return [_grid(argument, each) for each in ([value] if single else pairs)]
+
+
 def _grid(argument: str, value: Any) -> Span:
+    value = value.tolist() if isinstance(value, Tensor) else value
     sizes = [as_whole(each) for each in cast("Sequence[object]", value)] if isinstance(value, Sequence) else []
     if len(sizes) != 2 or sizes[0] is None or sizes[1] is None or min(sizes[0], sizes[1]) < 1:
         raise ValueError(f"{argument}: got {value!r}, expected (rows, columns) from 1")

@@ -236,8 +236,9 @@ class Segments:
 
     @staticmethod
     def from_image_tokens(
-        ids: Tensor | Sequence[int], image_token: int, grid: Span | Sequence[Span], *, parts: Span = (1, 1),
-        newlines: bool = False, names: Collection[str] | None = None, text: str | None = "text",
+        ids: Tensor | Sequence[int], image_token: int, grid: Span | Sequence[Span] | Tensor, *,
+        parts: Span | Sequence[Span] = (1, 1), newlines: bool = False, names: Collection[str] | None = None,
+        text: str | None = "text",
     ) -> Segments:  # fmt: skip
         """Return segments of the images in the prompt of a vision-language model, by the id of their tokens.
 
@@ -246,15 +247,16 @@ class Segments:
             image_token: the id of these tokens.
             grid: rows and columns of patches of the image; or a list with one for each image, tile or thumbnail, in
                 their order.
-            parts: into how many rows and columns of regions each image is divided, each of them a segment.
+            parts: into how many rows and columns of regions each image is divided, each of them a segment; or a list
+                with one pair for each image.
             newlines: whether each row of patches ends in one more image token, which belongs to no segment.
             names: of the images; by default "image", or "image 0", "image 1", … A region is "image 0 [row, column]".
             text: the name of a segment with all other tokens; None = they belong to none.
 
         Raises:
             TypeError: ids of another kind.
-            ValueError: the grids do not multiply to the image tokens, are smaller than ``parts``, or there are more
-                than 64 segments.
+            ValueError: the grids do not multiply to the image tokens, are smaller than ``parts``, other tokens
+                interrupt an image within a row, or there are more than 64 segments.
 
         Examples:
             >>> from headscope import Segments

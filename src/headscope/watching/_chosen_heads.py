@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sized
 from dataclasses import replace
 from typing import cast
 
@@ -29,14 +29,20 @@ def check_chosen_heads(
     """Return what to measure and the layers to record, by the arguments of ``watch``.
 
     Raises:
-        TypeError: ``weights`` is not a mapping.
-        ValueError: the heads were passed twice, or the limit is not above 0.
+        TypeError: ``weights`` is not a mapping from names.
+        ValueError: the heads were passed twice, there are none, or the limit is not above 0.
     """
     if limit is not None:
         what = replace(what, weights_gib=limit)
     if weights is None:
         return what, layers
     check_type("weights", weights, Mapping, "a mapping from names or patterns of layers to heads")
+    for layer, heads in cast("Mapping[object, object]", weights).items():
+        check_type("weights", layer, str, "names or patterns of layers, such as 'decoder.layers.3.encoder_attn'")
+        if isinstance(heads, Sized) and not len(heads):
+            raise ValueError(f"weights: {layer!r} has no heads; expected at least one, such as [0, 5]")
+    if not weights:
+        raise ValueError("weights: got no layers, expected at least one, or None")
     if what.weights:
         raise ValueError("weights: was passed twice, here and in what.weights")
     others = (what.row_stats, what.received, what.map, what.edges, what.top, what.keep_qk)

@@ -106,7 +106,9 @@ def show_segments(out: Console, summary: SegmentSummary, short: Mapping[str, str
     shown = summary.highest[:PAIRS]
     if shown:
         cells = _list_highest(shown, short)
-        out.print(Text(f"The heads that read most of another segment. {LENGTHS}.", style="dim"))
+        left_out = len(summary.highest) - len(shown)
+        more = f" {left_out} more pairs of segments are in --json." if left_out else ""
+        out.print(Text(f"For two segments, the head that reads most. {LENGTHS}.{more}", style="dim"))
         out.print(table(("from", "to", "layer", "head", "mass"), cells, 3))
 
 
