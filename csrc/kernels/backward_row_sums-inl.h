@@ -83,7 +83,7 @@ struct BackwardRowSums : LogitsBlock<T, QV, Op> {
         UNROLL_FOR(v, QV) {
             entropy_gradient[v] = load_row_values(g.grad_entropy, v);
             const V<T> lse = load_row_values(f.lse, v), infinity = splat(std::numeric_limits<T>::infinity());
-            log2_sum[v] = (lse == infinity) | (lse == -infinity) ? V<T>{} : lse * T(LOG2E);
+            log2_sum[v] = ((lse == infinity) | (lse == -infinity)) ? V<T>{} : lse * T(LOG2E);
         }
     }
     // Adds the gradient of the entropy to dP: -(ln P + 1) times that of the row. The logits are relative to
