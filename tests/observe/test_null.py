@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,28 @@ def test_no_head_of_an_untrained_model_is_named() -> None:
         scores = patterns(recording.stats).scores
         assert [each for each in scores if each.is_clear] == []
         assert {each.pattern for each in patterns(recording.stats).names} <= {"uniform"}
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("mask", [causal(), window(20)])
+def test_chunks_of_a_text_have_the_null_of_the_whole(mask: Mask, tokens: bool) -> None:
+    length, borders = 97, [0, 31, 60, 97]
+    q, k = drawn(1, 4, length, 16)
+    ids = torch.randint(9, (length,))
+
+    def options(keys: int) -> Observe:
+        return Observe(windows=(3,), tokens=ids[:keys] if tokens else None)
+
+    whole = observe(q, k, mask=mask, what=options(length))
+    chunks = [
+        observe(q[:, :, a:b], k[:, :, :b], mask=mask, what=options(b), rows_at=(a, length))
+        for a, b in pairwise(borders)
+    ]
+    merged = chunks[0].merge(*chunks[1:])
+    assert "distance" in whole.names
+    for name in whole.names:
+        expected, null = whole[name].null, merged[name].null
+        assert (expected is None) == (null is None)
+        if expected is not None and null is not None:
+            torch.testing.assert_close(null.mean, expected.mean, rtol=1e-12, atol=0, equal_nan=True)
+            torch.testing.assert_close(null.std, expected.std, rtol=1e-6, atol=0, equal_nan=True)
