@@ -114,9 +114,10 @@ class Ready:
         what: the options.
         rows: as in ``Scene``.
         first_key, whole_sequence: likewise.
+        exchange: what the nulls of the rows depend on; None without nulls.
     """
 
-    def __init__(self, what: Observe, scene: Scene, nulls: bool = True) -> None:
+    def __init__(self, what: Observe, scene: Scene, nulls: bool = True, exchange: Exchange | None = None) -> None:
         call, self.reductions = scene.call, to_reductions(what)
         self.call = call
         self.what = what
@@ -130,9 +131,9 @@ class Ready:
         self.borders = borders_of(self.names, self.dtype) if self.reductions.rows else None
         self.parts, self.size, room = self._laid_out()
         edges = (self.reductions.edges, *((self.names.index(x) if later else -1) for x in ("max_weight", "max_logit")))
-        exchange = None
-        if self.reductions.rows and nulls:
+        if self.reductions.rows and nulls and exchange is None:
             exchange = to_exchange(self.reductions, scene, self.names, lambda even: _measure(what, even))
+        self.exchange = exchange
         self.observation, self.held = self._to_observation(scene, edges, room, exchange)
 
     def _laid_out(self) -> tuple[dict[str, _Part], int, int]:

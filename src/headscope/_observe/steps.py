@@ -16,6 +16,7 @@ from headscope._attend.prepare import Prepared
 from headscope._observe import native_observer
 from headscope._observe.aggregate import LazyLayer, layer_stats, tiles_of
 from headscope._observe.chosen_heads import check_chosen, measures_only_weights, observe_chosen, with_weights
+from headscope._observe.exchange import Exchange
 from headscope._observe.inputs import Request, to_reductions
 from headscope._observe.native_observer import Ready
 from headscope._observe.portable import observe_blocks
@@ -99,7 +100,10 @@ def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
     scene = build_scene(request)
     if native_observer.refuses(to_reductions(request.what), scene):
         return scene, None
-    ready = Ready(request.what, scene)
+    key = _key(request) if _are_rows_constant(request) else None
+    ready = Ready(request.what, scene, exchange=None if key is None else _exchanges.get(key))
+    if key is not None and ready.exchange is not None:
+        _exchanges.add(key, ready.exchange)
     if _is_simple(request):
         _prepared_observations.add(_key(request), ready)
     return scene, ready
@@ -107,12 +111,18 @@ def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
 
 def _is_simple(request: Request) -> bool:
     """Return whether q, k and v are the only tensors of a request."""
-    what, inputs, mask = request.what, request.inputs, request.mask
+    quiet = request.lse is None and request.inputs.sinks is None and not request.what.keep_qk
+    return quiet and _are_rows_constant(request)
+
+
+def _are_rows_constant(request: Request) -> bool:
+    """Return whether only sizes and options determine which keys the rows see, and where."""
+    what, mask = request.what, request.mask
     tensors = (
-        *(request.lse, request.q_pos, request.k_pos, request.real, request.rows_at),
-        *(inputs.bias, inputs.sinks, what.tokens, what.selected),
+        *(request.q_pos, request.k_pos, request.real, request.rows_at),
+        *(request.inputs.bias, what.tokens, what.selected),
     )
-    quiet = all(x is None for x in tensors) and not isinstance(what.rows, Tensor) and not what.keep_qk
+    quiet = all(x is None for x in tensors) and not isinstance(what.rows, Tensor)
     return quiet and request.call.form == "plain" and (mask is None or mask.is_constant())
 
 
@@ -122,4 +132,5 @@ def _key(request: Request) -> Any:
 
 _options_of = attrgetter(*(each.name for each in fields(Observe)))
 _prepared_observations: BoundedTable[Any, Any] = BoundedTable(64)  # some megabytes each for long sequences
+_exchanges: BoundedTable[Any, Exchange] = BoundedTable(16)
 atexit.register(_prepared_observations.clear)  # a compiler may refer to this module until the extension is gone
