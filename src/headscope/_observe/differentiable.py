@@ -82,19 +82,19 @@ def measure_with_gradients(
     _check_transforms(q, k, bias, sinks)
     request = measure.to_request(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, what, positions)
     inputs = canonical_inputs(request.prepared, q, k, k[..., :1] if v is None else v, bias, sinks)
-    stats, kept = _observe_rows(replace(request, lse=None))  # it changes nothing, and such calls are prepared once
+    stats, rows = _observe_rows(replace(request, lse=None))  # it changes nothing, and such calls are prepared once
     call = request.call
     with torch.no_grad(), full_precision(call), exact_products(call.device):
         scene = build_scene(request)
     size = len(what.segments.names) if "segments" in names and what.segments is not None else 0
-    values = kept.values
+    values = rows.values
     sums = Request("received" in names, size)
-    task = _Task(scene, sums, "entropy" in names, kept.counted, _known_sums(call, stats.parts["0"], sums))
+    task = _Task(scene, sums, "entropy" in names, rows.counted, _known_sums(call, stats.parts["0"], sums))
     row_values = (values["entropy"], values["lse"], values["mass"])
     entropy, received, segments = _Statistics.apply(task, *row_values, inputs.q, inputs.k, inputs.bias, inputs.sinks)
-    counted, segment_rows = _to_queries(scene, kept.counted), None
+    counted, segment_rows = _to_queries(scene, rows.counted), None
     if segments is not None:
-        segment_rows = _count_rows(scene, kept.counted, size)
+        segment_rows = _count_rows(scene, rows.counted, size)
         segments = segments / segment_rows.clamp_min(1)[..., None]
 
     def led(x: Tensor | None) -> Tensor | None:
@@ -118,17 +118,17 @@ def _observe_rows(request: observe_inputs.Request) -> tuple[HeadStats, Kept]:
     what = request.what
     if not what.row_stats:
         rows_only = Observe(rows=what.rows, received=False, keep_rows=True)
-        (kept,) = steps.observe_request(replace(request, what=rows_only)).kept
-        return steps.observe_request(request), kept
+        (rows,) = steps.observe_request(replace(request, what=rows_only)).kept
+        return steps.observe_request(request), rows
     stats = steps.observe_request(replace(request, what=replace(what, keep_rows=True)))
-    (kept,) = stats.kept
+    (rows,) = stats.kept
     if what.keep_rows:
-        return stats, kept
-    top = {name: x for name, x in kept.values.items() if name in ("top_keys", "top_weights")}
+        return stats, rows
+    top = {name: x for name, x in rows.values.items() if name in ("top_keys", "top_weights")}
     parts = {
-        name: replace(part, kept=(replace(kept, values=top),) if top else ()) for name, part in stats.parts.items()
+        name: replace(part, kept=(replace(rows, values=top),) if top else ()) for name, part in stats.parts.items()
     }
-    return replace(stats, parts=parts), kept
+    return replace(stats, parts=parts), rows
 
 
 def _known_sums(call: Call, layer: LayerStats, request: Request) -> Sums | None:

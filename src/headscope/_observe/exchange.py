@@ -179,11 +179,11 @@ def _by_token(scene: Scene, low: Tensor, high: Tensor) -> dict[str, Tensor]:
     token = of_key.gather(1, own.clamp_min(0))[..., None]  # [B, R, 1]
     ends = torch.stack([low, high], -1).expand(batch, rows, -1, -1).flatten(2)  # [B, R, 2n]
     place = torch.arange(keys, device=ids.device)
-    wanted = (token * (keys + 1) + ends).flatten(1)
+    targets = (token * (keys + 1) + ends).flatten(1)
     counts: dict[str, Tensor] = {}
     for name, numbers in (("duplicate", of_key), ("induction", of_before)):
         order = (numbers * (keys + 1) + place).sort(-1).values  # by token, then by place
-        rank = torch.searchsorted(order, wanted).view(batch, rows, -1, 2)
+        rank = torch.searchsorted(order, targets).view(batch, rows, -1, 2)
         counts[name] = (rank[..., 1] - rank[..., 0]).clamp_min(0).sum(-1)
     inside = ((own[..., None] >= low) & (own[..., None] < high)).any(-1)
     counts["duplicate"] = counts["duplicate"] - inside.long()
