@@ -121,12 +121,12 @@ class _Acting:
     """A context that multiplies heads while it is open, and records which layers it has reached."""
 
     again = True
+    plain: Collection[str] = ()
 
     def __init__(self, modules: Mapping[str, nn.Module], choose: Choose) -> None:
         self.modules = modules
         self.layout = Layout(modules, choose, "heads")
-        self.reached: dict[str, int] = {}
-        """Layer -> its heads."""
+        self.reached: dict[str, int] = {}  # layer -> its heads
         self._warned: set[str] = set()
 
     def open(self) -> None:

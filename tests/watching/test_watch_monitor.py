@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope import Recording, observe, watch, watching
+from headscope._intercept import Measured
 from headscope.masks import causal
 from headscope.watching import AttentionWarning, Limits
 from headscope.watching._monitor import Monitor, _Step, writer
@@ -252,7 +253,7 @@ def test_nothing_of_a_step_reads_a_number(monkeypatch: pytest.MonkeyPatch) -> No
     """Beside observing, which test_observe looks after: calls are taken, merged and kept without a look at them."""
     eye = torch.eye(9).expand(1, 2, 9, 9)
     part = next(iter(observe(eye, eye, eye).parts.values()))
-    measured: Callable[..., Any] = lambda *_: lambda: part  # noqa: E731
+    measured: Callable[..., Any] = lambda *_: Measured(lambda: part)  # noqa: E731
     monkeypatch.setattr("headscope.watching._verify.measure", measured)
     monkeypatch.setattr("headscope.watching._recording.PENDING", 2)
     model = Steered()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import headscope
 from headscope import MultiHeadAttention, Observe, Recording, watch
-from headscope._intercept import InterceptedCall, function_mode, torch_modules
+from headscope._intercept import InterceptedCall, Measured, function_mode, torch_modules
 from headscope.masks import Documents, KeyLengths, as_mask, causal, window
 from headscope.report.viewer import shown_recording
 from headscope.stats import HeadStats
@@ -341,10 +341,10 @@ def test_a_wrong_statistic_is_a_warning(monkeypatch: pytest.MonkeyPatch, name: s
     original = _verify.measure
 
     def wrong(call: Any, what: Observe) -> Any:
-        part = original(call, what)()
+        part = original(call, what).part()
         values = {**part.kept[0].values}
         values[name] = values[name] * 1.0001
-        return lambda: replace(part, kept=(replace(part.kept[0], values=values),))
+        return Measured(lambda: replace(part, kept=(replace(part.kept[0], values=values),)))
 
     monkeypatch.setattr(_verify, "measure", wrong)
     with pytest.warns(WatchWarning, match=rf"layer Sdpa: row \[.*\] of \[B, H, Q\]: {name}: expected"):  # noqa: SIM117
@@ -357,8 +357,9 @@ def test_a_counted_row_without_visible_keys_is_a_warning(monkeypatch: pytest.Mon
     original = _verify.measure
 
     def wrong(call: Any, what: Observe) -> Any:
-        part = original(call, what)()
-        return lambda: replace(part, kept=(replace(part.kept[0], counted=torch.ones(1, 3, 7, dtype=torch.bool)),))
+        part = original(call, what).part()
+        counted = torch.ones(1, 3, 7, dtype=torch.bool)
+        return Measured(lambda: replace(part, kept=(replace(part.kept[0], counted=counted),)))
 
     monkeypatch.setattr(_verify, "measure", wrong)
     mask = torch.ones(7, 11, dtype=torch.bool)

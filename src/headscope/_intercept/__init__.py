@@ -8,6 +8,7 @@ from headscope._intercept.intercepted_call import (
     Ids,
     InterceptedCall,
     Kind,
+    Measured,
     WatchError,
     WatchWarning,
     check_values,
@@ -16,12 +17,15 @@ from headscope._intercept.intercepted_call import (
 )
 from headscope._intercept.module_names import (
     Choice,
+    children_of,
     describe_modules,
     describe_passes,
     describe_unrecorded,
+    enclosing_paths,
     find_compiled,
     find_unobserved,
     fitting_modules,
+    is_attention,
     kind_of_call,
     list_modules,
     match_modules,
@@ -29,7 +33,7 @@ from headscope._intercept.module_names import (
     summarize_names,
 )
 from headscope._intercept.origin import Part, head_span, layer_origin, origin_of, shared_part
-from headscope._intercept.other_layers import find_other_layers, find_unreached
+from headscope._intercept.other_layers import describe_other, find_other_layers, find_unreached
 from headscope._intercept.patching import close_watch, open_watch
 from headscope._intercept.recovered import by_product
 from headscope._intercept.transformers import register_attention, transformers_refusal
@@ -43,16 +47,20 @@ __all__ = [
     "InterceptedCall",
     "Kind",
     "Layout",
+    "Measured",
     "Part",
     "Unfollowed",
     "WatchError",
     "WatchWarning",
     "by_product",
     "check_values",
+    "children_of",
     "close_watch",
     "describe_modules",
+    "describe_other",
     "describe_passes",
     "describe_unrecorded",
+    "enclosing_paths",
     "error_of",
     "find_compiled",
     "find_other_layers",
@@ -60,6 +68,7 @@ __all__ = [
     "find_unreached",
     "fitting_modules",
     "head_span",
+    "is_attention",
     "kind_of_call",
     "layer_origin",
     "list_modules",

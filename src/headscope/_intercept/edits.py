@@ -11,7 +11,13 @@ from collections.abc import Callable, Collection, Mapping
 from torch import nn
 
 from headscope._intercept.intercepted_call import WatchError
-from headscope._intercept.module_names import enclosing_paths, is_attention, is_attention_class, list_modules
+from headscope._intercept.module_names import (
+    children_of,
+    enclosing_paths,
+    is_attention,
+    is_attention_class,
+    list_modules,
+)
 
 Choose = Callable[[Mapping[str, nn.Module]], Collection[str]]
 """Select names of modules; raises ValueError if none matches."""
@@ -29,7 +35,7 @@ class Layout:
         self.attended: set[str] = set()
         self._choose = choose
         self._who = who
-        self._children: list[tuple[nn.Module, dict[str, nn.Module | None]]] | None = None
+        self._children = self._snapshot()
         self._edited = False  # an edit that does not concern an attention layer known so far
 
     def check(self, *, last: bool = False) -> None:
@@ -41,7 +47,7 @@ class Layout:
         Raises:
             WatchError: chosen attention layers were replaced or added.
         """
-        same = self._children is not None and all(module._modules == before for module, before in self._children)
+        same = all(children_of(module) == before for module, before in self._children)
         if same and not (last and self._edited):
             return
         now = list_modules(next(iter(self.modules.values())))
@@ -53,8 +59,21 @@ class Layout:
                 "calls would be missing or attributed to another module. Edit the model first, then open a new block"
             )
         self._edited = bool(different)
-        root = next(iter(self.modules.values()))
-        self._children = [(module, dict(module._modules)) for module in root.modules()]
+        self._children = self._snapshot()
+
+    def _snapshot(self) -> list[tuple[nn.Module, dict[str, nn.Module | None]]]:
+        """Return each module with its children."""
+        found: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+        waiting: list[nn.Module | None] = [next(iter(self.modules.values()))]
+        seen: set[int] = set()
+        while waiting:
+            module = waiting.pop()
+            if module is not None and id(module) not in seen:
+                seen.add(id(module))
+                children = children_of(module)
+                found.append((module, dict(children)))
+                waiting += children.values()
+        return found
 
     def _attention(self, now: Mapping[str, nn.Module], different: Collection[str]) -> list[str]:
         """Return the chosen attention layers among the modules that are not those registered under their names."""

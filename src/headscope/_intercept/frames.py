@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any, NamedTuple, Protocol
@@ -39,12 +39,24 @@ class Forward(Protocol):
         """Note that a module has made its attention call."""
         ...
 
+    def repeat(self, frame: Frame, name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Measure an attention call as an earlier one that was like it; return whether there was one."""
+        ...
+
     def measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
         """Measure a call that a module has written out; return a function that records it."""
         ...
 
     def follows(self, name: str) -> bool:
         """Return whether the operations of a module are followed, to find attention that it writes out."""
+        ...
+
+    def observes_functions(self, name: str) -> bool:
+        """Return whether the functions of torch that a module calls are observed."""
+        ...
+
+    def note_functions(self, name: str) -> None:
+        """Note that a module's own code has called functions that may be part of an attention."""
         ...
 
     def note_followed(self, name: str) -> None:
@@ -70,6 +82,11 @@ class Watcher(Protocol):
     again: bool
     """Whether it takes part in the recomputation of a checkpoint in the backward pass."""
 
+    @property
+    def plain(self) -> Collection[str]:
+        """The modules that are known to be without attention: inside other watched ones they get no frame."""
+        ...
+
     def begin(self) -> Forward:
         """Start a forward pass."""
         ...
@@ -80,7 +97,18 @@ class Watcher(Protocol):
 
 
 class Unfollowed:
-    """A forward pass in which no operations are followed."""
+    """A forward pass in which no operations are followed, and all functions are observed."""
+
+    def observes_functions(self, name: str) -> bool:
+        """Return True."""
+        return True
+
+    def note_functions(self, name: str) -> None:
+        """Do nothing: functions are observed anyway."""
+
+    def repeat(self, frame: Frame, name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Return False: each call is seen."""
+        return False
 
     def follows(self, name: str) -> bool:
         """Return False."""
@@ -109,6 +137,9 @@ class Frame:
         calls: the number of its attention calls, including one in progress.
         accelerate: headscope's kernel should attend, too.
         quiet: its attention calls are observed as a whole: calls within them are not.
+        under_mode: whether the functions that it calls are observed.
+        calls_functions: whether its own code has called some that may be part of an attention.
+        like: what determines its present attention call, except the numbers in q, k and v; None: unknown.
         softmaxes: those that it has computed itself and not yet multiplied with values.
         written, refused: attentions that it has written out, and the tokens of those that are not recorded; see
             ``written``.
@@ -122,6 +153,9 @@ class Frame:
         self.calls = 0
         self.accelerate = False
         self.quiet = False
+        self.under_mode = False
+        self.calls_functions = False
+        self.like: Hashable | None = None
         self.softmaxes: list[softmax.Weights] = []
         self.written: list[Any] = []
         self.refused: list[Any] = []
@@ -174,12 +208,21 @@ class Frame:
             entry = thread.masks[key] = (mask, Fingerprint(mask), *masks.split(mask))
         return entry[2:]
 
-    def see(self, call: Callable[[], InterceptedCall]) -> None:
-        """Pass an attention call to all watchers; it is built only if one requires it."""
+    def see(
+        self, call: Callable[[], InterceptedCall], qkv: tuple[Tensor, ...] = (), like: Hashable | None = None
+    ) -> None:
+        """Pass an attention call to all watchers; it is built only if one requires it.
+
+        Args:
+            call: builds it.
+            qkv: q, k and v.
+            like: what else determines it; None: unknown, or too much.
+        """
         self.calls += 1
-        with unobserved():
-            for forward, name in self.forwards.values():
-                if forward.active:
+        self.like = like
+        for forward, name in self.forwards.values():
+            if forward.active and (like is None or not forward.repeat(self, name, *qkv)):
+                with unobserved():
                     forward.see(self, name, call)
 
     def measure(self, call: Callable[[], InterceptedCall], number: int) -> list[Callable[[], None]]:

@@ -6,7 +6,7 @@ torch's transformer modules leave their fast path if a function mode is on, beca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -105,6 +105,7 @@ def _sdpa(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     frame = frames.innermost()
     if frame is None or frame.quiet:
         return F.scaled_dot_product_attention(*args, **kwargs)
+    frame.calls_functions = True
     if frame.accelerate:
         with frame.quietly():
             out = intercepted_call.attend(intercepted_call.sdpa(args, kwargs, frame.converted), _dropout(args, kwargs))
@@ -128,6 +129,7 @@ def _noted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if frame is None or frame.quiet:
         return function(*args, **kwargs)
     attends = softmax.attends(frame.softmaxes, function, args, kwargs)
+    frame.calls_functions = frame.calls_functions or attends or bool(frame.softmaxes)
     follower = frames.thread.follower
     before = 0 if follower is None else follower.completions
     out = function(*args, **kwargs)
@@ -146,6 +148,8 @@ def _uncompiled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if frame is None or frame.quiet:
         return function(*args, **kwargs) if kwargs else function(*args)
     name = fused.operator_name(function, args, kwargs)
+    if frame.softmaxes or name is not None or function in softmax.UNTRACED_SOFTMAX:
+        frame.calls_functions = True
     if name is None:
         out = function(*args, **kwargs) if kwargs else function(*args)
     else:
@@ -188,6 +192,7 @@ def _multi_head(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     frame = frames.innermost()
     if frame is None or frame.quiet:
         return F.multi_head_attention_forward(*args, **kwargs)
+    frame.calls_functions = True
     arguments = frames.bound(F.multi_head_attention_forward, args, kwargs)
     factors = None
     if {"num_heads", "out_proj_weight"} <= {*arguments}:  # without them, torch will complain
@@ -210,6 +215,7 @@ def _fast_path(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     frame = frames.innermost()
     if frame is None or frame.quiet:
         return operator(*args, **kwargs)
+    frame.calls_functions = True
     inner: Any = getattr(frame.module, "self_attn", None)
     frame = frame if inner is None else frame.within(inner)
     name = _FAST_PATH[operator]
@@ -248,8 +254,13 @@ def attention_interceptor(
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind, "by_headscope": True}
     cache = frame.argument("cache", 2) if isinstance(frame.module, MultiHeadAttention) else None
     attended = None if dropout else out
+    simple = bias is None and sinks is None and row_lse is None and cache is None
     frame.see(
-        lambda: _in_cache(InterceptedCall(k=k, v=v, **_first_first(q, mask, bias, row_lse, attended), **options), cache)
+        lambda: _in_cache(
+            InterceptedCall(k=k, v=v, **_first_first(q, mask, bias, row_lse, attended), **options), cache
+        ),
+        (q, k, v),
+        _like(q, k, v, mask, kind, scale, softcap) if simple else None,
     )
     scaled = frame.scaled(out, -3, q)  # [B, H, Q, Dv]
     if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
@@ -257,6 +268,18 @@ def attention_interceptor(
             "heads: this module has bias_kv, whose value is added to the heads' outputs later, out of reach"
         )
     return scaled, row_lse
+
+
+def _like(q: Tensor, k: Tensor, v: Tensor, mask: Any, *options: Hashable) -> Hashable | None:
+    """Return what determines a call of these tensors only, except their numbers; None: the mask holds numbers."""
+    if mask is not None and not (isinstance(mask, Mask) and mask.is_constant()):
+        return None
+    try:
+        hash(mask)
+    except TypeError:
+        return None
+    layout = intercepted_call.layout_of(q, k, v)
+    return None if layout is None else (layout, mask, *options)
 
 
 def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None, out: Tensor | None) -> dict[str, Any]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _is_tracing
+from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 from headscope import functional
 from headscope._attend.attention import run_attention
 from headscope._intercept.masks import causal_rule, check_class
-from headscope._observe import Continued, Positions, observe_call
+from headscope._observe import Continued, Positions, Repetition, observe_call, repetition_of
 from headscope.masks import Band, Mask, as_mask
 from headscope.stats import Observe
 from headscope.stats._layer import LayerStats
@@ -140,8 +140,32 @@ class InterceptedCall:
         return keys if self.is_written else self.k
 
 
-def measure(call: InterceptedCall, what: Observe) -> Callable[[], LayerStats]:
-    """Measure one call, and return a function that returns its statistics.
+def layout_of(q: Tensor, k: Tensor, v: Tensor) -> Hashable | None:
+    """Return how q, k and v lie in memory, if headscope's kernels can read it as it is; else None."""
+    if _len_torch_dispatch_stack() or _are_functorch_transforms_active() or _is_tracing():
+        return None
+    for x in (q, k, v):
+        if type(x) is not Tensor or x.ndim != 4 or x.is_neg() or x.stride(-1) != 1:
+            return None
+    if not (q.is_cpu and k.is_cpu and v.is_cpu) or torch.is_autocast_enabled("cpu"):
+        return None
+    return q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
+
+
+class Measured(NamedTuple):
+    """The result of a measurement.
+
+    Attributes:
+        part: returns the statistics.
+        again: measures calls like this one; None: each has to be described.
+    """
+
+    part: Callable[[], LayerStats]
+    again: Repetition | None = None
+
+
+def measure(call: InterceptedCall, what: Observe) -> Measured:
+    """Measure one call.
 
     Raises:
         WatchError: the call has no values, or is a transform's and not the model's own.
@@ -158,9 +182,10 @@ def measure(call: InterceptedCall, what: Observe) -> Callable[[], LayerStats]:
     stats = observe_call(q, k, v, call.mask, call.bias, call.sinks, *options, call.lse, what, positions)
     late = call.late or _forgotten(call) > 0
     if call.has_logits and call.is_visibility_known and not call.beside and not late:
-        return partial(stats.parts.__getitem__, "0")
+        parts = stats.parts
+        return Measured(partial(parts.__getitem__, "0"), repetition_of(parts))
     part = _corrected(stats.parts["0"], call, late)
-    return lambda: part
+    return Measured(lambda: part)
 
 
 def _corrected(part: LayerStats, call: InterceptedCall, late: bool) -> LayerStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -31,11 +32,24 @@ def list_modules(model: nn.Module) -> dict[str, nn.Module]:
     The model itself goes by the name of its class. A module that is shared goes by the first of its paths.
     """
     modules: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        ours = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
-        if path == "" or not ours:
+    seen: set[int] = set()
+    waiting = [("", model)]
+    while waiting:  # as ``named_modules``, which is a generator within a generator for each level
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        children = children_of(module)
+        inside = [(name, child) for name, child in children.items() if child is not None] if children else []
+        if path == "" or inside or not type(module).__module__.startswith("torch.nn."):
             modules[path or type(model).__name__] = module
+        waiting += [(f"{path}.{name}" if path else name, child) for name, child in reversed(inside)]
     return modules
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's own children; None = declared, and not there."""
+    return vars(module)["_modules"]
 
 
 def find_compiled(modules: Mapping[str, nn.Module]) -> list[str]:
@@ -221,14 +235,21 @@ def is_attention(name: str, module: nn.Module) -> bool:
 
     A class named output with a single matrix, such as LXMERT's LxmertAttentionOutput, is the projection after one.
     """
-    kind, called = type(module).__name__, name.rsplit(".", 1)[-1]
-    if kind.endswith("Output") and _matrices(module) == 1:
+    kind = type(module).__name__
+    fewest = _fewest_matrices(kind, name.rsplit(".", 1)[-1])
+    if fewest is None or (kind.endswith("Output") and _matrices(module) == 1):
         return False
+    return _matrices(module) >= fewest
+
+
+@functools.lru_cache(maxsize=1024)
+def _fewest_matrices(kind: str, called: str) -> int | None:
+    """Return how many matrices a module of this class and name has if it attends; None: it is not named attention."""
     if not _ATTENTION.search(kind):
         named = _ATTENTION.search(called) and not _NORM.search(called)
         if not named or _BESIDE.search(f"{kind} {called}"):
-            return False
-    return _matrices(module) > (1 if _NORM.search(kind) else 0)
+            return None
+    return 2 if _NORM.search(kind) else 1
 
 
 def is_attention_class(name: str, module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -116,9 +117,14 @@ def _digest(config: object) -> str:
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
 
 
-def _is_structure(name: str, value: object) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _names_structure(name: str) -> bool:
     key = name.rpartition(".")[2]
-    if not _STRUCTURE.search(key) or _NO_STRUCTURE.search(key):
+    return bool(_STRUCTURE.search(key)) and not _NO_STRUCTURE.search(key)
+
+
+def _is_structure(name: str, value: object) -> bool:
+    if not _names_structure(name):
         return False
     items = value if isinstance(value, (list, tuple)) else [value]
     return all(type(each) in (int, str) for each in items)

@@ -6,6 +6,7 @@ it, and nothing around it, was recorded or multiplied a softmax with values.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Mapping
 
@@ -47,7 +48,11 @@ def describe_other(module: nn.Module) -> str | None:
 
     Only its class counts: "MambaMixer: a state space, no softmax over keys".
     """
-    name = type(module).__name__
+    return _describe_class(type(module).__name__)
+
+
+@functools.lru_cache(maxsize=1024)
+def _describe_class(name: str) -> str | None:
     what = next((what for pattern, what in _KINDS if pattern.search(name)), None)
     return None if what is None else f"{name}: {what}, {NO_SOFTMAX}"
 

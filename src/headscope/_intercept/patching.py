@@ -83,22 +83,27 @@ _IMPORT: Any = dynamo.Import(_dynamo_has_come)
 def close_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
     """Stop reporting to a watcher, and restore everything with the last one."""
     try:
-        _close(watcher)
+        _close(watcher, modules)
     except BaseException:  # after Ctrl-C, say: finish now what it interrupted
-        _close(watcher)
+        _close(watcher, modules)
         raise
     finally:
         module_names.forget_compiled(modules)
 
 
-def _close(watcher: Watcher) -> None:
+def _close(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
     global _original_call, _original_interceptor
     with _lock:
-        for key, entries in list(frames.watched.items()):
-            left = tuple(entry for entry in entries if entry[0] is not watcher)
+        for key in map(id, modules.values()):
+            entries = frames.watched.get(key, ())
+            left = (
+                ()
+                if len(entries) == 1 and entries[0][0] is watcher
+                else tuple(entry for entry in entries if entry[0] is not watcher)
+            )
             if left:
                 frames.watched[key] = left
-            else:
+            elif entries:
                 del frames.watched[key]
         if not frames.watched and _original_call is not None:
             nn.Module.__call__ = _original_call
@@ -128,7 +133,16 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         entries = tuple(entry for entry in entries if entry[0].again)
         if not entries:
             return original(self, *args, **kwargs)
+    if frames.thread.stack and _needs_no_frame(frames.thread.stack[-1], entries):
+        return original(self, *args, **kwargs)
     return _run_under_mode(original, Frame(self, args, kwargs), entries)
+
+
+def _needs_no_frame(around: Frame, entries: Entries) -> bool:
+    """Return whether a module is known to be without attention, within one whose functions are not observed."""
+    if around.under_mode:
+        return False
+    return all(name in watcher.plain and watcher in around.forwards for watcher, name in entries)
 
 
 def _enter(frame: Frame, entries: Entries) -> list[tuple[Watcher, Forward]]:
@@ -154,14 +168,22 @@ def _enter(frame: Frame, entries: Entries) -> list[tuple[Watcher, Forward]]:
     return begun
 
 
+def _observes_functions(frame: Frame) -> bool:
+    """Return whether a watcher of this forward pass observes the functions that a module calls."""
+    return any(forward.active and forward.observes_functions(name) for forward, name in frame.forwards.values())
+
+
 def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
-    """Call a module with its frame on the stack; the outermost watched one under a function mode that observes SDPA."""
+    """Call a module with its frame on the stack, and under a function mode that observes SDPA, if it may attend."""
     stack = frames.thread.stack
     begun = _enter(frame, entries)
     finished = False
     mode = follower = None
-    if frame.active and not function_mode.is_on():
-        mode = function_mode.MODE if _len_torch_function_stack() == 0 else function_mode.beneath()
+    frame.under_mode = bool(stack) and stack[-1].under_mode
+    if _observes_functions(frame):
+        frame.under_mode = True
+        if not function_mode.is_on():
+            mode = function_mode.MODE if _len_torch_function_stack() == 0 else function_mode.beneath()
     if frame.active and frames.thread.follower is None and written.is_to_be_followed(frame):
         follower = written.followed(frame)
     stack.append(frame)
@@ -177,6 +199,9 @@ def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries
         return out
     finally:
         stack.pop()
+        if frame.calls_functions:
+            for forward, name in frame.forwards.values():
+                forward.note_functions(name)
         frame.release()
         if not stack:
             frames.thread.masks.clear()

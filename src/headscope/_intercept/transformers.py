@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -37,6 +37,10 @@ _KEYS = (
 )
 _SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")  # types of layers that pass the first keys
 _LEAD = ("module", "query", "key", "value", "attention_mask")
+_OTHER_TENSORS = ("attention_mask", "position_bias", "s_aux")
+_OTHER_INPUTS = (*_KEYS, "attention_mask", "merged_attention_mask", "layer_idx")
+_OPTIONS = ("scaling", "softcap", "is_causal", "sliding_window", "dropout")
+_ATTRIBUTES = ("is_causal", "sliding_window", "is_cross_attention")
 ROWS = 16  # rows of the model's own function that are computed if headscope attends instead
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
@@ -124,9 +128,30 @@ def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]
             outputs = {"out": result[0].transpose(1, 2), "again": functools.partial(_called, attend, request, True)}
         return described(attend, name, frame, arguments, **outputs)
 
-    frame.see(make_call)
+    frame.see(
+        make_call, (arguments["query"], arguments["key"], arguments["value"]), _like(attend, name, frame, arguments)
+    )
     out = frame.scaled(result[0], -2, arguments["query"])  # [B, Q, H, Dv]
     return result if out is result[0] else (out, result[1])
+
+
+def _like(attend: Function, name: str, frame: Frame, arguments: Mapping[str, Any]) -> Hashable | None:
+    """Return what ``described`` reads, except the numbers in q, k and v; None: those of other tensors, or a context.
+
+    A cache has to be empty before the call.
+    """
+    read, q, k = frame.arguments, arguments["query"], arguments["key"]
+    if frame.accelerate or any(arguments.get(each) is not None for each in _OTHER_TENSORS):
+        return None
+    if any(read.get(each) is not None for each in _OTHER_INPUTS):
+        return None
+    layout = intercepted_call.layout_of(q, k, arguments["value"])
+    total = _length(frame, q.shape[-2])
+    if layout is None or q.shape[-2] != k.shape[-2] or (total is not None and total != q.shape[-2]):
+        return None
+    own = vars(frame.module)
+    options = (*(arguments.get(each) for each in _OPTIONS), *(own.get(each) for each in _ATTRIBUTES))
+    return attend, name, layout, total, options
 
 
 def _called(attend: Function, request: Mapping[str, Any], finite: bool = False) -> tuple[Tensor, Tensor | None]:

@@ -17,5 +17,15 @@ from headscope._observe.differentiable import check_differentiable
 from headscope._observe.entry import observe_call
 from headscope._observe.inputs import Continued
 from headscope._observe.measure import Positions, attend_and_observe
+from headscope._observe.steps import Repetition, options_of, repetition_of
 
-__all__ = ["Continued", "Positions", "attend_and_observe", "check_differentiable", "observe_call"]
+__all__ = [
+    "Continued",
+    "Positions",
+    "Repetition",
+    "attend_and_observe",
+    "check_differentiable",
+    "observe_call",
+    "options_of",
+    "repetition_of",
+]

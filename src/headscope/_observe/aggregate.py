@@ -22,18 +22,24 @@ from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments, Nu
 
 
 class LazyLayer(Mapping[str, LayerStats]):
-    """The layer of one call, built on first access."""
+    """The layer of one call, built on first access.
+
+    Attributes:
+        ready: the observation.
+        what: its options.
+    """
 
     def __init__(self, ready: Ready, what: Observe, memory: Tensor) -> None:
-        self._layer: LayerStats | tuple[Ready, Observe, Tensor] = ready, what, memory
+        self.ready = ready
+        self.what = what
+        self._layer: LayerStats | Tensor = memory
 
     def __getitem__(self, name: str) -> LayerStats:
         if name != "0":
             raise KeyError(name)
         layer = self._layer
-        if isinstance(layer, tuple):
-            ready, what, memory = layer
-            self._layer = layer = layer_stats(ready.call, what, ready, ready.observed(memory), None)
+        if isinstance(layer, Tensor):
+            self._layer = layer = layer_stats(self.ready.call, self.what, self.ready, self.ready.observed(layer), None)
         return layer
 
     def __iter__(self) -> Iterator[str]:

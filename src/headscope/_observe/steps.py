@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headscope._attend.interface import full_precision
+from headscope._attend.interface import Inputs, full_precision
 from headscope._attend.prepare import Prepared
 from headscope._observe import native_observer
 from headscope._observe.aggregate import LazyLayer, layer_stats, tiles_of
@@ -45,6 +45,24 @@ def observe_request(request: Request) -> HeadStats:
             observed = with_selection(observed, known, request.what.keep_rows)
         layer = layer_stats(request.call, request.what, known, observed, tiles_of(request, known))
         return HeadStats({"0": with_weights(layer, request, known)})
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """An observation for calls that differ in the numbers in q, k and v only."""
+
+    ready: Ready
+    what: Observe
+
+    def observe(self, q: Tensor, k: Tensor, v: Tensor) -> LazyLayer | None:
+        """Return the statistics of such a call; None: a row with visible keys is not finite."""
+        memory = native_observer.observe_into_memory(self.ready, Inputs(q, k, v, None, None))
+        return None if memory is None else LazyLayer(self.ready, self.what, memory)
+
+
+def repetition_of(parts: Mapping[str, Any]) -> Repetition | None:
+    """Return the observation of ``HeadStats.parts`` for calls like theirs; None: each has to be described."""
+    return Repetition(parts.ready, parts.what) if isinstance(parts, LazyLayer) else None
 
 
 def attend_request(request: Request) -> Result | None:
@@ -127,10 +145,10 @@ def _are_rows_constant(request: Request) -> bool:
 
 
 def _key(request: Request) -> Any:
-    return request.prepared, _options_of(request.what), request.kind, request.has_values
+    return request.prepared, options_of(request.what), request.kind, request.has_values
 
 
-_options_of = attrgetter(*(each.name for each in fields(Observe)))
+options_of = attrgetter(*(each.name for each in fields(Observe)))
 _prepared_observations: BoundedTable[Any, Any] = BoundedTable(64)  # some megabytes each for long sequences
 _exchanges: BoundedTable[Any, Exchange] = BoundedTable(16)
 atexit.register(_prepared_observations.clear)  # a compiler may refer to this module until the extension is gone

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -25,6 +25,7 @@ from headscope._intercept import (
 from headscope.stats import Observe
 from headscope.stats._layer import LayerStats, equally_segmented
 from headscope.watching._chosen_heads import ChosenHeads
+from headscope.watching._known_modules import Described, KnownModules
 from headscope.watching._monitor import Monitor
 from headscope.watching._options import Options
 from headscope.watching._recording import Recording
@@ -45,13 +46,22 @@ class Watching(Protocol):
     monitor: Monitor | None
     verifier: Verifier
     chosen_heads: ChosenHeads
+    known: KnownModules
 
     def follows(self, name: str) -> bool:
         """Return whether the operations of a module are followed."""
         ...
 
-    def compare(self, layer: str, call: InterceptedCall) -> None:
+    def compare(self, name: str, layer: str, call: InterceptedCall) -> None:
         """Compare a layer's first output with the output of its call by definition."""
+        ...
+
+    def repeated(self, name: str, layer: str, like: Hashable | None) -> Described | None:
+        """Return the description of an earlier call that was like this one, if there was one."""
+        ...
+
+    def remember(self, name: str, layer: str, like: Hashable, described: Described, call: InterceptedCall) -> None:
+        """Remember the description of a call for others that are like it."""
         ...
 
     def tokens_of(self, call: InterceptedCall) -> Ids | None:
@@ -73,12 +83,21 @@ class Pass:
         self.to_follow: set[str] = set()
         self.refused: set[str] = set()
         self.written: set[str] = set()  # modules that have written out an attention
+        self.functions: set[str] = set()  # modules whose own code called functions that may be part of an attention
         self.may_be_heads: set[str] = set()  # those whose batch may be heads
         self.unsegmented: dict[str, str] = {}  # layers with a call that does not fit the segments -> why
 
     def follows(self, name: str) -> bool:
         """Return whether a module is followed: all are in the first forward pass in which they run."""
         return self.watch.follows(name)
+
+    def observes_functions(self, name: str) -> bool:
+        """Return whether the functions that a module calls are observed: they are, unless it is known to be calm."""
+        return name not in self.watch.known.calm
+
+    def note_functions(self, name: str) -> None:
+        """Note a module whose own code called functions that may be part of an attention."""
+        self.functions.add(name)
 
     def note_followed(self, name: str) -> None:
         """Note a module that the next forward passes have to follow."""
@@ -111,7 +130,21 @@ class Pass:
             WatchError: it cannot be measured; the message names the layer.
         """
         self.observed.add(name)
-        self._measure(name, frame.calls, make)()
+        self._measure(name, frame.calls, make, frame.like)()
+
+    def repeat(self, frame: Frame, name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Measure an attention call as an earlier one that was like it; return whether there was one.
+
+        To describe a call takes longer than to measure a short one.
+        """
+        layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
+        found = self.watch.repeated(name, layer, frame.like)
+        again = None if found is None or found.again is None else found.again.observe(q, k, v)
+        if found is None or again is None:
+            return False
+        self.observed.add(name)
+        self._record(name, frame.calls, found, partial(again.__getitem__, "0"))
+        return True
 
     def measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
         """Measure a call that a module has written out; return a function that records it.
@@ -122,7 +155,9 @@ class Pass:
         self.written.add(name)
         return self._measure(name, number, make)
 
-    def _measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
+    def _measure(
+        self, name: str, number: int, make: Callable[[], InterceptedCall], like: Hashable | None = None
+    ) -> Callable[[], None]:
         """Measure a call, the ``number``-th of its module from 1 on, and return a function that records it.
 
         Raises:
@@ -139,7 +174,7 @@ class Pass:
             kind = kind_of_call(name, call, watch.options.kinds, before)
             if call.may_be_heads:
                 self.may_be_heads.add(name)
-            watch.compare(layer, call)
+            watch.compare(name, layer, call)
             if kind == "self":
                 call = standing(call)
                 tokens = watch.tokens_of(call)
@@ -153,22 +188,26 @@ class Pass:
                 call = by_product(call) or call
             what = self._segmented(layer, call, kind, watch.chosen_heads.options(name, call))
             what = with_layer(what, layer, call)
-            part = watch.verifier.measure(layer, call, what)
+            measured = watch.verifier.measure(layer, call, what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {_own_sizes(str(error), call)}") from error
         q = call.q if call.factors is None else call.factors[0]
         widths = q.shape[-1], 0 if call.v is None else call.v.shape[-1]
-        origin = partial(layer_origin, watch.modules, name, call.q.shape[-3], widths)
-        order = (watch.places[name], number)
+        described = Described(kind, call.q.shape[-3], widths, measured.again)
+        if like is not None:
+            watch.remember(name, layer, like, described, call)
+        return partial(self._record, name, number, described, measured.part)
 
-        def record() -> None:
-            self._note_observed(name)
-            watch.recording._add(layer, order, part, kind, origin)
-            if watch.monitor is not None:
-                both = equally_segmented([self.parts[layer], part()]) if layer in self.parts else [part()]
-                self.parts[layer] = both[0].merge(*both[1:])
-
-        return record
+    def _record(self, name: str, number: int, described: Described, part: Callable[[], LayerStats]) -> None:
+        """Record the statistics of a call, the ``number``-th of its module."""
+        watch = self.watch
+        layer = name if number == 1 else f"{name}#{number}"
+        origin = partial(layer_origin, watch.modules, name, described.heads, described.widths)
+        self._note_observed(name)
+        watch.recording._add(layer, (watch.places[name], number), part, described.kind, origin)
+        if watch.monitor is not None:
+            both = equally_segmented([self.parts[layer], part()]) if layer in self.parts else [part()]
+            self.parts[layer] = both[0].merge(*both[1:])
 
     def _segmented(self, layer: str, call: InterceptedCall, kind: str, what: Observe) -> Observe:
         """Return the options with the segments of this call."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headscope._intercept import InterceptedCall, WatchWarning, measure
+from headscope._intercept import InterceptedCall, Measured, WatchWarning, measure
 from headscope._support.user_line import user_stacklevel
 from headscope.stats import Observe
 from headscope.watching._exact_row import LEAST, ExactRow, entry, exact_row, projected_row
@@ -110,15 +109,12 @@ class Verifier:
         self._problem: str | None = None  # the first row beyond its bound, until it was reported; "" afterwards
         self._lock = threading.Lock()
 
-    def measure(self, layer: str, call: InterceptedCall, what: Observe) -> Callable[[], Any]:
-        """Measure a call, and verify some rows of the statistics, and of the call's output.
-
-        Returns a function that returns the statistics.
-        """
+    def measure(self, layer: str, call: InterceptedCall, what: Observe) -> Measured:
+        """Measure a call, and verify some rows of the statistics, and of the call's output."""
         if not self.rows:
             return measure(call, what)
         adds_rows = what.row_stats and not what.keep_rows
-        part = measure(call, replace(what, keep_rows=True) if adds_rows else what)()
+        part = measure(call, replace(what, keep_rows=True) if adds_rows else what).part()
         measured_rows = part.kept[0] if what.row_stats else None
         verified, problem = verify_call(call, measured_rows, self.rows)
         with self._lock:
@@ -126,10 +122,10 @@ class Verifier:
             if problem and self._problem is None:
                 self._problem = f"watch: verify: layer {layer}: {problem}"
         if not adds_rows or measured_rows is None:
-            return lambda: part
+            return Measured(lambda: part)
         values = {name: value for name, value in measured_rows.values.items() if name.startswith("top_")}
         without = replace(part, kept=(replace(measured_rows, values=values),) if values else ())
-        return lambda: without
+        return Measured(lambda: without)
 
     def warn(self) -> None:
         """Warn, once, of a row beyond its bound."""

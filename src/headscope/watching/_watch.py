@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -42,7 +42,7 @@ from headscope._support.user_line import user_stacklevel
 from headscope.stats import HeadStats, Observe
 from headscope.watching._about import about_of
 from headscope.watching._chosen_heads import RECORDING_GIB, ChosenHeads, check_chosen_heads
-from headscope.watching._followed_before import followed_before, note_followed
+from headscope.watching._known_modules import Described, KnownModules, repeated_options
 from headscope.watching._monitor import Limits, Monitor, writer
 from headscope.watching._options import Options, check, texts_of
 from headscope.watching._pass import Again, Pass
@@ -188,10 +188,12 @@ class Watch:
         self._streams = Streams()
         self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # modules that ran and were all observed
         self._followed: set[str] = set()  # modules whose operations are followed
-        self._ran = followed_before(self.modules)  # modules whose operations were followed once, to find these
+        self.known = KnownModules(self.modules)
         self._written: set[str] = set()  # modules in which these have found attention
         self._refused: set[str] = set()  # modules with an attention that could not be recorded
         self._errors: dict[str, tuple[Tensor, float]] = {}
+        self._repeats = repeated_options(options)
+        self._equal: set[str] = set()  # layers whose outputs an earlier watch has compared
         self._warned: set[str] = set()
         self._taken_for_batches: set[str] = set()
         self._unsegmented: set[str] = set()  # layers that a warning has named because they do not fit the segments
@@ -287,15 +289,24 @@ class Watch:
 
     def follows(self, name: str) -> bool:
         """Return whether the operations of a module are followed."""
-        return name in self._followed or name not in self._ran
+        return name in self._followed or name not in self.known.followed
 
-    def compare(self, layer: str, call: InterceptedCall) -> None:
+    @property
+    def plain(self) -> set[str]:
+        """The modules without attention, as earlier forward passes have shown: they need no frame."""
+        return self.known.plain
+
+    def compare(self, name: str, layer: str, call: InterceptedCall) -> None:
         """Compare a layer's first output with the output of its call by definition.
 
         If the call was misinterpreted (a model with its own rule), the result is an error instead of a wrong statistic.
-        On a device it is read when the watch ends, so no step waits for it.
+        On a device it is read when the watch ends, so no step waits for it. Another watch does not compare a like call
+        of the same module, with the same weights, again.
         """
-        if layer in self._errors:
+        if layer in self._errors or layer in self._equal:
+            return
+        if self.known.was_compared(name, layer, call):
+            self._equal.add(layer)
             return
         error = error_of(call if call.own is None else call.own())
         if error is None:
@@ -303,6 +314,28 @@ class Watch:
         self._errors[layer] = error
         if error[0].device.type == "cpu":
             self._judge(layer)
+            self.known.note_compared(name, layer, call)
+
+    def repeated(self, name: str, layer: str, like: Hashable | None) -> Described | None:
+        """Return the description of an earlier call that was like this one, and compared; None = there was none."""
+        if self._repeats is None or name not in self.chosen:
+            return None
+        found = self.known.repeated(name, (layer, like, self._repeats))
+        if found is None:
+            return None
+        if layer not in self._errors and layer not in self._equal:
+            if found[1] is None or found[1] != self.known.weights_of(name):
+                return None
+            self._equal.add(layer)
+        return found[0]
+
+    def remember(self, name: str, layer: str, like: Hashable, described: Described, call: InterceptedCall) -> None:
+        """Remember the description of a call for others that are like it, if nothing else determines it."""
+        compared = layer in self._errors or layer in self._equal or (call.out is None and call.own is None)
+        if self._repeats is None or described.again is None or not compared or call.kind is None:
+            return
+        if call.v is not None and call.q.shape[0] == call.k.shape[0] == call.v.shape[0]:
+            self.known.remember(name, (layer, like, self._repeats), described)
 
     def _judge(self, layer: str) -> None:
         error, most = self._errors[layer]
@@ -325,10 +358,9 @@ class Watch:
             self._unsegmented |= unsegmented.keys()
             warn_of_unsegmented(unsegmented)
         unfollowed = [name for name, operator in forward.unrecorded.items() if operator is None]
-        unfollowed = [name for name in unfollowed if name in self._ran and name not in self._followed]
+        unfollowed = [name for name in unfollowed if name in self.known.followed and name not in self._followed]
         self._followed |= forward.to_follow
-        note_followed(self.modules[name] for name in forward.ran.keys() - self._ran - self._followed)
-        self._ran |= forward.ran.keys()
+        self.known.learn(forward, self._followed)
         if self.monitor is not None:
             order = self.recording._order
             parts = {layer: forward.parts[layer] for layer in sorted(forward.parts, key=order.__getitem__)}
