@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from headscope import MultiHeadAttention, Observe, watch
 from headscope._intercept import error_of, function_mode
 from headscope.watching import WatchError, _watch
+from support.families import build
 
 
 class Layer(nn.Module):
@@ -297,3 +298,29 @@ def test_a_module_that_is_misread_stays_an_error() -> None:
     for _ in range(3):
         with pytest.raises(WatchError, match="differs"):
             watched(model, IDS)
+
+
+@pytest.mark.parametrize("name", ["convbert", "reformer", "timesformer"])
+def test_what_a_first_watch_refuses_is_refused_by_all(name: str) -> None:
+    """Followed alone, such a module would look like another: of its batch, or of heads, some are chunks of the text."""
+    pytest.importorskip("transformers")
+    family = build(name, late=True)
+    messages: list[str] = []
+    for _ in range(3):
+        with pytest.raises(WatchError, match="could not be observed") as caught, torch.no_grad(), watch(family.model):
+            family.model(**family.inputs)
+        messages.append(str(caught.value))
+    assert len({*messages}) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_first_pass_does_not_record_is_not_recorded_by_the_next() -> None:
+    pytest.importorskip("transformers")
+    family = build("convbert", late=True)
+    counts: list[int] = []
+    for passes in (1, 3):
+        with torch.no_grad(), watch(family.model, unseen="ignore") as seen:
+            for _ in range(passes):
+                family.model(**family.inputs)
+        counts.append(len(seen.layers))
+    assert counts[0] == counts[1]

@@ -17,6 +17,8 @@ from headscope._intercept import (
     Unfollowed,
     WatchError,
     by_product,
+    enclosing_paths,
+    is_attention,
     kind_of_call,
     layer_origin,
     placed,
@@ -81,6 +83,7 @@ class Pass:
         self.observed: set[str] = set()
         self.unrecorded: dict[str, str | None] = {}  # see describe_unrecorded
         self.to_follow: set[str] = set()
+        self.doubtful: set[str] = set()  # modules with a softmax whose product is not recorded
         self.refused: set[str] = set()
         self.written: set[str] = set()  # modules that have written out an attention
         self.functions: set[str] = set()  # modules whose own code called functions that may be part of an attention
@@ -106,13 +109,31 @@ class Pass:
     def note_refused(self, name: str) -> None:
         """Note that a module has written out an attention that cannot be recorded."""
         self.refused.add(name)
-        self.to_follow.add(name)
+        self.doubtful.add(name)
+
+    def was_followed(self, name: str) -> bool:
+        """Return whether a module of this pass was followed, alone or with a module around it."""
+        around = (next(iter(self.ran)), *enclosing_paths(name))
+        return any(self.watch.follows(path) for path in around if path in self.ran)
+
+    def once_more(self) -> set[str]:
+        """Return the outermost module of this pass, if the next one has to be followed whole.
+
+        That is so if a module has attended, as far as known, and is not recorded. To follow it alone would hide where
+        its inputs come from: what counts as heads, say, may be chunks of the text.
+        """
+        root = next(iter(self.ran))
+        for name in self.doubtful:
+            attends = is_attention(name, self.watch.modules[name]) or name in self.observed or name in self.refused
+            if attends or not self.was_followed(name):  # else its softmax is that of a router, say
+                return {root}
+        return set()
 
     def note_unrecorded(self, name: str, operator: str | None) -> None:
         """Note that a module attends by an operator, or perhaps by a softmax of its own (None)."""
         self.unrecorded[name] = self.unrecorded.get(name) or operator
         if operator is None:
-            self.to_follow.add(name)
+            self.doubtful.add(name)
 
     def enter(self, name: str, module: nn.Module) -> bool:
         """Note that a module starts to run; headscope's kernel attends only in selected ones."""

@@ -188,6 +188,7 @@ class Watch:
         self._streams = Streams()
         self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # modules that ran and were all observed
         self._followed: set[str] = set()  # modules whose operations are followed
+        self._once_more: set[str] = set()  # the outermost module of the last pass, if it is followed in the next one
         self.known = KnownModules(self.modules)
         self._written: set[str] = set()  # modules in which these have found attention
         self._refused: set[str] = set()  # modules with an attention that could not be recorded
@@ -289,7 +290,7 @@ class Watch:
 
     def follows(self, name: str) -> bool:
         """Return whether the operations of a module are followed."""
-        return name in self._followed or name not in self.known.followed
+        return name in self._followed or name in self._once_more or name not in self.known.followed
 
     @property
     def plain(self) -> set[str]:
@@ -358,9 +359,10 @@ class Watch:
             self._unsegmented |= unsegmented.keys()
             warn_of_unsegmented(unsegmented)
         unfollowed = [name for name, operator in forward.unrecorded.items() if operator is None]
-        unfollowed = [name for name in unfollowed if name in self.known.followed and name not in self._followed]
+        unfollowed = [name for name in unfollowed if not forward.was_followed(name)]
+        self._once_more = forward.once_more()
         self._followed |= forward.to_follow
-        self.known.learn(forward, self._followed)
+        self.known.learn(forward, self._followed | self._once_more)
         if self.monitor is not None:
             order = self.recording._order
             parts = {layer: forward.parts[layer] for layer in sorted(forward.parts, key=order.__getitem__)}
