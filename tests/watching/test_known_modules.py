@@ -199,6 +199,21 @@ def test_a_known_module_with_another_forward_is_observed(observed_functions: lis
     assert watched(model, IDS)[1].layers == ("model.layers.0.self_attn", "model.layers.1.self_attn")
 
 
+def test_a_known_module_with_a_hook_is_observed() -> None:
+    model: Any = llama()
+    for _ in range(3):
+        watched(model, IDS)
+
+    def attend_too(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+        heads = out.unflatten(-1, (4, 4)).transpose(1, 2)
+        return out + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(-2)
+
+    hook = model.model.layers[1].mlp.register_forward_hook(attend_too)
+    assert watched(model, IDS)[1].layers[-1] == "model.layers.1.mlp"
+    hook.remove()
+    assert len(watched(model, IDS)[1].layers) == 2
+
+
 class Later(nn.Module):
     """Attends to a context, in its own code, if it gets one."""
 

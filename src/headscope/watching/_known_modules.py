@@ -2,7 +2,7 @@
 
 To follow every operation of a first forward pass costs as much as the pass of a small model; to observe the functions
 that a small model of transformers calls, a third of it. What counts is that a module would run the same code: its
-forward, its attributes that are numbers, texts or truth values, and the attention function of its configuration.
+forward and hooks, its attributes that are numbers, texts or truth values, and the attention function of its config.
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def _state_of(module: nn.Module, implementations: dict[int, Any]) -> tuple[Any, 
     config: Any = attributes.get("config")  # of transformers; its attention function may change between watches
     if config is not None and id(config) not in implementations:
         implementations[id(config)] = getattr(config, "_attn_implementation", None)
-    return attributes.get("forward", type(module).forward), plain, implementations.get(id(config))
+    hooks = [*attributes["_forward_hooks"], *attributes["_forward_pre_hooks"]]
+    return attributes.get("forward", type(module).forward), plain, hooks, implementations.get(id(config))
 
 
 def weights_of(module: nn.Module) -> tuple[tuple[int, int], ...] | None:
