@@ -339,3 +339,35 @@ def test_what_a_first_pass_does_not_record_is_not_recorded_by_the_next() -> None
                 family.model(**family.inputs)
         counts.append(len(seen.layers))
     assert counts[0] == counts[1]
+
+
+class Sorting(nn.Module):
+    """Attends, in a module inside, over tokens in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Written()
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[..., :1].argsort(1).expand_as(x)
+        return self.inner(x.gather(1, order))
+
+
+class Written(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.q(x) @ self.k(x).mT / 6**0.5).softmax(-1) @ self.v(x)
+
+
+def test_tokens_in_another_order_have_no_positions_in_any_pass() -> None:
+    model, x = Sorting(), torch.randn(2, 5, 6)
+    assert watched(model.inner, x)[1].kinds == {"Written": "self"}
+    for _ in range(3):
+        assert watched(model, x)[1].kinds == {"inner": "cross"}
+    with torch.no_grad(), watch(model) as seen:
+        model(x)
+        model(x)
+    assert seen.kinds == {"inner": "cross"}

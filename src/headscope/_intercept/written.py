@@ -79,7 +79,8 @@ def followed(frame: Frame) -> Generator[None]:
 
     def report(attention: WrittenAttention, number: int) -> None:
         inner: Frame = attention.scope[-1]
-        _note_followed(attention.needed_scope[-1])
+        # what has changed the order of the tokens may be anywhere around: alone, the module would not show it
+        _note_followed(attention.needed_scope[-1] if attention.is_in_order else attention.scope[0])
         tokens = attention.query_tokens, attention.key_tokens
         pending = all_pending[number] = PendingAttention(inner, attention, tokens, attention.heads)
         pending.joint = [pending]
