@@ -355,3 +355,10 @@ export function hasTexts(layer: Layer): boolean {
 export function queryAt(layer: Layer, query: number): number {
   return layer.lengths && layer.kind === "self" ? query + (layer.strips?.offset ?? layer.lengths[1] - layer.lengths[0]) : query;
 }
+
+/** Whether the weights of a layer are known one by one, or at least the largest ones of each query, and its tokens too. */
+export function readable(layer: Layer): boolean {
+  return hasTexts(layer) && layer.runs === 1 && layer.of === layer.lengths![0] && (!!layer.map?.exact || layer.top.length > 0);
+}
+
+export const HAS_READING = data.layers.some(readable);

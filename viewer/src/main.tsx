@@ -8,6 +8,7 @@ import { all, Exports, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
 import { Found } from "./found";
 import { NumberField } from "./number";
+import { Reading } from "./reading";
 import { useScreen } from "./screen";
 import { address, parse, SINK, type State, VIEWS, type View } from "./state";
 import { Table } from "./table";
@@ -109,6 +110,7 @@ function App() {
           </section>
         )}
         {state.view === "head" && <HeadView {...{ state, theme: drawn, change }} />}
+        {state.view === "reading" && <Reading {...{ state, theme: drawn, change }} />}
         {state.view === "compare" && <Compare {...{ state, theme: drawn, change }} />}
         {state.view === "found" && <Found />}
         {state.view === "trace" && <Trace />}

@@ -1,10 +1,10 @@
 // What the page shows. The address holds all of it, so that a link leads back to the same view.
 
-import { data } from "./data";
+import { data, HAS_READING } from "./data";
 import type { Colours, Pool, Scale } from "./field";
 import { tabs } from "./texts";
 
-export type View = "heads" | "head" | "compare" | "table" | "found" | "trace";
+export type View = "heads" | "head" | "reading" | "compare" | "table" | "found" | "trace";
 export type Thumbs = "received" | "patch" | "map";
 
 export interface State {
@@ -30,6 +30,10 @@ export interface State {
   many: number; // queries at a time
   thumbs: Thumbs; // of an image: what the small pictures show
   over: boolean; // colours lie over the image
+  token: number | null; // the token whose lines stay, in the text
+  page: number | null; // of the text
+  also: [number, number][]; // further heads with lines in the text
+  toward: "from" | "to" | "both"; // lines from queries, to keys
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
 }
 
@@ -77,6 +81,10 @@ export const FIRST: State = {
   many: 100,
   thumbs: "received",
   over: coarse(),
+  token: null,
+  page: null,
+  also: [],
+  toward: "from",
   zoom: [1, 0.5, 0.5],
 };
 
@@ -92,6 +100,7 @@ export const SINK = data.image === null || data.image.special > 0;
 export const VIEWS: [View, string][] = [
   ["heads", tabs.heads],
   ["head", tabs.head],
+  ...(HAS_READING ? ([["reading", tabs.reading]] as [View, string][]) : []),
   ["compare", tabs.compare],
   ["table", tabs.table],
   ...(data.tables.length > 0 ? ([["found", tabs.found]] as [View, string][]) : []),
@@ -108,6 +117,12 @@ function whole(text: string | null, most: number): number | null {
 
 function oneOf<T extends string>(text: string | null, known: readonly T[], otherwise: T): T {
   return known.includes(text as T) ? (text as T) : otherwise;
+}
+
+/** The heads of "1.2,3.0" that exist. */
+function placesOf(text: string | null): [number, number][] {
+  const places = (text ?? "").split(",").map((each) => each.split(".").map(Number));
+  return places.filter((each): each is [number, number] => each.length === 2 && Number.isInteger(each[0]) && Number.isInteger(each[1]) && each[1] >= 0 && each[1] < (data.layers[each[0]]?.heads ?? 0));
 }
 
 /** The state that an address names; a missing or wrong value is that of the first state. */
@@ -142,6 +157,10 @@ export function parse(hash: string): State {
     many: whole(params.get("many"), MOST_QUERIES + 1) || FIRST.many,
     thumbs: oneOf(params.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
     over: params.has("over") ? params.get("over") === "1" : FIRST.over,
+    token: whole(params.get("token"), data.tokens?.labels.length ?? 0),
+    page: whole(params.get("page"), data.tokens?.labels.length ?? 0),
+    also: placesOf(params.get("also")),
+    toward: oneOf(params.get("toward"), ["from", "to", "both"], FIRST.toward),
     // always a new one: an address that drops the zoom ends one that is on its way, too
     zoom: zoom.length === 3 && zoom.every(Number.isFinite) && zoom[0] >= 1 && zoom[0] <= MOST_ZOOM ? (zoom as State["zoom"]) : [...FIRST.zoom],
   };
@@ -163,6 +182,8 @@ export function address(state: State): string {
   for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "cell", "from", "many", "thumbs"] as const) {
     add(name, state[name], FIRST[name]);
   }
+  for (const name of ["token", "page", "toward"] as const) add(name, state[name], FIRST[name]);
+  if (state.also.length > 0) params.set("also", state.also.map((each) => each.join(".")).join(","));
   if (!state.down) params.set("down", "0");
   if (state.under) params.set("under", "1");
   if (state.sink) params.set("sink", "hidden");

@@ -48,9 +48,31 @@ export function counted(count: number, word: string): string {
   return `${whole(count)} ${plural(count, word)}`;
 }
 
+// ---------------------------------------------------------------- the text with lines
+
+export const reading = {
+  title: "Reading",
+  hint: "Lines lead from each token to those that it attends to. Click a token to keep its lines.",
+  hintAll: (least: string) => `Point at a token to see its weights. Until then: the weights above ${least}, except on the token itself and on the first one.`,
+  largestOnly: "The page holds the largest weights of each token only.",
+  choose: "Click a token to list the ten tokens that it attends to most, wherever in the text they are.",
+  first: "Head",
+  add: "Add",
+  addOne: "a head…",
+  remove: (head: string) => `Remove ${head}`,
+  direction: "Lines",
+  directions: { from: "attends to", to: "attended to by", both: "both" },
+  before: "← Earlier",
+  after: "Later →",
+  range: (from: number, to: number, length: number) => `Tokens ${whole(from)} to ${whole(to)} of ${whole(length)}`,
+  attends: "{head}: {token} ({at}) attends to",
+  noQuery: "This token is not among the queries of this head.",
+  goTo: (at: number) => `Go to token ${whole(at)}`,
+};
+
 // ---------------------------------------------------------------- the bar on top
 
-export const tabs = { label: "Views", heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step" };
+export const tabs = { label: "Views", heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step", reading: "Reading" };
 
 export const themes = { label: "Theme", auto: "auto", light: "light", dark: "dark" };
 
