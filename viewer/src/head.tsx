@@ -313,6 +313,13 @@ function Strips({ layer, field: of, state, change, over, setOver }: Pointed) {
   );
 }
 
+/** The state with a token selected: in the text, and as row and column of the map. */
+export function selected(at: number, state: State): Partial<State> {
+  const layer = data.layers[state.layer];
+  const bins = layer.map?.ranges && hasTexts(layer) ? tokenBins(layer, at, { row: null }) : {};
+  return { token: at, page: null, ...bins };
+}
+
 function pinOf(layer: Layer, at: number, state: State): Partial<State> {
   const { row, column } = tokenBins(layer, at, state);
   return state.row === row && state.column === column ? { row: null, column: null } : { row, column };

@@ -9,6 +9,7 @@ import { HeadView, opened, stepped } from "./head";
 import { Found } from "./found";
 import { NumberField } from "./number";
 import { Reading } from "./reading";
+import { Search } from "./search";
 import { useScreen } from "./screen";
 import { address, parse, SINK, type State, VIEWS, type View } from "./state";
 import { Table } from "./table";
@@ -93,6 +94,7 @@ function App() {
   return (
     <>
       <Tabs view={state.view} show={(view) => change({ view })} />
+      <Search {...{ state, change }} />
       <Switches {...{ state, change, theme, pick }} />
       <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view}`}>
         {state.view === "heads" && (

@@ -3,6 +3,7 @@
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { data, type Head, head as decoded, type Layer, NONE, queryAt, readable, token } from "./data";
 import { all } from "./grid";
+import { selected } from "./head";
 import { useWidth } from "./screen";
 import type { State } from "./state";
 import { fill, figure, names, percent, reading as texts, whole } from "./texts";
@@ -69,7 +70,7 @@ export function Reading({ state, theme, change }: Props) {
   const [start, stop] = [page * PAGE, Math.min(length, (page + 1) * PAGE)];
   const at = over ?? kept;
   const pairs = (heads ?? []).map((head, n) => linesOf(data.layers[places[n][0]], head, at, state.toward, [start, stop]));
-  const go = (to: number) => change({ token: to, page: Math.floor(to / PAGE) });
+  const go = (to: number) => change(selected(to, state));
   return (
     <section aria-labelledby="reading-title" class="reading">
       <h2 id="reading-title">{texts.title}</h2>
@@ -77,7 +78,7 @@ export function Reading({ state, theme, change }: Props) {
       <Choice {...{ state, places, change }} />
       {length > PAGE && <Pages {...{ page, length, change }} />}
       <div class="reading-columns">
-        <Text {...{ start, stop, at, kept, pairs, theme, setOver }} keep={(to) => change({ token: to === kept ? null : to, page })} />
+        <Text {...{ start, stop, at, kept, pairs, theme, setOver }} keep={(to) => change(to === kept ? { token: null, page } : selected(to, state))} />
         <div class="reading-side" aria-live="polite">
           {kept === null ? <p class="hint">{texts.choose}</p> : places.map((place, n) => heads && (
             <Keys key={place.join(".")} {...{ place, at: kept, go }} head={heads[n]} colour={COLOURS[n]} />

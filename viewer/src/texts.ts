@@ -48,6 +48,15 @@ export function counted(count: number, word: string): string {
   return `${whole(count)} ${plural(count, word)}`;
 }
 
+export const search = {
+  label: "Find a token, a position or a head (press /)",
+  placeholder: "Find: cat, 10240, 3.3",
+  results: "What fits",
+  token: (at: number, around: string) => `${whole(at)}: ${around}`,
+  more: (count: number) => `and ${whole(count)} more`,
+  none: "Nothing fits.",
+};
+
 // ---------------------------------------------------------------- the text with lines
 
 export const reading = {

@@ -1,0 +1,65 @@
+"""One box finds heads, positions and tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from playwright.sync_api import expect
+
+from support.browser import LONG, chromium, in_a_browser, long, look, short
+
+__all__ = ["chromium", "long", "look", "short"]  # fixtures
+
+pytestmark = in_a_browser
+
+
+def search(page: Any, text: str) -> Any:
+    page.keyboard.press("/")
+    box = page.get_by_role("combobox", name="Find")
+    assert page.evaluate("document.activeElement.getAttribute('role')") == "combobox"
+    box.fill(text)
+    return page.locator("#found [role=option]")
+
+
+def test_a_head_is_opened_by_its_number(look: Any, short: Any) -> None:
+    page = look(short)
+    expect(search(page, "1.2")).to_have_count(1)
+    page.keyboard.press("Enter")
+    expect(page.locator("#head-title")).to_have_text("Layer 1, head 2")
+    search(page, "1.3")
+    expect(page.get_by_role("status").filter(has_text="Nothing fits.")).to_be_visible()
+
+
+def test_a_position_and_the_tokens_that_fit_are_listed_with_those_around_them(look: Any, long: Any) -> None:
+    page = look(long)
+    found = search(page, "w7")  # w7, w70 to w79
+    expect(found).to_have_count(8)
+    expect(found.first).to_have_text("7: ␣w5 ␣w6 “␣w7” ␣w8 ␣w9")
+    expect(page.locator("#found .hint")).to_have_text("and 3 more")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**token=70*")
+    expect(page.locator(".reading-text [data-at='70']")).to_have_attribute("aria-pressed", "true")
+    search(page, str(LONG - 1))
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**token={LONG - 1}*")
+    search(page, str(LONG))
+    expect(page.locator("#found [role=option]")).to_have_count(0)
+
+
+def test_in_a_head_the_token_is_selected_in_its_map(look: Any, short: Any) -> None:
+    page = look(short, "view=head&layer=0&head=1")
+    page.locator(".map canvas").first.wait_for()
+    search(page, "3").first.wait_for()
+    page.keyboard.press("Enter")
+    page.wait_for_url("**row=3&column=3*")
+    page.get_by_role("tab", name="Reading").click()
+    expect(page.locator(".reading-text [data-at='3']")).to_have_attribute("aria-pressed", "true")
+
+
+def test_texts_that_mean_harm_are_shown_as_they_are(look: Any, short: Any) -> None:
+    page = look(short)
+    for text in ("<", "script", "'", '"'):
+        search(page, text)
+        page.keyboard.press("Escape")
+    assert page.locator("#found script, #found img").count() == 0
