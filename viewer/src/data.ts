@@ -42,6 +42,14 @@ export interface Layer {
   top: [] | [number, number]; // queries, and how many weights of each
   map: MapFacts | null;
   strips: StripsFacts | null;
+  segments: SegmentFacts | null;
+}
+
+/** The weight between named segments. */
+export interface SegmentFacts {
+  names: string[];
+  mean: string; // base64 of 16 bits each: head, segment of the query, segment of the key; in units of 1 / 65,534, 65,535 = none
+  rows: number[][]; // of each head and segment
 }
 
 /** The image whose patches the keys are. */
@@ -360,5 +368,7 @@ export function queryAt(layer: Layer, query: number): number {
 export function readable(layer: Layer): boolean {
   return hasTexts(layer) && layer.runs === 1 && layer.of === layer.lengths![0] && (!!layer.map?.exact || layer.top.length > 0);
 }
+
+export const HAS_SEGMENTS = data.layers.some((layer) => layer.segments !== null);
 
 export const HAS_READING = data.layers.some(readable);

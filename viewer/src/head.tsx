@@ -7,6 +7,7 @@ import { Bar } from "./legend";
 import { Cell, Exact, MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
 import type { State } from "./state";
+import { SegmentTable } from "./segments";
 import { hasStrips, Strips as Band, Top } from "./strips";
 import { Meanings } from "./table";
 import { asField, isExact, served, type Tile } from "./tiles";
@@ -86,6 +87,7 @@ export function HeadView({ state: asked, theme, change: changed }: Props) {
           {found?.top && state.row !== null && <Top key={`${state.row} ${state.cell}`} layer={layer} top={found.top} row={state.row} cell={state.cell} />}
           {found && <Largest {...{ layer, head: found, change }} />}
           {data.image && <Regions layer={state.layer} head={state.head} />}
+          <SegmentTable layer={layer} head={state.head} colours={state.colours} />
           <Figures layer={state.layer} head={state.head} />
         </div>
       </div>

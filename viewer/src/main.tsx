@@ -9,6 +9,7 @@ import { HeadView, opened, stepped } from "./head";
 import { Found } from "./found";
 import { NumberField } from "./number";
 import { Reading } from "./reading";
+import { SegmentView } from "./segments";
 import { Search } from "./search";
 import { useScreen } from "./screen";
 import { address, parse, SINK, type State, VIEWS, type View } from "./state";
@@ -113,6 +114,7 @@ function App() {
         )}
         {state.view === "head" && <HeadView {...{ state, theme: drawn, change }} />}
         {state.view === "reading" && <Reading {...{ state, theme: drawn, change }} />}
+        {state.view === "segments" && <SegmentView {...{ state, change, open }} />}
         {state.view === "compare" && <Compare {...{ state, theme: drawn, change }} />}
         {state.view === "found" && <Found />}
         {state.view === "trace" && <Trace />}

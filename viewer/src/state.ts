@@ -1,10 +1,10 @@
 // What the page shows. The address holds all of it, so that a link leads back to the same view.
 
-import { data, HAS_READING } from "./data";
+import { data, HAS_READING, HAS_SEGMENTS } from "./data";
 import type { Colours, Pool, Scale } from "./field";
 import { tabs } from "./texts";
 
-export type View = "heads" | "head" | "reading" | "compare" | "table" | "found" | "trace";
+export type View = "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
 export type Thumbs = "received" | "patch" | "map";
 
 export interface State {
@@ -34,6 +34,8 @@ export interface State {
   page: number | null; // of the text
   also: [number, number][]; // further heads with lines in the text
   toward: "from" | "to" | "both"; // lines from queries, to keys
+  segmentFrom: number | null; // whose tokens attend; null = the last segment
+  segmentTo: number;
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
 }
 
@@ -85,6 +87,8 @@ export const FIRST: State = {
   page: null,
   also: [],
   toward: "from",
+  segmentFrom: null,
+  segmentTo: 0,
   zoom: [1, 0.5, 0.5],
 };
 
@@ -101,6 +105,7 @@ export const VIEWS: [View, string][] = [
   ["heads", tabs.heads],
   ["head", tabs.head],
   ...(HAS_READING ? ([["reading", tabs.reading]] as [View, string][]) : []),
+  ...(HAS_SEGMENTS ? ([["segments", tabs.segments]] as [View, string][]) : []),
   ["compare", tabs.compare],
   ["table", tabs.table],
   ...(data.tables.length > 0 ? ([["found", tabs.found]] as [View, string][]) : []),
@@ -159,6 +164,8 @@ export function parse(hash: string): State {
     over: params.has("over") ? params.get("over") === "1" : FIRST.over,
     token: whole(params.get("token"), data.tokens?.labels.length ?? 0),
     page: whole(params.get("page"), data.tokens?.labels.length ?? 0),
+    segmentFrom: whole(params.get("segmentFrom"), 64),
+    segmentTo: whole(params.get("segmentTo"), 64) ?? 0,
     also: placesOf(params.get("also")),
     toward: oneOf(params.get("toward"), ["from", "to", "both"], FIRST.toward),
     // always a new one: an address that drops the zoom ends one that is on its way, too
@@ -182,7 +189,7 @@ export function address(state: State): string {
   for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "cell", "from", "many", "thumbs"] as const) {
     add(name, state[name], FIRST[name]);
   }
-  for (const name of ["token", "page", "toward"] as const) add(name, state[name], FIRST[name]);
+  for (const name of ["token", "page", "toward", "segmentFrom", "segmentTo"] as const) add(name, state[name], FIRST[name]);
   if (state.also.length > 0) params.set("also", state.also.map((each) => each.join(".")).join(","));
   if (!state.down) params.set("down", "0");
   if (state.under) params.set("under", "1");

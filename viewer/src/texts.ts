@@ -48,6 +48,19 @@ export function counted(count: number, word: string): string {
   return `${whole(count)} ${plural(count, word)}`;
 }
 
+export const segments = {
+  title: "Segments",
+  corner: "query in",
+  hint: "How much of the weight of a segment's tokens (row) is on the tokens of each segment (column), on average. A row adds up to less than 100 % where keys are in no segment.",
+  viewHint: "Each cell is a head: the share of the weight of the first segment's tokens that is on the second one. Click a head to open it.",
+  from: "How much do the tokens of",
+  to: "attend to",
+  tableOf: (head: string) => `Weight between segments of ${head}`,
+  allHeads: "All heads",
+  most: (from: string, to: string) => `Most from “${from}” to “${to}”`,
+  rows: (count: string, name: string) => `Means over up to ${count} rows of “${name}”.`,
+};
+
 export const search = {
   label: "Find a token, a position or a head (press /)",
   placeholder: "Find: cat, 10240, 3.3",
@@ -81,7 +94,7 @@ export const reading = {
 
 // ---------------------------------------------------------------- the bar on top
 
-export const tabs = { label: "Views", heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step", reading: "Reading" };
+export const tabs = { label: "Views", heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step", reading: "Reading", segments: "Segments" };
 
 export const themes = { label: "Theme", auto: "auto", light: "light", dark: "dark" };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -12,7 +13,7 @@ from torch import Tensor
 from headscope import decisions
 from headscope._analysis.answers import short_layers
 from headscope._support.arguments import as_whole, check_type, whole
-from headscope.report._texts import broken_layers
+from headscope.report._texts import broken_layers, visible
 from headscope.report._viewer import texts
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Strips, exact, sources
@@ -20,7 +21,7 @@ from headscope.report._viewer.strips import empty_strips, strips_of
 from headscope.report.observed_model import Errors, ObservedModel, TracedSteps
 from headscope.report.regions import pixels_of
 from headscope.report.words import STATISTICS, WEAK
-from headscope.stats import Observe
+from headscope.stats import Observe, SegmentMass
 from headscope.stats._kept_weights import weights_if_any, weights_of
 from headscope.stats._layer import LayerStats
 from headscope.stats._origin import Part
@@ -67,6 +68,7 @@ def shown(
                 "of": part.of,
                 "rows": part.rows.tolist(),
                 "broken": part.broken.tolist(),
+                "segments": _segments(part.segments),
             },
             source,
             _statistics(part),
@@ -110,6 +112,16 @@ def _statistics(part: LayerStats) -> dict[str, Columns]:
         figures = {what: [_number(x) for x in column.tolist()] for what, column in columns.items()}
         statistics[name] = {**figures, "count": moments.count.tolist()}
     return statistics
+
+
+def _segments(mass: SegmentMass | None) -> dict[str, Any] | None:
+    """Return the weight between segments in 16 bits: units of 1 / 65,534, and 65,535 for none."""
+    if mass is None:
+        return None
+    mean = mass.mean.clamp(0, 1)
+    codes = (mean * 65534).round().nan_to_num(65535).numpy().astype("<u2")
+    names = [visible(name, limit=60, blanks=False) for name in mass.names]
+    return {"names": names, "mean": base64.b64encode(codes.tobytes()).decode("ascii"), "rows": mass.count.tolist()}
 
 
 def _patterns(recording: ObservedModel) -> list[list[list[Scored]]]:

@@ -96,6 +96,7 @@ def _layer(sheet: SheetFigures, n: int) -> Layer:
         "lookedAt": length,
         "of": length,
         "rows": (length - broken).tolist(),
+        "segments": None,
         "broken": broken.tolist(),
     }
     bins = Map(weights.astype(np.float64), weights, there, [], first, exact=True, ranges=True)
