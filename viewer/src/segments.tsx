@@ -100,7 +100,7 @@ export function SegmentView({ state, change, open }: Props) {
                     const text = p === null ? NO_VALUE : percent(p);
                     return (
                       <td key={head}>
-                        <button type="button" style={cell(p, state.colours)} aria-label={`${nameOf(layer.index, head)}: ${text}`} onClick={() => open({ layer: layer.index, head })}>{text}</button>
+                        <button type="button" style={cell(p, state.colours)} aria-label={texts.cell(nameOf(layer.index, head), text)} onClick={() => open({ layer: layer.index, head })}>{text}</button>
                       </td>
                     );
                   })}

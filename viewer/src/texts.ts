@@ -57,6 +57,7 @@ export const segments = {
   to: "attend to",
   tableOf: (head: string) => `Weight between segments of ${head}`,
   allHeads: "All heads",
+  cell: (head: string, share: string) => `${head}: ${share}`,
   most: (from: string, to: string) => `Most from “${from}” to “${to}”`,
   rows: (count: string, name: string) => `Means over up to ${count} rows of “${name}”.`,
 };
