@@ -75,10 +75,17 @@ function blocksOf(head: ExactHead): Blocks {
   return { q: block(q.at), k: block(k.at), lse: block(lse), spans: block(spans?.at), rest: block(rest?.at), bias: block(bias?.at) };
 }
 
-/** The mean and the max of cells, as the server's tiles have them. */
-export async function exactTile(head: ExactHead, queries: [number, number], keys: [number, number], size: number): Promise<{ mean: Float32Array; max: Float32Array }> {
-  const [, answer] = await Promise.all([open(head), ask({ id: requests++, what: "tile", layer: head.layer, head: head.head, queries, keys, size })]);
-  return answer.tile!;
+let last: Promise<unknown> = Promise.resolve();
+
+/** The mean and the max of cells, as the server's tiles have them, once the tile before is there: until then it may be aborted. */
+export function exactTile(head: ExactHead, queries: [number, number], keys: [number, number], size: number, signal: AbortSignal): Promise<{ mean: Float32Array; max: Float32Array }> {
+  const found = last.then(async () => {
+    signal.throwIfAborted();
+    const [, answer] = await Promise.all([open(head), ask({ id: requests++, what: "tile", layer: head.layer, head: head.head, queries, keys, size })]);
+    return answer.tile!;
+  });
+  last = found.catch(() => undefined);
+  return found;
 }
 
 /** How the weight of a query on a key comes about. */

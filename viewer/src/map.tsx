@@ -11,6 +11,7 @@ import { CanvasSurface, SvgSurface } from "./surface";
 import { asField, isExact, served, tile as askTile, type Tile, why } from "./tiles";
 import * as texts from "./texts";
 import { figure, fill } from "./texts";
+import { Closeness } from "./why";
 import { argmax, bin, mapValue, oneOf, position } from "./words";
 
 export interface Zoom {
@@ -227,6 +228,7 @@ export function MapView(props: Props) {
       />
       {over?.layer === layer && <Tooltip {...props} {...over} tile={tile} />}
       {failed ? <p class="hint" role="status">{failed}</p> : tile && <p class="hint exact" role="status">{texts.map.sight(isExact(tile), tile.queries, tile.keys, oneOf(layer))}</p>}
+      {tile && <Closeness layer={layer} head={props.number} />}
       {props.exports && (
         <p class="tools">
           <button type="button" aria-label={texts.files.of(texts.files.png, texts.files.map(title))} onClick={png}>{texts.files.png}</button> <button type="button" aria-label={texts.files.of(texts.files.svg, texts.files.map(title))} onClick={svg}>{texts.files.svg}</button>{" "}

@@ -213,16 +213,21 @@ export const selected = {
 
 /** A number with its sign, for a sum. */
 function signed(value: number): string {
-  return `${value < 0 ? "−" : "+"}${figure(Math.abs(value))}`;
+  return `${value < 0 ? "−" : "+"}${four(Math.abs(value))}`;
 }
 
 /** A number behind an operator: a negative one in parentheses. */
 function operand(value: number): string {
-  return value < 0 ? `(−${figure(-value)})` : figure(value);
+  return value < 0 ? `(${negative(value)})` : four(value);
 }
 
 function negative(value: number): string {
-  return value < 0 ? `−${figure(-value)}` : figure(value);
+  return value < 0 ? `−${four(-value)}` : four(value);
+}
+
+/** Four digits: the reader may compute the next line from this one. */
+function four(value: number): string {
+  return figure(value, 4);
 }
 
 export const reason = {
@@ -241,7 +246,7 @@ export const reason = {
   scaled: "Times the scale, so that logits stay small",
   scale: (dot: number, scale: number, value: number) => `${negative(dot)} × ${operand(scale)} = ${negative(value)}`,
   capped: "Softcap: large values are bent towards the cap",
-  cap: (cap: number, scaled: number, value: number) => `${figure(cap)} · tanh(${negative(scaled)} / ${figure(cap)}) = ${negative(value)}`,
+  cap: (cap: number, scaled: number, value: number) => `${four(cap)} · tanh(${negative(scaled)} / ${four(cap)}) = ${negative(value)}`,
   biased: "Plus the bias of this pair",
   bias: (before: number, bias: number, value: number) => `${negative(before)} + ${operand(bias)} = ${negative(value)}`,
   maskedTitle: "Mask",

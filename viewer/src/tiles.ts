@@ -6,7 +6,7 @@ import { type Field, type Pool, topOf } from "./field";
 import { server } from "./texts";
 
 const MOST_PAIRS = 2 ** 26; // that the server computes at once
-const MOST_PAIRS_HERE = 2 ** 22; // and the page: a third of a second
+const MOST_PAIRS_HERE = 2 ** 24; // and the page: about half a second
 const LARGEST = 512;
 
 export interface Tile {
@@ -51,7 +51,7 @@ export async function tile(layer: Layer, head: number, queries: [number, number]
   const here = data.served?.[layer.index] ? null : embedded(layer, head);
   if (!lengths || high * wide > (here ? MOST_PAIRS_HERE : MOST_PAIRS) || high < 1 || wide < 1) return null;
   const [rows, columns] = [Math.min(LARGEST, high), Math.min(LARGEST, wide)];
-  if (here) return { layer: layer.index, head, lengths, queries, keys, rows, columns, ...(await exactTile(here, queries, keys, LARGEST)) };
+  if (here) return { layer: layer.index, head, lengths, queries, keys, rows, columns, ...(await exactTile(here, queries, keys, LARGEST, signal)) };
   const given = { layer: layer.index, head, i0: queries[0], i1: queries[1], j0: keys[0], j1: keys[1], size: LARGEST };
   const values = new Float32Array(await ask("tile", given, signal));
   const cells = rows * columns;

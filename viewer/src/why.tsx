@@ -8,7 +8,7 @@ import type { ExactHead, Reason } from "./exact_worker";
 import { opened } from "./head";
 import type { State } from "./state";
 import { why } from "./tiles";
-import { fill, reason as texts } from "./texts";
+import { fill, names, reason as texts } from "./texts";
 import { nameOf, oneOf, position } from "./words";
 
 const PARTS = 10; // dimensions
@@ -38,6 +38,12 @@ export function Why({ layer, state, change }: Props) {
       <p class="hint stored">{texts.stored(about.k.kind, about.bits, about.error)}</p>
     </section>
   );
+}
+
+/** How close the tiles of a head are to the model's weights, where q and k are stored in fewer bits than the recording has. */
+export function Closeness({ layer, head }: { layer: Layer; head: number | undefined }) {
+  const about = head === undefined || data.served ? null : embedded(layer, head);
+  return about && about.error > 0 ? <p class="hint stored">{texts.stored(about.k.kind, about.bits, about.error)}</p> : null;
 }
 
 /** The heads that the page can compute, where this is not one. */
@@ -74,7 +80,7 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
   const { scale, softcap } = about;
   const scaled = is.dot * scale;
   const capped = softcap === null ? scaled : softcap * Math.tanh(scaled / softcap);
-  const name = (axis: "query" | "key", place: number) => <bdi>{position(layer, axis, place)}</bdi>;
+  const name = (axis: "query" | "key", place: number) => <bdi>{names.one(axis, position(layer, axis, place))}</bdi>;
   const input = oneOf(layer);
   return (
     <div aria-live="polite" data-p={is.p} data-logit={is.logit} data-dot={is.dot}>
