@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,9 @@ SPY = """
       super(url);
       window.workers = (window.workers ?? 0) + 1;
       this.addEventListener("message", ({ data }) => {
-        if (data.tile) tiles.push({ ...this.asked[data.id], mean: [...data.tile.mean].map(String), max: [...data.tile.max].map(String) });
+        if (!data.tile) return;
+        const [mean, max] = [data.tile.mean, data.tile.max].map((values) => [...values].map(String)); // JSON has no NaN
+        tiles.push({ ...this.asked[data.id], mean, max });
       });
     }
     postMessage(request) {
@@ -47,10 +48,9 @@ SPY = """
 """
 
 
-@pytest.fixture(autouse=True)
-def _spy(chromium: Any) -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def _spy(chromium: Any) -> None:
     chromium.add_init_script(SPY)
-    return
 
 
 def recorded(
@@ -81,6 +81,7 @@ def originals(weights: KeptWeights) -> KeptWeights:
 
 
 def last_tile(page: Shown, head: int | None = None) -> dict[str, Any]:
+    """What the worker answered last, of this head if one is given."""
     page.wait_for_function("(head) => tiles.length && (head === null || tiles.at(-1).head === head)", arg=head)
     found = page.evaluate("tiles.at(-1)")
     shape = [min(512, stop - start) for start, stop in (found["queries"], found["keys"])]
@@ -126,7 +127,9 @@ def test_a_tile_is_that_of_python(look: Any, case: str, tmp_path: Path) -> None:
     assert "Exact: each visible cell is one weight" in page.locator(".hint.exact").inner_text()
 
 
-@pytest.mark.parametrize(("kind", "size", "room"), [("int16", 0.3, 10**7), ("int16", 4.0, 17_000), ("int8", 0.7, 12_000)])
+@pytest.mark.parametrize(
+    ("kind", "size", "room"), [("int16", 0.3, 10**7), ("int16", 4.0, 17_000), ("int8", 0.7, 12_000)]
+)
 def test_fewer_bits_state_their_error(
     look: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, size: float, room: int
 ) -> None:

@@ -90,7 +90,8 @@ def render_recording(
     Raises:
         TypeError: an option has the wrong type.
         ValueError: the maps do not fit one page, an image or grid does not fit the keys, the keys are tokens with
-            texts, a head of ``strips`` or ``exact`` does not exist, the page cannot compute a head of ``exact``, or ``trace`` has sizes only.
+            texts, a head of ``strips`` or ``exact`` does not exist, the page cannot compute a head of ``exact``, or
+            ``trace`` has sizes only.
         WatchError: nothing has been recorded so far.
 
     Examples:

@@ -197,7 +197,7 @@ def _size(chosen: Sequence[Chosen], bits: int) -> int:
 
 
 def _describe(each: Chosen, bits: int, content: Content) -> dict[str, Any] | None:
-    """Return the description of a head, and put its blocks; None if a weight would change by more than ``MOST_ERROR``."""
+    """Return the description of a head, and put its blocks; None if a weight would change by over ``MOST_ERROR``."""
     weights, (layer, head) = each.weights, each.place
     sizes = weights.sizes
     group = head * sizes["k"][1] // sizes["q"][1]

@@ -14,9 +14,10 @@ from headscope._analysis.answers import short_layers
 from headscope._support.arguments import as_whole, check_type, whole
 from headscope.report._texts import broken_layers
 from headscope.report._viewer import texts
-from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.exact_heads import exact_heads
-from headscope.report._viewer.packing import Strips, exact as holds_every_weight, sources
+from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
+from headscope.report._viewer.packing import Strips, sources
+from headscope.report._viewer.packing import exact as holds_every_weight
 from headscope.report._viewer.places import Place, places_of
 from headscope.report._viewer.strips import empty_strips, strips_of
 from headscope.report.observed_model import Errors, ObservedModel, TracedSteps

@@ -115,4 +115,4 @@ class Shown:
     tables: Sequence[Section] = ()
     opens_on: tuple[int, int] | None = None
     run_texts: Sequence[Sequence[str]] = ()
-    exact: ExactHeads = ExactHeads()
+    exact: ExactHeads = field(default_factory=ExactHeads)
