@@ -35,7 +35,7 @@ from headscope.report._viewer.exact_values import (
     spans_block,
 )
 from headscope.report._viewer.places import Place, places_of
-from headscope.stats._kept_weights import KeptWeights, NoWeightsError, is_too_large, weights_if_any
+from headscope.stats._kept_weights import KeptWeights, is_too_large, weights_if_any
 from headscope.stats._layer import LayerStats
 
 MOST_HEADS = 8
@@ -122,14 +122,14 @@ def exact_heads(
 
     Raises:
         TypeError, ValueError: a requested head does not exist, has no q and k or no map, or its weights cannot be
-            computed in the page.
+            computed in the page; or the file of the recording was changed or damaged since it was loaded.
     """
     if request is None:
         places = choose_heads(parts, patterns)
     else:
         places = [*dict.fromkeys(places_of("exact", request, parts, MOST_HEADS))]
     layers = list(parts.values())
-    weights = {layer: weights_if_any(layers[layer].last_tiles) for layer, _ in places}
+    weights = {layer: _weights(layers[layer]) for layer, _ in places}
     chosen: list[Chosen] = []
     refused: list[str] = []
     for layer, head in places:
@@ -145,6 +145,12 @@ def exact_heads(
     if request is not None and refused:
         raise ValueError(f"exact: {refused[0]}")
     return _pack(chosen, request is not None)
+
+
+def _weights(part: LayerStats) -> KeptWeights | None:
+    """Return the weights of a layer; those of a file without checksums are checked first."""
+    weights = weights_if_any(part.last_tiles)
+    return weights if weights is None or weights.unverified is None else weights.checked()
 
 
 def refusal_of(weights: KeptWeights, head: int) -> str:
@@ -175,20 +181,15 @@ def _pack(chosen: Sequence[Chosen], requested: bool) -> ExactHeads:
                 fitting = [*fitting, each]
     content = Content()
     heads: list[Mapping[str, Any]] = []
-    coarse = damaged = 0
+    coarse = 0
     for each in fitting:
-        try:
-            described = _describe(each, bits, content)
-        except NoWeightsError:  # the file was changed since it was loaded
-            damaged += 1
-            continue
+        described = _describe(each, bits, content)
         if described is None:
             coarse += 1
         else:
             heads.append(described)
     notes = [texts.exact_left_out(len(heads), len(chosen), requested)] if len(fitting) < len(chosen) else []
     notes += [texts.exact_coarse(coarse)] if coarse else []
-    notes += [texts.exact_damaged(damaged)] if damaged else []
     return ExactHeads(heads, base64.b64encode(bytes(content.data)).decode("ascii"), notes)
 
 

@@ -143,8 +143,3 @@ def exact_left_out(fitting: int, chosen: int, requested: bool) -> str:
 def exact_coarse(heads: int) -> str:
     """Return the note about heads whose logits are too large to be stored."""
     return f"Exact at every zoom: without {counted(heads, 'head')}, whose logits are too large to be stored precisely."
-
-
-def exact_damaged(heads: int) -> str:
-    """Return the note about heads whose file was changed."""
-    return f"Exact at every zoom: without {counted(heads, 'head')}, because the file was changed since it was loaded."
