@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
     from headscope.watching import Recording
 
-ARGUMENTS = {name: f"--{name}" for name in ("grid", "image", "special")} | {
-    "strips": "--strip",
-    "exact": "--exact",
-}  # of the page
+ARGUMENTS = {name: f"--{name}" for name in ("exact", "grid", "image", "special")} | {"strips": "--strip"}  # of the page
 LARGEST = 4096  # pixels along a side; larger images are scaled down
 
 
