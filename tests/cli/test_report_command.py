@@ -45,6 +45,11 @@ def test_a_page_is_written(run: Run) -> None:
     assert run("report", "seen.safetensors", "--strip", "0.2").code == 0
     page = Page(Path("headscope-report.html").read_text(encoding="utf-8"))
     assert list(page.data["layers"][0]["strips"]["heads"]) == ["2"]
+    assert sorted(each["head"] for each in page.data["exact"]) == [0, 1, 2]
+    for options, heads in ((("--exact", "0.1"), [1]), (("--exact", "none"), [])):
+        assert run("report", "seen.safetensors", *options).code == 0
+        page = Page(Path("headscope-report.html").read_text(encoding="utf-8"))
+        assert [each["head"] for each in page.data["exact"]] == heads
 
 
 def test_an_image_lies_below(run: Run) -> None:
@@ -134,6 +139,13 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
         "--out: other.txt: exists and is not a page that headscope wrote; choose another name, or overwrite it with "
         "--force\n",
     ),
+    "exact": (("seen.safetensors", "--exact", "1"), "--exact: got 1, expected a layer and a head, counted from 0"),
+    "no such exact head": (
+        ("seen.safetensors", "--exact", "0.3"),
+        "--exact: layer 0 with head 3 does not exist; expected layers 0 to 0 or their names, of 3 heads\n",
+    ),
+    "9 exact heads": (("seen.safetensors", *("--exact", "0.1") * 9), "--exact: expected at most 8 heads, got 9\n"),
+    "served exact heads": (("seen.safetensors", "--serve", "--exact", "0.1"), "--exact: expected none with --serve"),
     "served strips": (("seen.safetensors", "--serve", "--strip", "0.1"), "--strip: expected none with --serve"),
 }
 

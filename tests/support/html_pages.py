@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 HOSTILE = [
@@ -76,8 +77,28 @@ class Page(HTMLParser):
         return json.loads(self.script("data"))
 
     def block(self, place: list[int]) -> bytes:
-        content = base64.b64decode(self.script("blocks"))
+        return self._inflated("blocks", place)
+
+    def exact(self, place: list[int]) -> bytes:
+        """A block of the heads that the page computes."""
+        return self._inflated("exact", place)
+
+    def _inflated(self, name: str, place: list[int]) -> bytes:
+        content = base64.b64decode(self.script(name))
         return zlib.decompress(content[place[0] : place[0] + place[1]], -15)
+
+
+def stored_matrix(page: Page, about: dict[str, Any], rows: int, columns: int) -> torch.Tensor:
+    """q or k of a head that the page computes, float64."""
+    kind, block, count = about["kind"], page.exact(about["at"]), rows * columns
+    if kind.startswith("int"):
+        scales = torch.from_numpy(np.frombuffer(block, "<f4", rows).copy())
+        width = {"int16": 2, "int8": 1}[kind]
+        codes = planes(block, 4 * rows, count, width).astype(f"u{width}").view(f"i{width}")
+        return (torch.from_numpy(codes.astype("f4")).reshape(rows, columns) * scales[:, None]).double()
+    width = {"float32": 4}.get(kind, 2)
+    codes = torch.from_numpy(planes(block, 0, count, width).astype(f"u{width}").view(f"i{width}"))
+    return codes.view(getattr(torch, kind)).reshape(rows, columns).double()
 
 
 def planes(block: bytes, at: int, count: int, width: int) -> NDArray[np.int64]:

@@ -1,6 +1,7 @@
 // What the page holds: the description as JSON, and a block of bytes for each head that is read when it is first shown.
 // The layout of a block is that of src/headscope/report/_viewer/packing.py.
 
+import type { ExactHead } from "./exact_worker";
 import { names } from "./texts";
 
 export interface MapFacts {
@@ -105,6 +106,7 @@ export interface Data {
   tables: TableFacts[];
   opensOn: [number, number] | null; // the layer and head to open first
   served: ([number, number] | null)[] | null; // of each layer with tiles on the server, the lengths of their run
+  exact: ExactHead[]; // the heads whose weights the page computes
 }
 
 export interface Edge {

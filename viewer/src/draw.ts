@@ -1,6 +1,7 @@
 // The map of a head with its axes and the profiles along them, at any zoom.
 
-import { binOf, data, type Head, hasTokens, type Layer, queryAt, token } from "./data";
+import { binOf, type Head, hasTokens, type Layer, queryAt, token } from "./data";
+import { tiledLengths } from "./exact";
 import type { Field, Pictures } from "./field";
 import { type Box, FONT, type Surface } from "./surface";
 import { map as texts, whole } from "./texts";
@@ -49,7 +50,7 @@ const PROFILE = 34;
 /** The layout of the map in so many pixels. */
 export function geometry(width: number, most: number, layer: Layer): Geometry {
   const narrow = width < 480 || !hasTokens(layer);
-  const [queries] = data.served?.[layer.index] ?? layer.lengths ?? [0];
+  const [queries] = tiledLengths(layer.index) ?? layer.lengths ?? [0];
   const left = Math.max(narrow ? 58 : 92, 28 + Math.ceil(measured(whole(queries)))); // numbers are never cut
   const top = (narrow ? 58 : 80) + (hasReceived(layer) ? PROFILE : 0);
   const right = layer.entropy ? PROFILE + 8 : 8;

@@ -13,6 +13,7 @@ import { Meanings } from "./table";
 import { asField, isExact, served, type Tile } from "./tiles";
 import * as texts from "./texts";
 import { counted, figure, fill, percent, whole } from "./texts";
+import { Why } from "./why";
 import { bin, binAt, binning, isClear, mapValue, nameOf, pair } from "./words";
 
 interface Props {
@@ -84,6 +85,7 @@ export function HeadView({ state: asked, theme, change: changed }: Props) {
         )}
         <div class="beside">
           {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change, over, setOver }} />}
+          {shown && found && <Why {...{ layer, state, change }} />}
           {found?.top && state.row !== null && <Top key={`${state.row} ${state.cell}`} layer={layer} top={found.top} row={state.row} cell={state.cell} />}
           {found && <Largest {...{ layer, head: found, change }} />}
           {data.image && <Regions layer={state.layer} head={state.head} />}
@@ -178,7 +180,7 @@ export function Legend({ layer, field: of, state, tile }: { layer: Layer; field:
 /** Whether the zoom is closer than the bins of the map, so that it adds no detail. */
 function noDetail(layer: Layer, state: State): boolean {
   const pooled = !layer.map!.exact && layer.lengths !== null && layer.lengths[1] > layer.map!.columns;
-  return pooled && state.zoom[0] > 1 && !served(layer);
+  return pooled && state.zoom[0] > 1 && !served(layer, state.head);
 }
 
 /** The bins of a token as query and as key; the row stays where the token is not a query. */

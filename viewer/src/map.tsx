@@ -11,6 +11,7 @@ import { CanvasSurface, SvgSurface } from "./surface";
 import { asField, isExact, served, tile as askTile, type Tile, why } from "./tiles";
 import * as texts from "./texts";
 import { figure, fill } from "./texts";
+import { Closeness } from "./why";
 import { argmax, bin, mapValue, oneOf, position } from "./words";
 
 export interface Zoom {
@@ -67,7 +68,7 @@ export function MapView(props: Props) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const behaviour = useRef<ReturnType<typeof zooming<HTMLCanvasElement, unknown>> | null>(null);
   const width = useWidth(frame);
-  const closest = Math.max(8, ...((props.number !== undefined && served(layer)) || [field.rows, field.columns]).map((length) => length / 4));
+  const closest = Math.max(8, ...((props.number !== undefined && served(layer, props.number)) || [field.rows, field.columns]).map((length) => length / 4));
   // While the map moves, only the map is drawn; the rest of the page follows once it rests.
   const [asked, setAt] = useState(zoom.at);
   const within = ([k, x, y]: Zoom["at"]): Zoom["at"] => [Math.min(closest, k), x, y];
@@ -227,6 +228,7 @@ export function MapView(props: Props) {
       />
       {over?.layer === layer && <Tooltip {...props} {...over} tile={tile} />}
       {failed ? <p class="hint" role="status">{failed}</p> : tile && <p class="hint exact" role="status">{texts.map.sight(isExact(tile), tile.queries, tile.keys, oneOf(layer))}</p>}
+      {tile && <Closeness layer={layer} head={props.number} />}
       {props.exports && (
         <p class="tools">
           <button type="button" aria-label={texts.files.of(texts.files.png, texts.files.map(title))} onClick={png}>{texts.files.png}</button> <button type="button" aria-label={texts.files.of(texts.files.svg, texts.files.map(title))} onClick={svg}>{texts.files.svg}</button>{" "}
@@ -250,11 +252,11 @@ interface Hit {
   y: number;
 }
 
-/** The tile of the visible part once the map rests, if the page came from a server that has it; or why it failed. */
+/** The tile of the visible part once the map rests, if a server or the page itself has it; or why it failed. */
 function useTile({ layer, number, field }: Props, at: Zoom["at"]): { tile: Tile | null; failed: string } {
   const [found, setFound] = useState<Tile | null>(null);
   const [failed, setFailed] = useState("");
-  const needed = number !== undefined && served(layer) && !layer.map?.exact && !field.sink && !field.signed && at[0] > 1;
+  const needed = number !== undefined && served(layer, number) && !layer.map?.exact && !field.sink && !field.signed && at[0] > 1;
   const [k, x, y] = at;
   useEffect(() => {
     setFailed("");
@@ -265,7 +267,7 @@ function useTile({ layer, number, field }: Props, at: Zoom["at"]): { tile: Tile 
     };
     const stop = new AbortController();
     const later = setTimeout(() => {
-      const [queries, keys] = served(layer)!;
+      const [queries, keys] = served(layer, number)!;
       askTile(layer, number, part(y, queries), part(x, keys), stop.signal).then(setFound, (error: unknown) => {
         if (!stop.signal.aborted) setFailed(why(error));
       });
@@ -303,7 +305,7 @@ function cellOf(tile: Tile, across: number, down: number): [number, number] | nu
   return [Math.floor((query / high) * tile.rows), Math.floor((key / wide) * tile.columns)];
 }
 
-/** The weight of a query on a key, from the server. */
+/** The weight of a query on a key, from the server or from q and k in the page. */
 export function Exact({ layer, head, at: [query, key] }: { layer: Layer; head: number; at: [number, number] }) {
   const [found, setFound] = useState<Tile | null>(null);
   useEffect(() => {

@@ -1,6 +1,7 @@
 // What the page shows. The address holds all of it, so that a link leads back to the same view.
 
 import { data, HAS_READING, HAS_SEGMENTS } from "./data";
+import { tiledLengths } from "./exact";
 import type { Colours, Pool, Scale } from "./field";
 import { tabs } from "./texts";
 
@@ -25,7 +26,7 @@ export interface State {
   under: boolean; // at most that, not at least
   row: number | null; // the selected bins
   column: number | null;
-  cell: [number, number] | null; // the selected query and key, where a server has single weights
+  cell: [number, number] | null; // the selected query and key, where single weights are known
   from: number | null; // the first query of the strip, null = around the selected row
   many: number; // queries at a time
   thumbs: Thumbs; // of an image: what the small pictures show
@@ -137,7 +138,7 @@ export function parse(hash: string): State {
   const otherLayer = whole(params.get("other"), data.layers.length) ?? FIRST.otherLayer;
   const map = data.layers[layer].map;
   const zoom = (params.get("zoom") ?? "").split(",").map(Number);
-  const cell = (params.get("cell") ?? "").split(",").map((text, n) => whole(text, data.served?.[layer]?.[n] ?? 0));
+  const cell = (params.get("cell") ?? "").split(",").map((text, n) => whole(text, tiledLengths(layer)?.[n] ?? 0));
   const names = ["", ...data.names.map((each) => each.name)];
   return {
     view: oneOf(params.get("view"), VIEWS.map(([name]) => name), FIRST.view),

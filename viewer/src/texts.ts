@@ -254,6 +254,62 @@ export const selected = {
   pooledHint: "Colours are those of the cells that hold the tokens.",
 };
 
+// ---------------------------------------------------------------- why this weight
+
+/** A number with its sign, for a sum. */
+function signed(value: number): string {
+  return `${value < 0 ? "−" : "+"}${four(Math.abs(value))}`;
+}
+
+/** A number behind an operator: a negative one in parentheses. */
+function operand(value: number): string {
+  return value < 0 ? `(${negative(value)})` : four(value);
+}
+
+function negative(value: number): string {
+  return value < 0 ? `−${four(-value)}` : four(value);
+}
+
+/** Four digits: the reader may compute the next line from this one. */
+function four(value: number): string {
+  return figure(value, 4);
+}
+
+export const reason = {
+  title: "Why this weight?",
+  choose: "Select one cell of the map to see how its weight is computed. Zoom in first if a cell covers several tokens.",
+  others: "This page can compute the weights of {heads}.",
+  pair: "{query} → {key}",
+  of: (input: string) => ` (${input})`,
+  product: "Query times key: how well the two match",
+  dot: (value: number) => `q · k = ${negative(value)}`,
+  parts: (shown: number, of: number) => (shown < of ? `The ${shown} largest of ${of} dimensions:` : `The ${of} dimensions:`),
+  dimension: (d: number) => `dim ${d}`,
+  part: signed,
+  partTitle: (d: number, q: number, k: number, value: number) => `dimension ${d}: q ${negative(q)} × k ${operand(k)} = ${negative(value)}`,
+  rest: (count: number, value: number) => `the other ${count === 1 ? "dimension" : `${count} dimensions`} together: ${signed(value)}`,
+  scaled: "Times the scale, so that logits stay small",
+  scale: (dot: number, scale: number, value: number) => `${negative(dot)} × ${operand(scale)} = ${negative(value)}`,
+  capped: "Softcap: large values are bent towards the cap",
+  cap: (cap: number, scaled: number, value: number) => `${four(cap)} · tanh(${negative(scaled)} / ${four(cap)}) = ${negative(value)}`,
+  biased: "Plus the bias of this pair",
+  bias: (before: number, bias: number, value: number) => `${negative(before)} + ${operand(bias)} = ${negative(value)}`,
+  maskedTitle: "Mask",
+  masked: "The mask hides this key from this query. Its weight is 0, whatever q · k is.",
+  visible: "The mask lets this query attend to this key.",
+  logit: "The logit of this pair",
+  lseTitle: "lse: the logarithm of the sum of exp(logit) over all keys that the query may attend to",
+  lse: (value: number) => `lse = ${negative(value)}`,
+  weightTitle: "The weight: exp(logit − lse)",
+  weight: (logit: number, lse: number, p: number) => `exp(${negative(logit)} − ${operand(lse)}) = exp(${negative(logit - lse)}) = ${figure(p)} (${percent(p)})`,
+  noWeights: "This query has no weights: its row contains NaN or infinity, or its logits are too large for their precision.",
+  failed: (why: string) => `The page could not compute this weight: ${why}`,
+  stored: (kind: string, bits: number, error: number) =>
+    error === 0 && kind.includes("float")
+      ? `q and k are in the page as the recording has them (${kind}).`
+      : `q and k are in the page in ${bits} bits: a weight differs from the model's by at most ${percent(error)} of itself.`,
+};
+
 // ---------------------------------------------------------------- the map
 
 export const map = {

@@ -1,10 +1,12 @@
-// Exact pieces of the weights, from the server that the page came from, if it came from one.
+// Exact pieces of the weights: from the server that the page came from, or from q and k in the page.
 
 import { data, type Layer } from "./data";
+import { embedded, exactTile } from "./exact";
 import { type Field, type Pool, topOf } from "./field";
 import { server } from "./texts";
 
-const MOST_PAIRS = 2 ** 26;
+const MOST_PAIRS = 2 ** 26; // that the server computes at once
+const MOST_PAIRS_HERE = 2 ** 24; // and the page: about half a second
 const LARGEST = 512;
 
 export interface Tile {
@@ -19,9 +21,9 @@ export interface Tile {
   max: Float32Array;
 }
 
-/** How many queries and keys the run has that the tiles of a layer show; null where no server has tiles. */
-export function served(layer: Layer): [number, number] | null {
-  return data.served?.[layer.index] ?? null;
+/** How many queries and keys the run has that the tiles of a layer show; null where no server has tiles, nor the page of this head. */
+export function served(layer: Layer, head?: number): [number, number] | null {
+  return data.served?.[layer.index] ?? (head === undefined ? null : embedded(layer, head)?.lengths) ?? null;
 }
 
 /** Whether each cell of a tile is one weight. */
@@ -42,15 +44,18 @@ export function why(error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }
 
-/** These queries and keys, or null where they are more than the server computes at once. */
+/** These queries and keys, or null where nobody computes them, or not as many at once. */
 export async function tile(layer: Layer, head: number, queries: [number, number], keys: [number, number], signal: AbortSignal): Promise<Tile | null> {
   const [high, wide] = [queries[1] - queries[0], keys[1] - keys[0]];
-  if (high * wide > MOST_PAIRS || high < 1 || wide < 1) return null;
+  const lengths = served(layer, head);
+  const here = data.served?.[layer.index] ? null : embedded(layer, head);
+  if (!lengths || high * wide > (here ? MOST_PAIRS_HERE : MOST_PAIRS) || high < 1 || wide < 1) return null;
   const [rows, columns] = [Math.min(LARGEST, high), Math.min(LARGEST, wide)];
+  if (here) return { layer: layer.index, head, lengths, queries, keys, rows, columns, ...(await exactTile(here, queries, keys, LARGEST, signal)) };
   const given = { layer: layer.index, head, i0: queries[0], i1: queries[1], j0: keys[0], j1: keys[1], size: LARGEST };
   const values = new Float32Array(await ask("tile", given, signal));
   const cells = rows * columns;
-  return { layer: layer.index, head, lengths: served(layer)!, queries, keys, rows, columns, mean: values.subarray(0, cells), max: values.subarray(cells) };
+  return { layer: layer.index, head, lengths, queries, keys, rows, columns, mean: values.subarray(0, cells), max: values.subarray(cells) };
 }
 
 /** As a field with a scale of its own: single weights are often far from the means of bins. */

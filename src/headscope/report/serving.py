@@ -120,7 +120,7 @@ class Server(ThreadingHTTPServer):
         self.weights = [None if each is None else weights_if_any(each) for each in runs]
         if not any(self.weights):
             weights_of(next(filter(None, runs)))  # raises with the reason
-        shown = shown_recording(recording, title=title, strips=(), **options)
+        shown = shown_recording(recording, title=title, strips=(), exact=(), **options)
         layers = [
             replace(layer, source=replace(layer.source, strips=_strips(layer, weights)))
             for layer, weights in zip(shown.layers, self.weights, strict=True)

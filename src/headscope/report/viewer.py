@@ -65,6 +65,7 @@ def render_recording(
     special: int | None = None,
     strips: Sequence[tuple[int | str, int]] | None = None,
     trace: TracedSteps | None = None,
+    exact: Sequence[tuple[int | str, int]] | None = None,
 ) -> str:
     """Return the page of a recording as one self-contained HTML document, which loads nothing.
 
@@ -81,11 +82,16 @@ def render_recording(
             holds every weight has no strips.
         trace: what ``headscope.trace`` returned for a module of the model and an input: the page shows it in a tab of
             its own.
+        exact: at most 8 pairs of a layer and a head whose q, k and lse the page holds, so that it computes any piece of
+            their weights, at every zoom; () = none. They need a map and saved q and k, and take at most 96 MB; if they
+            do not fit, the page has fewer and states it. By default, the heads that match an informative pattern
+            best, in at most 24 MB.
 
     Raises:
         TypeError: an option has the wrong type.
         ValueError: the maps do not fit one page, an image or grid does not fit the keys, the keys are tokens with
-            texts, a head of ``strips`` does not exist, or ``trace`` has sizes only.
+            texts, a head of ``strips`` or ``exact`` does not exist, the page cannot compute a head of ``exact``, or
+            ``trace`` has sizes only.
         WatchError: nothing has been recorded so far.
 
     Examples:
@@ -100,6 +106,7 @@ def render_recording(
         ('<!-- headscope report -->', True)
     """
     options: dict[str, Any] = {"image": image, "grid": grid, "special": special, "strips": strips, "trace": trace}
+    options["exact"] = exact
     return render_shown(shown_recording(recording, title=title, **options))
 
 

@@ -200,7 +200,7 @@ class KeptWeights:
         log_p = s - lse.to(dtype)
         if self.unverified is not None:
             _check_largest(self.unverified, log_p.masked_fill(hidden, -torch.inf), lse)
-        log_p = log_p.masked_fill(_is_too_large(lse), torch.nan)
+        log_p = log_p.masked_fill(is_too_large(lse), torch.nan)
         return log_p.exp().to(torch.float64 if self.wide else torch.float32), hidden
 
     def _part(self, name: str, b: int, h: int, at: slice) -> Tensor:
@@ -216,7 +216,7 @@ class KeptWeights:
         return self.parts[name][*at, columns]
 
 
-def _is_too_large(lse: Tensor) -> Tensor:
+def is_too_large(lse: Tensor) -> Tensor:
     """Return whether the rounding of lse would change weights by more than ``_MOST_ROUNDING``; half precision stays."""
     return lse.isfinite() & (4 * torch.finfo(lse.dtype).eps * lse.abs() > _MOST_ROUNDING) & (lse.dtype.itemsize >= 4)
 

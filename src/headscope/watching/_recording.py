@@ -185,7 +185,8 @@ class Recording:
         Args:
             path: where.
             force: overwrite any file.
-            options: title, image, grid, special, strips and trace, as for ``headscope.report.viewer.render_recording``.
+            options: title, image, grid, special, strips, trace and exact, as for
+                ``headscope.report.viewer.render_recording``.
 
         Raises:
             SaveError: the file exists and is not a page of headscope, or it cannot be written.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from headscope.watching import Recording
 
-ARGUMENTS = {name: f"--{name}" for name in ("grid", "image", "special")} | {"strips": "--strip"}  # of the page
+ARGUMENTS = {name: f"--{name}" for name in ("exact", "grid", "image", "special")} | {"strips": "--strip"}  # of the page
 LARGEST = 4096  # pixels along a side; larger images are scaled down
 
 
@@ -40,6 +40,12 @@ LARGEST = 4096  # pixels along a side; larger images are scaled down
     multiple=True,
     metavar="LAYER.HEAD",
     help="Add strips of nearby tokens for this head; up to 16 times.",
+)
+@click.option(
+    "--exact",
+    multiple=True,
+    metavar="LAYER.HEAD",
+    help="Compute this head exactly at every zoom; up to 8 times, or none.  [default: those that match a pattern]",
 )
 @click.option("--serve", is_flag=True, help="Serve the page to this machine instead, with exact tiles at any zoom.")
 @click.option("--port", type=Whole(0, 65535), help="Port for --serve.  [default: any free one]")
@@ -90,7 +96,12 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
 
 
 def _page_arguments(
-    title: str, image: str | None, grid: str | None, special: int | None, strips: tuple[str, ...]
+    title: str,
+    image: str | None,
+    grid: str | None,
+    special: int | None,
+    strips: tuple[str, ...],
+    exact: tuple[str, ...],
 ) -> dict[str, Any]:
     """Return the options as arguments of ``render_recording``.
 
@@ -112,14 +123,25 @@ def _page_arguments(
             raise Mistake("--special: requires --image")
         arguments["special"] = special
     if strips:
-        places: list[tuple[int, int]] = []
-        for strip in strips:
-            layer, _, head = strip.partition(".")
-            if not (layer.isdecimal() and head.isdecimal()):
-                raise Mistake(f"--strip: got {visible(strip)}, expected a layer and a head, counted from 0, as 3.5")
-            places.append((int(layer), int(head)))
-        arguments["strips"] = places
+        arguments["strips"] = _places("--strip", strips)
+    if exact:
+        arguments["exact"] = [] if exact == ("none",) else _places("--exact", exact)
     return arguments
+
+
+def _places(option: str, names: Sequence[str]) -> list[tuple[int, int]]:
+    """Return layers and heads.
+
+    Raises:
+        Mistake: a name is not that of a layer and a head.
+    """
+    places: list[tuple[int, int]] = []
+    for name in names:
+        layer, _, head = name.partition(".")
+        if not (layer.isdecimal() and head.isdecimal()):
+            raise Mistake(f"{option}: got {visible(name)}, expected a layer and a head, counted from 0, as 3.5")
+        places.append((int(layer), int(head)))
+    return places
 
 
 def _check_strips(recording: Recording, strips: Sequence[tuple[int, int]]) -> None:
@@ -171,6 +193,8 @@ def _serve(recording: Recording, port: int, options: dict[str, Any]) -> None:
 
     if "strips" in options:
         raise Mistake("--strip: expected none with --serve, which has the strips of every head")
+    if "exact" in options:
+        raise Mistake("--exact: expected none with --serve, which computes every head")
     try:
         with progress_line("preparing the page"):
             server = Server(recording, port=port, **options)

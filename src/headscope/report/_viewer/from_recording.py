@@ -15,8 +15,11 @@ from headscope._analysis.answers import short_layers
 from headscope._support.arguments import as_whole, check_type, whole
 from headscope.report._texts import broken_layers, visible
 from headscope.report._viewer import texts
+from headscope.report._viewer.exact_heads import exact_heads
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
-from headscope.report._viewer.packing import Strips, exact, sources
+from headscope.report._viewer.packing import Strips, sources
+from headscope.report._viewer.packing import exact as holds_every_weight
+from headscope.report._viewer.places import Place, places_of
 from headscope.report._viewer.strips import empty_strips, strips_of
 from headscope.report.observed_model import Errors, ObservedModel, TracedSteps
 from headscope.report.regions import pixels_of
@@ -39,6 +42,7 @@ def shown(
     special: int | None = None,
     strips: Sequence[tuple[int | str, int]] | None = None,
     trace: TracedSteps | None = None,
+    exact: Sequence[tuple[int | str, int]] | None = None,
 ) -> Shown:
     """Return what the page of a recording shows; for the options see ``render_recording``."""
     check_type("title", title, str, "a str", repr)
@@ -56,6 +60,7 @@ def shown(
     patterns = _patterns(recording)
     short, common = short_layers(recording.stats.layers)
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
+    computed = exact_heads(stats.parts, patterns, exact)
     layers = [
         Layer(
             name,
@@ -83,11 +88,12 @@ def shown(
         texts=about.texts,
         footer=_footer(recording, common),
         lead=_lead(recording),
-        notes=_notes(recording),
+        notes=[*_notes(recording), *computed.notes],
         picture=picture,
         trace=() if trace is None else trace.to_dict()["rows"],
         trace_title="" if trace is None else trace.title,
         run_texts=about.run_texts,
+        exact=computed,
     )
 
 
@@ -156,26 +162,13 @@ def _strips(
     if request is None:
         chosen = _telling(parts, patterns, kinds)
     else:
-        check_type("strips", request, Sequence, "pairs of a layer and the number of a head", repr)
-        if len(request) > MOST_STRIPS:
-            raise ValueError(f"strips: expected at most {MOST_STRIPS} heads, got {len(request)}")
-        for each in request:
-            match each:
-                case (int() | str(), int()):
-                    pass
-                case _:
-                    raise ValueError(f"strips: expected pairs of a layer and the number of a head, got {each!r}")
-        chosen = [(names.index(layer) if layer in names else layer, head) for layer, head in request]
-        for layer, head in chosen:
-            if not (isinstance(layer, int) and 0 <= layer < len(names) and 0 <= head < parts[names[layer]].heads):
-                raise ValueError(f"strips: layer {layer} with head {head} does not exist; {_there(parts)}")
-            if not parts[names[layer]].tiles:
-                raise ValueError("strips: q and k were not saved; record with Observe(keep_qk=True)")
+        chosen = places_of("strips", request, parts, MOST_STRIPS)
+        for layer, _ in chosen:
             if kinds.get(names[layer]) == "cross":
                 why = "in cross-attention no key is near a query"
                 raise ValueError(f"strips: expected layers of self-attention, got layer {layer}: {why}")
-    whole = [exact(part) for part in parts.values()]
-    count = sum(not whole[layer] for layer, _ in chosen if isinstance(layer, int))
+    whole = [holds_every_weight(part) for part in parts.values()]
+    count = sum(not whole[layer] for layer, _ in chosen)
     strips_of_layers: list[Strips | None] = []
     for n, (name, part) in enumerate(parts.items()):
         heads = [head for layer, head in chosen if layer == n]
@@ -194,20 +187,13 @@ def _strips(
     return strips_of_layers
 
 
-def _there(parts: Mapping[str, LayerStats]) -> str:
-    """Return how many layers and heads exist."""
-    heads = {part.heads for part in parts.values()}
-    each = f"{min(heads)}" if len(heads) == 1 else f"{min(heads)} to {max(heads)}"
-    return f"expected layers 0 to {len(parts) - 1} or their names, of {each} heads"
-
-
 def _telling(
     parts: Mapping[str, LayerStats], patterns: Sequence[Sequence[Sequence[Scored]]], kinds: Mapping[str, str]
-) -> list[tuple[int | str, int]]:
+) -> list[Place]:
     """Return the heads that match a pattern other than uniform best, of self-attention with q, k and a pooled map."""
     scores: list[tuple[float, int, int]] = []
     for n, (name, part) in enumerate(parts.items()):
-        if part.tiles and kinds.get(name) != "cross" and not exact(part):
+        if part.tiles and kinds.get(name) != "cross" and not holds_every_weight(part):
             for head in range(part.heads):
                 best = patterns[n][head][:1] if patterns else []
                 scores.append((-best[0][1] if best and best[0][0] != "uniform" else 0.0, n, head))

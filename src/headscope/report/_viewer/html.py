@@ -61,6 +61,7 @@ def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[in
         lead=_line(shown.lead, 1000) if shown.lead else "",
         data=Markup(embedded({**data, "served": [*tiles] if served else None})),
         blocks=Markup(blocks),
+        exact=Markup(shown.exact.content),
         notes=[_line(note, 500) for note in shown.notes],
         footer=[(_line(name, 40), _line(value, 1000)) for name, value in shown.footer.items()],
         explanation=NOT_EXPLANATION,
@@ -116,6 +117,7 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
         "image": None if shown.picture is None else _picture(shown.picture),
         "trace": None if not shown.trace else {"title": _line(shown.trace_title, 160), "stages": _stages(shown.trace)},
         "tables": [_table(section) for section in shown.tables],
+        "exact": shown.exact.description(),
         "opensOn": None if shown.opens_on is None else list(shown.opens_on),
     }
     return data, packed.content

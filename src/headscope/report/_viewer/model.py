@@ -8,6 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from headscope.report._viewer.exact_heads import ExactHeads
 from headscope.report._viewer.packing import Source
 from headscope.report.tables import Section
 
@@ -88,6 +89,7 @@ class Shown:
         tables: the summary, as text.
         opens_on: the layer and head to open first; None = the most striking one.
         run_texts: the text of each token of each run, where runs read different texts.
+        exact: the heads whose weights the page computes itself.
 
     Examples:
         >>> import torch
@@ -113,3 +115,4 @@ class Shown:
     tables: Sequence[Section] = ()
     opens_on: tuple[int, int] | None = None
     run_texts: Sequence[Sequence[str]] = ()
+    exact: ExactHeads = field(default_factory=ExactHeads)

@@ -110,3 +110,36 @@ def part(part: str, layers: str) -> str:
 def tensor_option(name: str) -> str:
     """Return an option whose value was a tensor."""
     return f"{name}=<tensor>"
+
+
+# ---------------------------------------------------------------- exact heads
+
+EXACT_NO_MAP = "the layer has no map; observe with Observe(map=...)"
+EXACT_MODIFIED = "its mask or bias was modified after the call"
+EXACT_EMPTY = "it has no queries or no keys"
+
+
+def exact_refused(layer: int, head: int, why: str) -> str:
+    """Return why the page cannot compute the weights of a head."""
+    return f"the page cannot compute the weights of layer {layer}, head {head}: {why}"
+
+
+def exact_mask(most: int) -> str:
+    """Return what is wrong with a mask."""
+    return f"its mask is not one of spans, and has more than {most:,} pairs"
+
+
+def exact_bias(most: int) -> str:
+    """Return what is wrong with a bias."""
+    return f"its bias depends on more than the distance, and has more than {most:,} values"
+
+
+def exact_left_out(fitting: int, chosen: int, requested: bool) -> str:
+    """Return the note about heads for which the page has no room."""
+    remedy = "" if requested else " save_html(path, exact=[(layer, head)]) includes a head that you choose."
+    return f"Exact at every zoom: {fitting} of {chosen} heads; the others would make the page too large.{remedy}"
+
+
+def exact_coarse(heads: int) -> str:
+    """Return the note about heads whose logits are too large to be stored."""
+    return f"Exact at every zoom: without {counted(heads, 'head')}, whose logits are too large to be stored precisely."

@@ -1,0 +1,262 @@
+"""The heads whose q, k, lse and mask lie in the page, so that it computes any piece of their weights itself.
+
+The blocks follow each other, each at a multiple of three bytes, as in ``packing``. The description of a head has:
+
+    layer, head, lengths, depth, scale, softcap     of the call; lengths are the numbers of queries and keys
+    bits, error      of a value of q and k; the most by which a weight differs from the model's, as a share of it
+    q, k             kind and place of a block, see ``exact_values``
+    lse              float32 [queries]; inf in rows without visible keys, NaN in rows without weights
+    spans, rows, n   the visible keys, see ``spans_block``; rows is 1 if all queries have the same ones
+    rest             bits [rows, columns] of the visible pairs, for masks that spans cannot express
+    bias             float32 [rows, columns], or relative: by key - query + queries - 1
+
+The keys of a group of heads, and the mask and bias of a layer, are stored once.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headscope.report._viewer import texts
+from headscope.report._viewer.exact_values import (
+    WIDTHS,
+    Matrix,
+    deflated,
+    kind_of,
+    largest_error,
+    relative_bias,
+    spans_block,
+)
+from headscope.report._viewer.places import Place, places_of
+from headscope.stats._kept_weights import KeptWeights, is_too_large, weights_if_any
+from headscope.stats._layer import LayerStats
+
+MOST_HEADS = 8
+MOST_BYTES = 96 * 10**6
+"""The most bytes of all requested heads, in base64 before compression."""
+
+MOST_BYTES_BY_DEFAULT = 24 * 10**6
+"""The same where no heads were requested: a page does not grow by more on its own."""
+
+MOST_BYTES_OF_HEAD = 48 * 10**6
+SMALL_ERROR = 1e-3  # of a weight: from here on 32 bits replace 16, where they fit
+MOST_ERROR = 0.1
+MOST_BIAS = 2**20  # values of a bias, if it depends on more than the distance
+MOST_RELATIVE = 2**26  # pairs of a bias that is searched for dependence on the distance alone
+MOST_REST = 2**23  # pairs of a mask that spans cannot express
+DULL = frozenset({"uniform", "first", "local"})  # as in viewer/src/state.ts
+
+
+@dataclass(frozen=True, eq=False)
+class ExactHeads:
+    """The heads that a page computes, the base64 of their blocks, and why it has no others."""
+
+    heads: Sequence[Mapping[str, Any]] = ()
+    content: str = ""
+    notes: Sequence[str] = ()
+
+    def description(self) -> list[dict[str, Any]]:
+        """Return the heads as the page's script reads them."""
+        return [dict(head) for head in self.heads]
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """A head and the weights of its layer."""
+
+    place: Place
+    weights: KeptWeights
+
+    def size(self, bits: int) -> int:
+        """Return the most bytes in base64 that q, k and lse of the head take, in at most so many bits a value."""
+        queries, keys, depth = self.weights.queries, self.weights.keys, self.weights.sizes["q"][3]
+        kind = kind_of(self.weights.parts["q"][0, 0, 0:1], bits)
+        scale = 4 if kind.startswith("int") else 0
+        return 4 * ((depth * WIDTHS[kind] + scale) * (queries + keys) + 4 * queries) // 3
+
+
+@dataclass
+class Content:
+    """Blocks, each stored once."""
+
+    data: bytearray = field(default_factory=bytearray)
+    places: dict[object, tuple[int, int]] = field(default_factory=dict[object, tuple[int, int]])
+
+    def put(self, key: object, block: bytes, *, search: bool = False) -> tuple[int, int]:
+        """Return where the block of a key lies."""
+        if key not in self.places:
+            packed = deflated(block, search=search)
+            self.places[key] = (len(self.data), len(packed))
+            self.data.extend(packed + b"\0" * (-len(packed) % 3))
+        return self.places[key]
+
+
+def choose_heads(parts: Mapping[str, LayerStats], patterns: Sequence[Sequence[Sequence[Any]]]) -> list[Place]:
+    """Return the heads to store where none were requested: those that match an informative pattern best.
+
+    The first one is the head that the page opens on.
+    """
+    scores: list[tuple[float, int, int]] = []
+    for n, part in enumerate(parts.values()):
+        for head in range(part.heads):
+            best = patterns[n][head][:1] if patterns else []
+            value = best[0][1] - (best[0][0] in DULL) if best else -1.0
+            if part.tiles and part.map is not None:
+                scores.append((-value, n, head))
+    return [(n, head) for _, n, head in sorted(scores)[:MOST_HEADS]]
+
+
+def exact_heads(
+    parts: Mapping[str, LayerStats],
+    patterns: Sequence[Sequence[Sequence[Any]]],
+    request: Sequence[tuple[int | str, int]] | None,
+) -> ExactHeads:
+    """Return the requested heads, or those of ``choose_heads``; heads that do not fit are left out, with a note.
+
+    Raises:
+        TypeError, ValueError: a requested head does not exist, has no q and k or no map, or its weights cannot be
+            computed in the page; or the file of the recording was changed or damaged since it was loaded.
+    """
+    if request is None:
+        places = choose_heads(parts, patterns)
+    else:
+        places = [*dict.fromkeys(places_of("exact", request, parts, MOST_HEADS))]
+    layers = list(parts.values())
+    weights = {layer: _weights(layers[layer]) for layer, _ in places}
+    chosen: list[Chosen] = []
+    refused: list[str] = []
+    for layer, head in places:
+        kept = weights[layer]
+        if layers[layer].map is None:
+            why = texts.EXACT_NO_MAP
+        else:
+            why = texts.EXACT_MODIFIED if kept is None else refusal_of(kept, head)
+        if why:
+            refused.append(texts.exact_refused(layer, head, why))
+        elif kept is not None:
+            chosen.append(Chosen((layer, head), kept))
+    if request is not None and refused:
+        raise ValueError(f"exact: {refused[0]}")
+    return _pack(chosen, request is not None)
+
+
+def _weights(part: LayerStats) -> KeptWeights | None:
+    """Return the weights of a layer; those of a file without checksums are checked first."""
+    weights = weights_if_any(part.last_tiles)
+    return weights if weights is None or weights.unverified is None else weights.checked()
+
+
+def refusal_of(weights: KeptWeights, head: int) -> str:
+    """Return why the page cannot compute the weights of a head; empty if it can."""
+    if 0 in weights.sizes["q"] or 0 in weights.sizes["k"]:
+        return texts.EXACT_EMPTY
+    rest, bias = (weights.sizes.get(name, (1, 1, 1, 1)) for name in ("rest", "bias"))
+    if rest[2] * rest[3] > MOST_REST:
+        return texts.exact_mask(MOST_REST)
+    if bias[2] * bias[3] > MOST_RELATIVE:
+        return texts.exact_bias(MOST_BIAS)
+    if bias[2] * bias[3] > MOST_BIAS and relative_bias(_of_head(weights, "bias", head)) is None:
+        return texts.exact_bias(MOST_BIAS)
+    return ""
+
+
+def _pack(chosen: Sequence[Chosen], requested: bool) -> ExactHeads:
+    """Return the heads in the largest number of bits that fits, and otherwise the first ones of them that fit."""
+    room = MOST_BYTES if requested else MOST_BYTES_BY_DEFAULT
+    fitting, bits = chosen, 0
+    for bits in (32, 16, 8) if requested else (32, 16):
+        if all(each.size(bits) <= MOST_BYTES_OF_HEAD for each in chosen) and _size(chosen, bits) <= room:
+            break
+    else:
+        fitting = []
+        for each in chosen:
+            if each.size(bits) <= MOST_BYTES_OF_HEAD and _size([*fitting, each], bits) <= room:
+                fitting = [*fitting, each]
+    content = Content()
+    heads: list[Mapping[str, Any]] = []
+    coarse = 0
+    for each in fitting:
+        described = _describe(each, bits, content)
+        if described is None:
+            coarse += 1
+        else:
+            heads.append(described)
+    notes = [texts.exact_left_out(len(heads), len(chosen), requested)] if len(fitting) < len(chosen) else []
+    notes += [texts.exact_coarse(coarse)] if coarse else []
+    return ExactHeads(heads, base64.b64encode(bytes(content.data)).decode("ascii"), notes)
+
+
+def _size(chosen: Sequence[Chosen], bits: int) -> int:
+    return sum(each.size(bits) for each in chosen)
+
+
+def _describe(each: Chosen, bits: int, content: Content) -> dict[str, Any] | None:
+    """Return the description of a head, and put its blocks; None if a weight would change by over ``MOST_ERROR``."""
+    weights, (layer, head) = each.weights, each.place
+    sizes = weights.sizes
+    group = head * sizes["k"][1] // sizes["q"][1]
+    q, k = weights.parts["q"][0, head, :], weights.parts["k"][0, group, :]
+    lse = weights.parts["lse"][0, head, :]
+    lse = lse.masked_fill(is_too_large(lse), torch.nan)
+    stored: tuple[Matrix, Matrix] | None = None
+    error = 0.0
+    for most in (16, 32) if bits == 32 else (bits,):
+        stored = Matrix.of(q, kind_of(q, most)), Matrix.of(k, kind_of(k, most))
+        error = largest_error(*stored, lse, weights.scale)
+        if error <= SMALL_ERROR:
+            break
+    if stored is None or error > MOST_ERROR:
+        return None
+    places = [
+        {"kind": x.kind, "at": content.put((layer, name, n, x.kind), x.block)}
+        for x, name, n in zip(stored, "qk", (head, group), strict=True)
+    ]
+    return {
+        "layer": layer,
+        "head": head,
+        "lengths": [weights.queries, weights.keys],
+        "depth": sizes["q"][3],
+        "scale": weights.scale,
+        "softcap": weights.softcap,
+        "bits": int(stored[0].kind.lstrip("bfloatin")),
+        "error": error,
+        "q": places[0],
+        "k": places[1],
+        "lse": content.put((layer, "lse", head), lse.float().numpy().astype("<f4").tobytes()),
+        **_mask(weights, layer, head, content),
+    }
+
+
+def _mask(weights: KeptWeights, layer: int, head: int, content: Content) -> dict[str, Any]:
+    """Return the description of mask and bias."""
+    described: dict[str, Any] = {"spans": None, "rest": None, "bias": None}
+    if "spans" in weights.parts:
+        spans = weights.parts["spans"][0, :]
+        at = content.put((layer, "spans"), spans_block(spans), search=True)
+        described["spans"] = {"at": at, "rows": spans.shape[0], "n": spans.shape[1]}
+    if "rest" in weights.parts:
+        rest = _of_head(weights, "rest", head).contiguous()
+        block = np.packbits(rest.numpy()).tobytes()
+        at = content.put((layer, "rest", min(head, weights.sizes["rest"][1] - 1)), block, search=True)
+        described["rest"] = {"at": at, "rows": rest.shape[0], "columns": rest.shape[1]}
+    if "bias" in weights.parts:
+        bias = _of_head(weights, "bias", head).float()
+        rows, columns = bias.shape
+        relative = relative_bias(bias) if min(rows, columns) > 1 else None
+        values = bias.contiguous() if relative is None else relative
+        key = (layer, "bias", min(head, weights.sizes["bias"][1] - 1))
+        at = content.put(key, values.numpy().astype("<f4").tobytes(), search=True)
+        described["bias"] = {"at": at, "rows": rows, "columns": columns, "relative": relative is not None}
+    return described
+
+
+def _of_head(weights: KeptWeights, name: str, head: int) -> Tensor:
+    """Return the part of a tensor that broadcasts to [B, H, Q, K] that a head of the first input reads."""
+    return weights.parts[name][0, min(head, weights.sizes[name][1] - 1), :]

@@ -1,0 +1,134 @@
+// Why this weight: how the weight of the selected query on the selected key comes about, from q and k in the page.
+
+import type { ComponentChildren } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { data, type Layer } from "./data";
+import { embedded, reasonOf } from "./exact";
+import type { ExactHead, Reason } from "./exact_worker";
+import { opened } from "./head";
+import type { State } from "./state";
+import { why } from "./tiles";
+import { fill, names, reason as texts } from "./texts";
+import { nameOf, oneOf, position } from "./words";
+
+const PARTS = 10; // dimensions
+
+interface Props {
+  layer: Layer;
+  state: State;
+  change: (part: Partial<State>) => void;
+}
+
+/** The selected query and key; null where the selected cell covers several. */
+function selected(layer: Layer, { cell, row, column }: State, lengths: [number, number]): [number, number] | null {
+  if (cell) return cell[0] < lengths[0] && cell[1] < lengths[1] ? cell : null;
+  const single = layer.map?.ranges && layer.map.rows === lengths[0] && layer.map.columns === lengths[1];
+  return single && row !== null && column !== null ? [row, column] : null;
+}
+
+export function Why({ layer, state, change }: Props) {
+  const about = embedded(layer, state.head);
+  if (data.exact.length === 0) return null;
+  if (!about) return <Others {...{ state, change }} />;
+  const at = selected(layer, state, about.lengths);
+  return (
+    <section class="why" aria-labelledby="why-title">
+      <h3 id="why-title">{texts.title}</h3>
+      {at ? <Steps {...{ layer, about, at }} /> : <p class="hint">{texts.choose}</p>}
+      <p class="hint stored">{texts.stored(about.k.kind, about.bits, about.error)}</p>
+    </section>
+  );
+}
+
+/** How close the tiles of a head are to the model's weights, where q and k are stored in fewer bits than the recording has. */
+export function Closeness({ layer, head }: { layer: Layer; head: number | undefined }) {
+  const about = head === undefined || data.served ? null : embedded(layer, head);
+  return about && about.error > 0 ? <p class="hint stored">{texts.stored(about.k.kind, about.bits, about.error)}</p> : null;
+}
+
+/** The heads that the page can compute, where this is not one. */
+function Others({ state, change }: Omit<Props, "layer">) {
+  const heads = data.exact.map((each, n) => (
+    <span key={`${each.layer}.${each.head}`}>
+      {n > 0 && ", "}
+      <button type="button" class="link" onClick={() => change(opened(state, each.layer, each.head))}>{nameOf(each.layer, each.head)}</button>
+    </span>
+  ));
+  return (
+    <section class="why" aria-labelledby="why-title">
+      <h3 id="why-title">{texts.title}</h3>
+      <p class="hint">{fill(texts.others, { heads })}</p>
+    </section>
+  );
+}
+
+function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactHead; at: [number, number] }) {
+  const [found, setFound] = useState<{ about: ExactHead; query: number; key: number; is: Reason } | null>(null);
+  const [failed, setFailed] = useState("");
+  useEffect(() => {
+    let stale = false;
+    setFailed("");
+    reasonOf(about, query, key).then(
+      (is) => !stale && setFound({ about, query, key, is }),
+      (error: unknown) => !stale && setFailed(why(error)),
+    );
+    return () => void (stale = true);
+  }, [about, query, key]);
+  if (failed) return <p class="hint" role="status">{texts.failed(failed)}</p>;
+  if (!found || found.about !== about || found.query !== query || found.key !== key) return null;
+  const { is } = found;
+  const { scale, softcap } = about;
+  const scaled = is.dot * scale;
+  const capped = softcap === null ? scaled : softcap * Math.tanh(scaled / softcap);
+  const name = (axis: "query" | "key", place: number) => <bdi>{names.one(axis, position(layer, axis, place))}</bdi>;
+  const input = oneOf(layer);
+  return (
+    <div aria-live="polite" data-p={is.p} data-logit={is.logit} data-dot={is.dot}>
+      <p>{fill(texts.pair, { query: name("query", query), key: name("key", key) })}{input && texts.of(input)}</p>
+      <ol>
+        <Step title={texts.product} formula={texts.dot(is.dot)}><Parts of={is} /></Step>
+        <Step title={texts.scaled} formula={texts.scale(is.dot, scale, scaled)} />
+        {softcap !== null && <Step title={texts.capped} formula={texts.cap(softcap, scaled, capped)} />}
+        {is.bias !== null && Number.isFinite(is.bias) && <Step title={texts.biased} formula={texts.bias(capped, is.bias, is.logit)} />}
+        <li class={is.masked ? "masked" : ""}>{texts.maskedTitle}: {is.masked ? texts.masked : texts.visible}</li>
+        {!is.masked && (is.lse !== is.lse ? <li>{texts.noWeights}</li> : (
+          <>
+            <Step title={texts.lseTitle} formula={texts.lse(is.lse)} />
+            <Step title={texts.weightTitle} formula={texts.weight(is.logit, is.lse, is.p)} />
+          </>
+        ))}
+      </ol>
+    </div>
+  );
+}
+
+function Step({ title, formula, children }: { title: string; formula: string; children?: ComponentChildren }) {
+  return <li><span class="hint">{title}</span><br /><b>{formula}</b>{children}</li>;
+}
+
+/** The dimensions that add or take most, as bars to the right and to the left. */
+function Parts({ of }: { of: Reason }) {
+  const order = Array.from(of.products.keys()).sort((a, b) => Math.abs(of.products[b]) - Math.abs(of.products[a]));
+  const shown = order.slice(0, PARTS);
+  const rest = order.slice(PARTS).reduce((sum, d) => sum + of.products[d], 0);
+  const most = Math.abs(of.products[shown[0]]) || 1;
+  return (
+    <>
+      <p class="hint">{texts.parts(shown.length, order.length)}</p>
+      <ul class="dimensions">
+        {shown.map((d) => {
+          const value = of.products[d];
+          const wide = (50 * Math.abs(value)) / most;
+          return (
+            <li key={d} title={texts.partTitle(d, of.q[d], of.k[d], value)}>
+              <span>{texts.dimension(d)}</span>
+              <span class="sum" aria-hidden="true"><i class={value < 0 ? "less" : "more"} style={{ width: `${wide}%`, left: `${value < 0 ? 50 - wide : 50}%` }} /></span>
+              <span>{texts.part(value)}</span>
+            </li>
+          );
+        })}
+      </ul>
+      {order.length > PARTS && <p class="hint">{texts.rest(order.length - PARTS, rest)}</p>}
+    </>
+  );
+}
