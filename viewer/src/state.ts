@@ -29,6 +29,7 @@ export interface State {
   from: number | null; // the first query of the strip, null = around the selected row
   many: number; // queries at a time
   thumbs: Thumbs; // of an image: what the small pictures show
+  cards: boolean; // whether what to look at first is shown
   over: boolean; // colours lie over the image
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
 }
@@ -76,6 +77,7 @@ export const FIRST: State = {
   from: null,
   many: 100,
   thumbs: "received",
+  cards: true,
   over: coarse(),
   zoom: [1, 0.5, 0.5],
 };
@@ -141,6 +143,7 @@ export function parse(hash: string): State {
     from: whole(params.get("from"), data.layers[layer].strips?.lengths[0] ?? 0),
     many: whole(params.get("many"), MOST_QUERIES + 1) || FIRST.many,
     thumbs: oneOf(params.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
+    cards: params.get("cards") !== "0",
     over: params.has("over") ? params.get("over") === "1" : FIRST.over,
     // always a new one: an address that drops the zoom ends one that is on its way, too
     zoom: zoom.length === 3 && zoom.every(Number.isFinite) && zoom[0] >= 1 && zoom[0] <= MOST_ZOOM ? (zoom as State["zoom"]) : [...FIRST.zoom],
@@ -164,6 +167,7 @@ export function address(state: State): string {
     add(name, state[name], FIRST[name]);
   }
   if (!state.down) params.set("down", "0");
+  if (!state.cards) params.set("cards", "0");
   if (state.under) params.set("under", "1");
   if (state.sink) params.set("sink", "hidden");
   if (state.over !== FIRST.over) params.set("over", state.over ? "1" : "0");

@@ -9,6 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from headscope.report._viewer.packing import Source
+from headscope.report.highlights import Highlight
 from headscope.report.tables import Section
 
 Columns = Mapping[str, Sequence[float | int | None]]
@@ -88,6 +89,7 @@ class Shown:
         tables: the summary, as text.
         opens_on: the layer and head to open first; None = the most striking one.
         run_texts: the text of each token of each run, where runs read different texts.
+        highlights: what to look at first.
 
     Examples:
         >>> import torch
@@ -113,3 +115,4 @@ class Shown:
     tables: Sequence[Section] = ()
     opens_on: tuple[int, int] | None = None
     run_texts: Sequence[Sequence[str]] = ()
+    highlights: Sequence[Highlight] = ()
