@@ -12,8 +12,6 @@ interface Props {
   open: (place: Place, part: Partial<State>) => void;
 }
 
-const CLEAR = 0.3; // scores from which a pattern is named
-
 export function Cards({ state, change, open }: Props) {
   if (data.highlights.length === 0) return null;
   if (!state.cards) {
@@ -30,23 +28,23 @@ export function Cards({ state, change, open }: Props) {
 }
 
 function Card({ highlight, state, change, open }: Props & { highlight: Highlight }) {
-  const { layer, head, pattern } = highlight;
+  const { layer, head, pattern, score } = highlight;
   if (layer === null || head === null) {
     const sentence = pattern ? count(highlight) : cards.none;
     if (!pattern || (data.image?.looks.length ?? 0) > 0) return <p class="card">{sentence}</p>;
-    const on = state.pattern === pattern && state.by === "score" && state.least === CLEAR && !state.under;
-    const part: Partial<State> = on ? { pattern: "", by: "", least: null } : { pattern, by: "score", least: CLEAR, under: false };
+    const on = state.pattern === pattern && state.by === "score" && state.least === score && !state.under;
+    const part: Partial<State> = on ? { pattern: "", by: "", least: null } : { pattern, by: "score", least: score, under: false };
     return (
       <button type="button" class="card" aria-pressed={on} onClick={() => change(part)}>
-        {sentence} <small>{on ? cards.all : cards.only}</small>
+        <span>{sentence}</span> <small>{on ? cards.all : cards.only}</small>
       </button>
     );
   }
   const pair = example(highlight);
   return (
     <button type="button" class="card" title={highlight.cell ? cards.openCell : cards.open} onClick={() => open({ layer, head }, selection(highlight))}>
-      <b>{highlight.name}</b> {does(highlight)}{" "}
-      <small>{pair}{pair && highlight.heads > 1 && " · "}{highlight.heads > 1 && cards.like(highlight.heads)}</small>
+      <span><b>{highlight.name}</b> {does(highlight)}</span>{" "}
+      <small>{pair}{pair && highlight.heads > 1 && " · "}{highlight.heads > 1 && cards.more(highlight.heads - 1)}</small>
     </button>
   );
 }

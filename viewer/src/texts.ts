@@ -114,7 +114,7 @@ export const cards = {
     near: "the nearest patches", far: "the farthest patches",
   } as Record<string, string>,
   example: "{query} → {key}",
-  like: (heads: number) => `one of ${whole(heads)} such heads`,
+  more: (heads: number) => `${whole(heads)} more ${plural(heads, "head")}`,
   count: (heads: string, of: string, does: string) => `${heads} of ${of} ${of === "1" ? "head" : "heads"} ${does}`,
   counts: {
     local: (one, unit) => `${one ? "looks" : "look"} at nearby ${plural(2, unit)}`,

@@ -172,5 +172,3 @@ def _tokens(run: NDArray[np.int64], at: NDArray[np.int64], texts: Sequence[Seque
         row[: len(each)] = each
     inside = (run >= 0) & (run < len(ids)) & (at >= 0) & (at < longest)
     return table[np.where(inside, run, 0), np.where(inside, at, longest)]
-
-

@@ -1,7 +1,7 @@
-"""What to look at first: three to five sentences about the heads that stand out against chance.
+"""What to look at first: at most five sentences about the heads that stand out against chance.
 
-A pattern is named only where its score is clear, as in tables (docs/concepts/statistics.md, "Names"). The page shows the
-highlights as cards, and the commands print them first.
+A pattern is named only where its score is clear, as in tables (docs/concepts/statistics.md, "Names"). The page shows
+the highlights as cards, and the commands print them first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headscope.report.clear_regions import clear_region
 from headscope.report.example_cells import ExampleCell, recorded_cell, weights_cell
 from headscope.report.fixed_keys import FIXED_KEY, FixedKey, fixed_key_of_weights, fixed_keys
 from headscope.report.observed_model import ObservedModel
-from headscope.report.words import REGIONS
+from headscope.report.words import REGIONS, STRONG
 from headscope.stats import HeadStats, Match
 
 __all__ = ["Highlight", "fixed_names", "recording_highlights", "sheet_highlights"]
@@ -33,7 +33,7 @@ SHARP = ("induction", "duplicate", "previous", "next", *REGIONS, FIXED_KEY, "sel
 """The patterns for which the best head stands, the most informative first; among regions the largest ratio is first."""
 
 COUNTED = ("local", "first", "uniform")
-"""The patterns of which only the number of heads is interesting."""
+"""The patterns of which only the number of heads is interesting, those with a score of at least ``STRONG``."""
 
 LONGEST = 16  # characters of a token
 
@@ -49,7 +49,7 @@ class Highlight:
         unit: what queries and keys are: "token" or "patch".
         layer, head: the number of the layer, and the head; None where the highlight counts heads.
         name: of the head, as "3.2".
-        score: of the head, 0 to 1; of a region the ratio to chance.
+        score: of the head, 0 to 1; of a region the ratio to chance; of a number of heads the least that counts.
         share: of "fixed key" the mean weight on it.
         cell: a query and a key that show the pattern, and the texts of both if they are known.
         weight: of the cell.
@@ -182,7 +182,7 @@ def recording_highlights(recording: ObservedModel, *, unit: str = "token") -> tu
     stats, about = recording.stats, recording.about
     if "chance" not in stats.names:
         return ()
-    fixed = {place: key for place, key in fixed_names(stats, skips_first=unit == "token").items()}
+    fixed = fixed_names(stats, skips_first=unit == "token")
     layers = {name: n for n, name in enumerate(stats.parts)}
     best = {(each.layer, each.head): each for each in decisions.patterns(stats).best}
     named: list[_Named] = []
@@ -289,7 +289,7 @@ def _texts(tokens: Sequence[str], query: int, key: int, *, blanks: bool = True) 
 
 def _select(named: Sequence[_Named], source: _Source) -> tuple[Highlight, ...]:
     """Return the best head of each informative pattern, then the numbers of the other heads."""
-    counts = Counter(each.pattern for each in named)
+    counts = Counter(each.pattern for each in named if each.pattern not in COUNTED or each.score >= STRONG)
     best: dict[str, _Named] = {}
     for each in named:
         if each.pattern not in COUNTED and (each.pattern not in best or each.score > best[each.pattern].score):
@@ -301,7 +301,7 @@ def _select(named: Sequence[_Named], source: _Source) -> tuple[Highlight, ...]:
         highlights.append(Highlight("", 0, source.heads, source.unit))
     more = sorted((name for name in COUNTED if counts[name]), key=lambda name: -counts[name])
     room = MOST - len(highlights)
-    highlights += [Highlight(name, counts[name], source.heads, source.unit) for name in more[:room]]
+    highlights += [Highlight(name, counts[name], source.heads, source.unit, score=STRONG) for name in more[:room]]
     return tuple(highlights)
 
 

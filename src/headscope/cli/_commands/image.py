@@ -12,7 +12,14 @@ import click
 from headscope._support.progress import progress_line
 from headscope._support.text import visible
 from headscope.cli._shared.console import INDEX, console, print_json, say
-from headscope.cli._shared.headings import attention_in_words, heading, meanings, show_closing, show_highlights, show_steps
+from headscope.cli._shared.headings import (
+    attention_in_words,
+    heading,
+    meanings,
+    show_closing,
+    show_highlights,
+    show_steps,
+)
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.observation import (
     CLEAR,

@@ -183,7 +183,7 @@ def check_range(option: str, value: int | None, count: int) -> None:
 def choose_head(sheet: Sheet, options: HeadOptions, ids: list[int] | None = None) -> Choice:
     """Return the head to draw: the selected one, or the most striking one that the options allow.
 
-    The most striking head is that of the first highlight. Without one, or in the layer that an option selects, it is for
+    The most striking head is that of the first highlight. Without one, or in a selected layer, it is for
     text the head with the highest score of a single-token pattern (previous, next, self, duplicate, induction); heads
     that rest on the first token or spread evenly are common in most models, so they do not count. For an image, it has
     the highest ratio to chance on a region of the object.
