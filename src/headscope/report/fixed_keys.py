@@ -64,8 +64,11 @@ class FixedKey(NamedTuple):
         return self.share >= MOST and self.score >= CLEAR_SCORE and self.z >= self.limit
 
     def beats(self, match: Match | None) -> bool:
-        """Return whether tables name the head by this key: it is clear, and no other clear pattern has its score."""
-        other = match is not None and match.pattern != "uniform" and match.is_name
+        """Return whether tables name the head by this key: it is clear, and no other clear pattern has its score.
+
+        "first" is not another one: of patches, the first may be the key.
+        """
+        other = match is not None and match.pattern not in ("uniform", "first") and match.is_name
         return self.is_clear and (match is None or not other or self.score > match.score)
 
 
@@ -122,7 +125,7 @@ def fixed_key_of_weights(
         (7, 12, 0.76)
     """
     there = np.ones(weights.shape, dtype=bool) if visible is None else np.broadcast_to(visible, weights.shape)
-    whole = np.isfinite(weights).all(-1) & there.any(-1)  # [H, Q]
+    whole: NDArray[np.bool_] = np.asarray(np.isfinite(weights).all(-1) & there.any(-1))  # [H, Q]
     there = there & whole[..., None]
     p = np.where(there, weights, 0).astype(np.float64)
     keys = there.sum(-1, keepdims=True)
