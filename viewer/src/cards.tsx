@@ -66,7 +66,7 @@ function example({ pattern, layer, cell, texts }: Highlight) {
   const of = data.layers[layer!];
   const [query, key] = texts ?? named(of, cell);
   if (pattern === "fixed key") return <bdi>{key}</bdi>;
-  return fill(cards.example, { query: <bdi>{query}</bdi>, key: <bdi>{key}</bdi> });
+  return fill(pattern === "induction" && texts ? cards.inductionExample : cards.example, { query: <bdi>{query}</bdi>, key: <bdi>{key}</bdi> });
 }
 
 function named(layer: Layer, [query, key]: [number, number]): [string, string] {

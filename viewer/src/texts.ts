@@ -114,6 +114,7 @@ export const cards = {
     near: "the nearest patches", far: "the farthest patches",
   } as Record<string, string>,
   example: "{query} → {key}",
+  inductionExample: "{query} → {key}, which followed {query} before",
   more: (heads: number) => `${whole(heads)} more ${plural(heads, "head")}`,
   count: (heads: string, of: string, does: string) => `${heads} of ${of} ${of === "1" ? "head" : "heads"} ${does}`,
   counts: {
