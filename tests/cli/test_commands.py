@@ -259,9 +259,21 @@ def test_the_most_striking_head_has_the_highest_score_of_a_sharp_pattern(run: Ru
     scores = [pattern_scores(layer, seen=seen, tokens=torch.tensor(ids)).score for layer in weights]
     sharp = ("previous", "self", "duplicate", "induction")
     table = torch.stack([torch.stack([s[name].nan_to_num(-1) for name in sharp]).amax(0) for s in scores])  # [L, H]
-    for options, part in (((), table), (("--layer", "4"), table[4:5]), (("--head", "2"), table[:, 2:3])):
+    for options, part in ((("--layer", "4"), table[4:5]), (("--head", "2"), table[:, 2:3])):
         chosen = answer(run("text", REPEATED, "--json", *options))["chosen"]
         assert_close(table[chosen["layer"], chosen["head"]], part.max(), rtol=0, atol=1e-9, msg=f"{options}: {chosen}")
+
+
+@pytest.mark.parametrize("arguments", [("text", REPEATED), ("image", "--sample", "7")])
+def test_the_most_striking_head_is_that_of_the_first_highlight(arguments: tuple[str, ...], run: Run) -> None:
+    found = answer(run(*arguments, "--json"))
+    first = found["highlights"][0]
+    assert (first["layer"], first["head"]) == (found["chosen"]["layer"], found["chosen"]["head"])
+    lines = run(*arguments, "--no-page").out.splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("What to look at first"))
+    printed = " ".join(line.strip() for line in lines[at + 1 : lines.index("", at)])
+    assert printed == " ".join(f"• {each['sentence']}." for each in found["highlights"])
+    assert at < next(n for n, line in enumerate(lines) if line.startswith(("Tokens", "The digit")))
 
 
 def test_a_single_token_has_no_pattern(run: Run) -> None:
@@ -368,7 +380,7 @@ def test_image_shows_the_class_the_heads_and_their_maps(run: Run) -> None:
     layer = re.search(r"^All heads of layer (\d)", ran.out, re.MULTILINE)
     assert layer is not None
     assert all(f"{layer[1]}.{head} " in ran.out for head in range(8))
-    assert re.search(r"^Layer \d, head \d  the most striking head: [a-z]+ \d\.\d times as much", ran.out, re.MULTILINE)
+    assert re.search(r"^Layer \d, head \d  the most striking head: looks at [a-z ]+ \(\d\.\d", ran.out, re.MULTILINE)
     assert max(len(line) for line in ran.out.splitlines()) <= 80
 
 
@@ -385,20 +397,23 @@ def test_image_as_json(run: Run) -> None:
     assert_close(torch.tensor(chosen["weights"]), weights[chosen["layer"]][0, chosen["head"]], atol=1e-6, rtol=0)
     regions = found["heads"][0]["regions"]
     assert {"centre", "edges", "boundary", "texture", "layout", "near", "far"} <= regions.keys()
-    ratios = {
-        (head["layer"], head["head"]): max(head["regions"][name] for name in ("centre", "edges", "boundary", "texture"))
+    looks = {
+        (head["layer"], head["head"]): head["regions"][head["looks_at"]]
         for head in found["heads"]
+        if head["looks_at"] not in (None, "layout")
     }
-    assert ratios[chosen["layer"], chosen["head"]] == max(ratios.values())
+    assert looks[chosen["layer"], chosen["head"]] == max(looks.values())
 
 
 def test_a_region_is_named_only_where_its_ratio_is_clear(run: Run) -> None:
     out = run("image", "--no-page").out
     lines = out[out.index("All heads") :].splitlines()
     named = [line.split()[2:] for line in lines if line.startswith("layer ")]
-    ratios = [[float(each) for each in line.split()[1:]] for line in lines if line.startswith(" ratio")]
+    ratios = [line.split()[1:] for line in lines if line.startswith(" ratio")]
     assert len(named) == len(ratios) == 4
-    pairs = [pair for row in zip(named, ratios, strict=True) for pair in zip(*row, strict=True)]
+    both = [pair for row in zip(named, ratios, strict=True) for pair in zip(*row, strict=True)]
+    assert {region for region, ratio in both if ratio == "-"} == {"-"}, "most of the weight is on one patch"
+    pairs = [(region, float(ratio)) for region, ratio in both if ratio != "-"]
     assert {region == "-" for region, ratio in pairs if ratio < 1.15} == {True}
     assert {region == "-" for region, ratio in pairs if ratio > 1.25} == {False}
 

@@ -104,9 +104,26 @@ export interface Data {
   image: ImageFacts | null;
   trace: { title: string; stages: { name: string; steps: Step[] }[] } | null;
   tables: TableFacts[];
+  highlights: Highlight[];
   opensOn: [number, number] | null; // the layer and head to open first
   served: ([number, number] | null)[] | null; // of each layer with tiles on the server, the lengths of their run
   exact: ExactHead[]; // the heads whose weights the page computes
+}
+
+/** A head to look at first, or how many heads have a pattern (then layer and head are null; "" = no head stands out). */
+export interface Highlight {
+  pattern: string;
+  heads: number;
+  of: number;
+  unit: string;
+  layer: number | null;
+  head: number | null;
+  name: string;
+  score: number | null;
+  share: number | null;
+  cell: [number, number] | null;
+  weight: number | null;
+  texts: [string, string] | null;
 }
 
 export interface Edge {

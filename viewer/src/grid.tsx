@@ -54,10 +54,11 @@ export function bestPattern({ layer, head }: Place): string {
   return best ? grid.match(best[0], best[1]) : "";
 }
 
-/** Whether the best match of a head is a weak one. */
+/** Whether the best match of a head is a weak one, or what chance gives. */
 function weak({ layer, head }: Place): boolean {
   const look = data.image?.looks[layer]?.[head];
-  return look ? !isClear(look) : (data.patterns[layer]?.[head]?.[0]?.[1] ?? 0) < 0.3;
+  const [name, score] = data.patterns[layer]?.[head]?.[0] ?? ["", 0];
+  return look ? !isClear(look) : score < 0.3 || name === "uniform";
 }
 
 interface Props {

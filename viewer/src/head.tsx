@@ -117,7 +117,7 @@ function Region({ look }: { look: [string, number] | null | undefined }) {
 
 /** The pattern that the head matches best, in a sentence. */
 function Likeness({ layer, head }: { layer: number; head: number }) {
-  if (data.image && data.image.looks.length > 0) return <Region look={data.image.looks[layer]?.[head]} />;
+  if (data.image && data.image.looks.length > 0 && data.patterns[layer]?.[head]?.[0]?.[0] !== "fixed key") return <Region look={data.image.looks[layer]?.[head]} />;
   const best = data.patterns[layer]?.[head]?.[0];
   if (!best) return null;
   const [name, score, rows] = best;

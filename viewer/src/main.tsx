@@ -2,6 +2,7 @@
 
 import { render } from "preact";
 import { useCallback, useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { Cards } from "./cards";
 import { Compare } from "./compare";
 import { data } from "./data";
 import { all, Exports, Grid, type Place, TILE } from "./grid";
@@ -28,9 +29,9 @@ function App() {
   const change = useCallback((part: Partial<State>) => setState((before) => ({ ...before, ...("row" in part || "column" in part ? { cell: null } : {}), ...part })), []);
   const drawn = `${theme} ${useScreen()}`; // what is drawn is drawn again when this changes
   const focus = useRef("");
-  const open = (place: Place) => {
+  const open = (place: Place, part: Partial<State> = {}) => {
     focus.current = "#head-title";
-    change({ view: "head", ...opened(state, place.layer, place.head) });
+    change({ view: "head", ...opened(state, place.layer, place.head), ...part });
   };
   // What was clicked is gone, and the focus with it.
   useLayoutEffect(() => {
@@ -98,6 +99,7 @@ function App() {
       <Search {...{ state, change }} />
       <Switches {...{ state, change, theme, pick }} />
       <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view}`}>
+        {state.view === "heads" && <Cards {...{ state, change, open }} />}
         {state.view === "heads" && (
           <section aria-labelledby="heads-title">
             <h2 id="heads-title">{grid.title}</h2>

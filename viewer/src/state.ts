@@ -30,6 +30,7 @@ export interface State {
   from: number | null; // the first query of the strip, null = around the selected row
   many: number; // queries at a time
   thumbs: Thumbs; // of an image: what the small pictures show
+  cards: boolean; // whether what to look at first is shown
   over: boolean; // colours lie over the image
   token: number | null; // the token whose lines stay, in the text
   page: number | null; // of the text
@@ -83,6 +84,7 @@ export const FIRST: State = {
   from: null,
   many: 100,
   thumbs: "received",
+  cards: true,
   over: coarse(),
   token: null,
   page: null,
@@ -162,6 +164,7 @@ export function parse(hash: string): State {
     from: whole(params.get("from"), data.layers[layer].strips?.lengths[0] ?? 0),
     many: whole(params.get("many"), MOST_QUERIES + 1) || FIRST.many,
     thumbs: oneOf(params.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
+    cards: params.get("cards") !== "0",
     over: params.has("over") ? params.get("over") === "1" : FIRST.over,
     token: whole(params.get("token"), data.tokens?.labels.length ?? 0),
     page: whole(params.get("page"), data.tokens?.labels.length ?? 0),
@@ -193,6 +196,7 @@ export function address(state: State): string {
   for (const name of ["token", "page", "toward", "segmentFrom", "segmentTo"] as const) add(name, state[name], FIRST[name]);
   if (state.also.length > 0) params.set("also", state.also.map((each) => each.join(".")).join(","));
   if (!state.down) params.set("down", "0");
+  if (!state.cards) params.set("cards", "0");
   if (state.under) params.set("under", "1");
   if (state.sink) params.set("sink", "hidden");
   if (state.over !== FIRST.over) params.set("over", state.over ? "1" : "0");

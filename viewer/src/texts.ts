@@ -135,6 +135,43 @@ export function averageOver(special: number): string {
   return special > 0 ? "mean over all queries" : "mean over all patches";
 }
 
+// ---------------------------------------------------------------- what to look at first
+
+/** The sentences of the terminal are in src/headscope/report/highlights.py. */
+export const cards = {
+  title: "What to look at first",
+  show: "What to look at first",
+  hideLabel: "Hide what to look at first",
+  open: "Open this head",
+  openCell: "Open this head with this example selected",
+  match: (does: string, score: string) => `${does} (${score})`,
+  heads: {
+    induction: () => "looks like an induction head",
+    duplicate: (unit) => `looks at other copies of the same ${unit}`,
+    previous: (unit) => `looks at the previous ${unit}`,
+    next: (unit) => `looks at the next ${unit}`,
+    self: (unit) => `looks at the ${unit} itself`,
+  } as Record<string, (unit: string) => string>,
+  fixed: (share: string, unit: string) => `puts ${share} of its attention on one ${unit}`,
+  region: (region: string, ratio: number) => `looks at ${region} (${ratio.toFixed(1)} × chance)`,
+  regions: {
+    centre: "the centre of the object", edges: "edges", boundary: "the outline of the object", texture: "texture",
+    near: "the nearest patches", far: "the farthest patches",
+  } as Record<string, string>,
+  example: "{query} → {key}",
+  inductionExample: "{query} → {key}, which followed {query} before",
+  more: (heads: number) => `${whole(heads)} more ${plural(heads, "head")}`,
+  count: (heads: string, of: string, does: string) => `${heads} of ${of} ${of === "1" ? "head" : "heads"} ${does}`,
+  counts: {
+    local: (one, unit) => `${one ? "looks" : "look"} at nearby ${plural(2, unit)}`,
+    first: (one, unit) => `${one ? "looks" : "look"} mostly at the first ${unit}`,
+    uniform: (one) => (one ? "spreads its attention evenly" : "spread their attention evenly"),
+  } as Record<string, (one: boolean, unit: string) => string>,
+  none: "No head matches a pattern clearly better than chance",
+  only: "show only these",
+  all: "show all heads",
+};
+
 // ---------------------------------------------------------------- all heads
 
 export const grid = {
@@ -199,6 +236,7 @@ export const patterns: Record<string, (unit: string) => { kind: string; does: st
   previous: (unit) => ({ kind: `a previous-${unit} head`, does: `each ${unit} looks at the one just before it.` }),
   next: (unit) => ({ kind: `a next-${unit} head`, does: `each ${unit} looks at the one just after it.` }),
   self: (unit) => ({ kind: `a current-${unit} head`, does: `each ${unit} looks at itself.` }),
+  "fixed key": (unit) => ({ kind: "a fixed-key head", does: `each ${unit} looks at the same one, which is not the first.` }),
   first: (unit) => ({ kind: `a first-${unit} head`, does: `each ${unit} looks at the first ${unit}.` }),
   duplicate: () => ({ kind: "a duplicate-token head", does: "it looks at other occurrences of the current token." }),
   induction: () => ({ kind: "an induction head", does: "it looks at the token that came after another occurrence of the current token." }),

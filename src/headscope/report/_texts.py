@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from headscope._analysis.answers import plural, short_layers
 from headscope.stats._layer import LayerStats
 
-__all__ = ["NOT_EXPLANATION", "broken_layers", "few", "visible"]
+__all__ = ["NOT_EXPLANATION", "broken_layers", "few", "short_layers", "visible"]
 
 NOT_EXPLANATION = (
     "Attention weights show where a head reads. They do not explain the model's answer: attention is not explanation. "

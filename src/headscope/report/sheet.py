@@ -19,6 +19,7 @@ from headscope.report import regions
 from headscope.report._figures import Look, Numbers, SheetFigures
 from headscope.report._texts import NOT_EXPLANATION, broken_layers, few, visible
 from headscope.report._viewer import texts
+from headscope.report.fixed_keys import FIXED_KEY, match_fixed_keys
 from headscope.report.viewer import framed, render_sheet
 from headscope.stats import Match, best_matches, broken_rows, head_means, pattern_scores, row_statistics
 
@@ -171,7 +172,7 @@ def image_sheet(
     if position_maps is not None and len(position_maps) != len(maps):
         raise ValueError(f"position_maps: expected {len(maps)} layers as in weights, got {len(position_maps)}")
     at = torch.tensor([(row, column) for row in range(height) for column in range(width)], device="cpu")
-    measured = _measure(maps, [None] * len(maps), {"k_pos": at})
+    figures = _measure(maps, [None] * len(maps), {"k_pos": at})
     if position_maps is None:
         expected = [None] * len(maps)
     else:
@@ -186,7 +187,7 @@ def image_sheet(
         tuple(places),
         [weight[0].numpy() for weight in maps],
         [None] * len(maps),
-        *measured,
+        *figures,
         trace=[dict(row) for row in trace],
         trace_title=trace_title,
         footer={**(footer or {}), texts.AVERAGES: _averages(maps, "patch", "patches"), texts.VERSIONS: versions()},
@@ -194,7 +195,10 @@ def image_sheet(
         image=image,
         grid=grid,
         regions=[{name: _numbers(values) for name, values in measured.items()} for measured in regions_of],
-        looks=[regions.looks_most_at(measured) for measured in regions_of],
+        looks=[
+            _without_fixed_keys(regions.looks_most_at(measured), matches)
+            for measured, matches in zip(regions_of, figures[2], strict=True)
+        ],
         region_maps={name: part.tolist() for name, part in regions.image_regions(image, grid).items()},
     )
 
@@ -272,8 +276,15 @@ def _measure(
         means = head_means(row_statistics(weight, seen=sight, **options))
         statistics.append({name: _numbers(values) for name, values in means.mean.items()})
         rows.append({name: counts.tolist() for name, counts in means.rows.items()})
-        patterns.append(best_matches(pattern_scores(weight, seen=sight, **options)) or [None] * weight.shape[1])
+        matches = best_matches(pattern_scores(weight, seen=sight, **options)) or [None] * weight.shape[1]
+        patterns.append(match_fixed_keys(matches, weight[0], sight, skips_first="k_pos" not in options))
     return statistics, rows, patterns
+
+
+def _without_fixed_keys(looks: Sequence[Look | None], matches: Sequence[Match | None]) -> list[Look | None]:
+    """Return the regions of the heads, None where most weight is on one patch: it has the region of that patch only."""
+    fixed = [match is not None and match.pattern == FIXED_KEY for match in matches]
+    return [None if is_fixed else look for is_fixed, look in zip(fixed, looks, strict=True)]
 
 
 def _numbers(values: Tensor) -> Numbers:

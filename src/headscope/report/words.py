@@ -72,6 +72,7 @@ PATTERNS = {
     "self": "all weight on the token itself",
     "duplicate": "all weight on other copies of the same token",
     "induction": "all weight on the token after another copy of this one",
+    "fixed key": "most weight on one key that is not the first",
     "first": "all weight on the first token",
     "local": "weight spread evenly over the tokens within 3 positions",
     "uniform": "weight spread evenly over all tokens",

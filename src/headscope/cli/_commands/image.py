@@ -12,7 +12,14 @@ import click
 from headscope._support.progress import progress_line
 from headscope._support.text import visible
 from headscope.cli._shared.console import INDEX, console, print_json, say
-from headscope.cli._shared.headings import attention_in_words, heading, meanings, show_closing, show_steps
+from headscope.cli._shared.headings import (
+    attention_in_words,
+    heading,
+    meanings,
+    show_closing,
+    show_highlights,
+    show_steps,
+)
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.observation import (
     CLEAR,
@@ -172,12 +179,14 @@ def _print(look: Look, explain: bool) -> None:
     from headscope.cli._shared.head_grid import HeadGrid
     from headscope.cli._shared.pictures import Gallery
     from headscope.report import regions, terminal
+    from headscope.report.highlights import sheet_highlights
     from headscope.report.words import REGIONS
 
     sheet, choice, digit = look.sheet, look.choice, look.digit
     out = console()
     out.print(Text(visible(f"headscope image: {sheet.footer['Model']}"), style="dim"))
     out.print(Text(f"{attention_in_words('patch')} Here each patch looks at all patches."))
+    show_highlights(out, sheet_highlights(sheet))
     known = "" if digit.label is None else f", a {digit.label}"
     heading(out, "The digit", f"{visible(digit.source)}{known}; each of its 64 pixels is a patch")
     if digit.done:

@@ -12,7 +12,14 @@ import click
 from headscope._support.progress import progress_line
 from headscope._support.text import visible
 from headscope.cli._shared.console import console, print_json, say
-from headscope.cli._shared.headings import attention_in_words, heading, meanings, show_closing, show_steps
+from headscope.cli._shared.headings import (
+    attention_in_words,
+    heading,
+    meanings,
+    show_closing,
+    show_highlights,
+    show_steps,
+)
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.observation import (
     Choice,
@@ -216,12 +223,14 @@ def _print(reading: Reading, explain: bool) -> None:
 
     from headscope.cli._shared.head_grid import HeadGrid
     from headscope.report import terminal
+    from headscope.report.highlights import sheet_highlights
     from headscope.report.words import PATTERNS
 
     sheet, choice = reading.sheet, reading.choice
     out = console()
     out.print(Text(visible(f"headscope text: {sheet.footer['Model']}"), style="dim"))
     out.print(Text(f"{attention_in_words('token')} Here each token looks at {_looks(sheet)}."))
+    show_highlights(out, sheet_highlights(sheet))
     count = len(sheet.tokens)
     pieces = (
         "the one piece that the model reads" if count == 1 else f"the {count} pieces that the model reads, in order"

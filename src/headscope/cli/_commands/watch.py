@@ -163,11 +163,14 @@ def _broken_rows(result: WatchResult) -> list[str]:
 
 
 def _as_dict(result: WatchResult, notes: list[str], recording: str | None, page: str | None) -> dict[str, Any]:
+    from headscope.cli._shared.recording_view import find_highlights
+
     return {
         "model": result.loaded.name,
         "notes": notes,
         **result.recording.to_dict(),
         "segments": None if result.segments is None else result.segments.to_dict(),
+        "highlights": [each.to_dict() for each in find_highlights(result)],
         "patterns": result.patterns.to_dict(),
         "streaming": None if result.streaming is None else result.streaming.to_dict(),
         "kv_budget": result.budget.to_dict(),

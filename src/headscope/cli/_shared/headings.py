@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from headscope._support.ascii import to_ascii
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from headscope.report import Sheet
+    from headscope.report.highlights import Highlight
     from headscope.report.words import Word
     from headscope.tracing import Trace
 
@@ -33,6 +34,20 @@ def heading(out: Console, name: str, caption: str) -> None:
 
     out.print()
     out.print(Text.assemble((visible(name), "bold cyan"), "  ", (visible(caption), "italic")))
+
+
+def show_highlights(out: Console, highlights: Sequence[Highlight]) -> None:
+    """Print the sentences about the heads that stand out."""
+    from rich.table import Table
+    from rich.text import Text
+
+    if not highlights:
+        return
+    heading(out, "What to look at first", "the best head of each pattern, beyond chance")
+    bullets = Table.grid(padding=(0, 1, 0, 0))
+    for each in highlights:
+        bullets.add_row("•", Text(visible(f"{each.sentence}.")))
+    out.print(bullets)
 
 
 def show_steps(out: Console, trace: Trace, layer: int, layers: int, explain: bool) -> None:

@@ -183,9 +183,10 @@ def check_range(option: str, value: int | None, count: int) -> None:
 def choose_head(sheet: Sheet, options: HeadOptions, ids: list[int] | None = None) -> Choice:
     """Return the head to draw: the selected one, or the most striking one that the options allow.
 
-    For text, the most striking head has the highest score of a single-token pattern (previous, next, self, duplicate,
-    induction); heads that rest on the first token or spread evenly are common in most models, so they do not count.
-    For an image, it has the highest ratio to chance on a region of the object.
+    The most striking head is that of the first highlight. Without one, or in a selected layer, it is for
+    text the head with the highest score of a single-token pattern (previous, next, self, duplicate, induction); heads
+    that rest on the first token or spread evenly are common in most models, so they do not count. For an image, it has
+    the highest ratio to chance on a region of the object.
 
     Args:
         sheet: the measurements.
@@ -194,10 +195,22 @@ def choose_head(sheet: Sheet, options: HeadOptions, ids: list[int] | None = None
     """
     if options.layer is not None and options.head is not None:
         return Choice(options.layer, options.head, "the head you selected")
+    if options.layer is None and options.head is None and (first := _first_highlight(sheet)) is not None:
+        return first
     layers = range(sheet.layers) if options.layer is None else (options.layer,)
     heads = range(sheet.heads) if options.head is None else (options.head,)
     places = [(layer, head) for layer in layers for head in heads if head < len(sheet.weights[layer])]
     return _striking_over_image(sheet, places) if ids is None else _striking_over_text(sheet, places, ids)
+
+
+def _first_highlight(sheet: Sheet) -> Choice | None:
+    """Return the head of the first highlight, if it is about one head."""
+    from headscope.report.highlights import sheet_highlights
+
+    first = next(iter(sheet_highlights(sheet)), None)
+    if first is None or first.layer is None or first.head is None:
+        return None
+    return Choice(first.layer, first.head, f"the most striking head: {first.sentence.removeprefix(first.name).strip()}")
 
 
 def _striking_over_text(sheet: Sheet, places: list[tuple[int, int]], ids: list[int]) -> Choice:
@@ -225,12 +238,22 @@ def _striking_over_text(sheet: Sheet, places: list[tuple[int, int]], ids: list[i
 
 def _striking_over_image(sheet: Sheet, places: list[tuple[int, int]]) -> Choice:
     looks = {at: look for at in places if (look := _most_on_object(sheet, *at)) is not None}
+    spread = {at: look for at, look in looks.items() if not _is_fixed(sheet, *at)}
+    looks = spread or looks
     if not looks:
         return Choice(*places[0], "the image has no object")
     best = max(looks, key=lambda at: looks[at].ratio)
     return Choice(
         *best, f"the most striking head: {looks[best].region} {looks[best].ratio:.1f} times as much as chance"
     )
+
+
+def _is_fixed(sheet: Sheet, layer: int, head: int) -> bool:
+    """Return whether the head puts most of its weight on one patch, wherever that is."""
+    from headscope.report.fixed_keys import FIXED_KEY
+
+    match = sheet.patterns[layer][head]
+    return match is not None and match.pattern == FIXED_KEY
 
 
 class OnObject(NamedTuple):
@@ -259,6 +282,8 @@ def _match_as_dict(match: Match) -> dict[str, Any]:
 
 def heads_as_dict(sheet: Sheet, choice: Choice) -> dict[str, Any]:
     """Return all heads as JSON, and the weights of the chosen head."""
+    from headscope.report.highlights import sheet_highlights
+
     heads: list[dict[str, Any]] = []
     for layer in range(sheet.layers):
         for head, match in enumerate(sheet.patterns[layer]):
@@ -272,4 +297,5 @@ def heads_as_dict(sheet: Sheet, choice: Choice) -> dict[str, Any]:
                 entry["looks_at"] = None if look is None else look[0]
             heads.append(entry)
     weights = sheet.weights[choice.layer][choice.head].astype("float64").round(6)
-    return {"heads": heads, "chosen": {**asdict(choice), "weights": weights.tolist()}}
+    highlights = [each.to_dict() for each in sheet_highlights(sheet)]
+    return {"highlights": highlights, "heads": heads, "chosen": {**asdict(choice), "weights": weights.tolist()}}

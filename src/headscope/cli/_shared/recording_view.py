@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from headscope._analysis.answers import TEXTS, Answer, decimal, plural, share, short_layers
 from headscope._support.text import visible
 from headscope.cli._shared.console import few
-from headscope.cli._shared.headings import CAVEAT, heading, meanings
+from headscope.cli._shared.headings import CAVEAT, heading, meanings, show_highlights
 from headscope.cli._shared.segment_view import make_sections, show_segments
-from headscope.report.words import PATTERNS, STRONG, strength
+from headscope.report.words import PATTERNS, strength
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headscope.cli._shared.watch_run import WatchResult
+    from headscope.report.highlights import Highlight
     from headscope.report.tables import Section
     from headscope.watching import About
 
@@ -40,6 +41,7 @@ def show(out: Console, result: WatchResult, recording: str | None, page: str | N
 
     out.print(Text(visible(f"headscope watch: {_title(result)}"), style="dim"))
     out.print(Text(visible(_lead(result))))
+    show_highlights(out, find_highlights(result))
     rows = "a sample of the queries" if result.recording.stats.sampled else "all queries"
     heading(out, "All heads", f"best-matching pattern of each, and means over {rows}")
     cells = _cells(result)
@@ -48,7 +50,7 @@ def show(out: Console, result: WatchResult, recording: str | None, page: str | N
     if len(shown) < len(cells):
         left = f"Shown: the {len(shown)} heads with the highest scores, of {len(cells)}. The page shows all."
         out.print(Text(left, style="dim"))
-    out.print(_reading(result))
+    out.print(_reading(result, cells))
     if broken := broken_layers(result.recording.stats.parts):
         out.print(Text(visible(broken)))
     if result.segments is not None:
@@ -71,6 +73,22 @@ def show(out: Console, result: WatchResult, recording: str | None, page: str | N
             out.print(Text.assemble(f"{what}: ", (visible(path), "bold"), note), soft_wrap=True)
 
 
+def find_highlights(result: WatchResult) -> tuple[Highlight, ...]:
+    """Return what to look at first, as on the page."""
+    from headscope.report.highlights import recording_highlights
+
+    return recording_highlights(result.recording, unit="patch" if _has_only_patches(result) else "token")
+
+
+def _has_only_patches(result: WatchResult) -> bool:
+    """Return whether each key is a patch of the one image that the page shows."""
+    image = _image(result)
+    (length,) = {part.lengths for part in result.recording.stats.parts.values()} if image else (None,)
+    if length is None:
+        return False
+    return image.get("special", length[1] - math.isqrt(length[1]) ** 2) == 0
+
+
 def _title(result: WatchResult) -> str:
     stats = result.recording.stats
     count = sum(part.heads for part in stats.parts.values())
@@ -91,15 +109,22 @@ def _lead(result: WatchResult) -> str:
 
 def _cells(result: WatchResult) -> list[tuple[str, ...]]:
     """Return a line for each head."""
+    from headscope.report.fixed_keys import FIXED_KEY
+    from headscope.report.highlights import fixed_names
+
     stats = result.recording.stats
     names, _ = short_layers(stats.layers)
     best = {(each.layer, each.head): each for each in result.patterns.best}
+    fixed = fixed_names(stats, skips_first=not _has_only_patches(result))
     streams = {} if result.streaming is None else {(each.layer, each.head): each for each in result.streaming.heads}
     shares = {(each.layer, each.name): each.kept for each in result.budget.heads}
     lines: list[tuple[str, ...]] = []
     for layer, part in stats.parts.items():
         for head in range(part.heads):
             match, stream = best.get((layer, head)), streams.get((layer, head))
+            key = fixed.get((layer, head))
+            name = FIXED_KEY if key else match.pattern if match is not None and match.is_name else "–"
+            score = key or match
             window = None if stream is None else stream.window
             figures = (
                 decimal(float(part.moments[name].mean[head])) if name in part.moments else "–"
@@ -108,8 +133,7 @@ def _cells(result: WatchResult) -> list[tuple[str, ...]]:
             far = float(part.moments["distance"].mean[head]) if "distance" in part.moments else math.nan
             lines.append(
                 (
-                    names[layer], str(head), match.pattern if match is not None and match.is_name else "–",
-                    "–" if match is None else decimal(match.score), *figures,
+                    names[layer], str(head), name, "–" if score is None else decimal(score.score), *figures,
                     "–" if math.isnan(far) else f"{far:.1f}", "–" if window is None else f"{window:g}",
                     share(shares[layer, f"head {head}"][0]),
                 )
@@ -142,12 +166,12 @@ def _as_number(cell: str) -> float:
     return -1.0 if cell == "–" else float(cell)
 
 
-def _reading(result: WatchResult) -> object:
+def _reading(result: WatchResult, cells: list[tuple[str, ...]]) -> object:
     """Return a legend of the patterns and the columns."""
     from rich.text import Text
 
     _, note = short_layers(result.recording.layers)
-    matched = {each.pattern for each in result.patterns.names}
+    matched = {line[COLUMNS.index("pattern")] for line in cells}
     explained = meanings((name for name in PATTERNS if name in matched), PATTERNS)
     most = result.budget.budgets[0]
     top = f"top {most:,}: mass on the {_keys(most)} that {'receives' if most == 1 else 'receive'} the most"
@@ -169,7 +193,7 @@ def _columns() -> str:
 
 def _conclusions(result: WatchResult) -> list[str]:
     """Return a sentence for each decision that the recorded rows support."""
-    sentences = [_pattern_sentence(result)]
+    sentences: list[str] = []
     if result.streaming is not None and any(head.sees for head in result.streaming.heads):
         counts = Counter(head.window for head in result.streaming.streaming)
         windows = ", ".join(f"{counts[w]} within {w:g}" for w in sorted(w for w in counts if w is not None))
@@ -204,15 +228,6 @@ def _layer_sentences(about: About) -> Iterator[str]:
         name, what = next(iter(about.other_layers.items()))
         count = len(about.other_layers)
         yield f"Other layers: {count} {plural('layer', count)}, such as {name} ({what})."
-
-
-def _pattern_sentence(result: WatchResult) -> str:
-    best = [each for each in result.patterns.names if each.score >= STRONG]
-    counts = Counter(each.pattern for each in best)
-    named = ", ".join(f"{counts[name]} {name}" for name in PATTERNS if name in counts)
-    return f"Patterns: {len(best)} {plural('head', len(best))} with a score of at least {STRONG}" + (
-        f": {named}." if named else "."
-    )
 
 
 def _cache_sentences(result: WatchResult) -> list[str]:

@@ -21,6 +21,8 @@ from headscope.report._viewer.packing import Strips, sources
 from headscope.report._viewer.packing import exact as holds_every_weight
 from headscope.report._viewer.places import Place, places_of
 from headscope.report._viewer.strips import empty_strips, strips_of
+from headscope.report.fixed_keys import FIXED_KEY
+from headscope.report.highlights import fixed_names, recording_highlights
 from headscope.report.observed_model import Errors, ObservedModel, TracedSteps
 from headscope.report.regions import pixels_of
 from headscope.report.words import STATISTICS, WEAK
@@ -57,7 +59,8 @@ def shown(
     picture = None if image is None else _picture(parts, image, grid, special)
     if image is None and (grid is not None or special is not None):
         raise ValueError("grid, special: expected together with image=, got no image")
-    patterns = _patterns(recording)
+    unit = "patch" if picture is not None and picture.special == 0 else "token"
+    patterns = _patterns(recording, unit)
     short, common = short_layers(recording.stats.layers)
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
     computed = exact_heads(stats.parts, patterns, exact)
@@ -94,6 +97,7 @@ def shown(
         trace_title="" if trace is None else trace.title,
         run_texts=about.run_texts,
         exact=computed,
+        highlights=recording_highlights(recording, unit=unit),
     )
 
 
@@ -130,13 +134,15 @@ def _segments(mass: SegmentMass | None) -> dict[str, Any] | None:
     return {"names": names, "mean": base64.b64encode(codes.tobytes()).decode("ascii"), "rows": mass.count.tolist()}
 
 
-def _patterns(recording: ObservedModel) -> list[list[list[Scored]]]:
+def _patterns(recording: ObservedModel, unit: str) -> list[list[list[Scored]]]:
     """Return the patterns of each layer and head, the best match first."""
     if "chance" not in recording.stats.names:  # without it no pattern can be scored
         return []
     scored = decisions.patterns(recording.stats)
     scores: dict[tuple[str, int], list[Scored]]
     scores = {(layer, head): [] for layer, part in recording.stats.parts.items() for head in range(part.heads)}
+    for (layer, head), key in fixed_names(recording.stats, skips_first=unit == "token").items():
+        scores[layer, head].append((FIXED_KEY, round(key.score, 6), key.rows, False))
     for ranked in scored.ranked():
         for each in ranked:
             if each.is_name or each.score < WEAK:  # the page names what is large

@@ -12,6 +12,7 @@ from headscope.report._figures import SheetFigures
 from headscope.report._viewer import texts
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Map, Rows, Source
+from headscope.report.highlights import sheet_highlights
 from headscope.report.regions import object_mask
 from headscope.report.words import REGIONS, STATISTICS, WEAK
 from headscope.stats import Match
@@ -52,6 +53,7 @@ def shown(sheet: SheetFigures) -> Shown:
         trace_title=sheet.trace_title,
         picture=_picture(sheet),
         opens_on=sheet.opens_on,
+        highlights=sheet_highlights(sheet),
     )
 
 

@@ -15,6 +15,7 @@ from headscope.report._texts import NOT_EXPLANATION, visible
 from headscope.report._viewer import texts
 from headscope.report._viewer.model import Picture, Shown
 from headscope.report._viewer.packing import pack
+from headscope.report.highlights import Highlight
 from headscope.report.tables import Section, grid
 from headscope.report.words import PATTERNS, REGIONS, STAGES, word
 
@@ -118,6 +119,7 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
         "trace": None if not shown.trace else {"title": _line(shown.trace_title, 160), "stages": _stages(shown.trace)},
         "tables": [_table(section) for section in shown.tables],
         "exact": shown.exact.description(),
+        "highlights": [_highlight(each) for each in shown.highlights],
         "opensOn": None if shown.opens_on is None else list(shown.opens_on),
     }
     return data, packed.content
@@ -162,6 +164,17 @@ def _picture(picture: Picture) -> dict[str, Any]:
         "regionWords": {name: {"heading": word.heading, "meaning": word.meaning} for name, word in REGIONS.items()},
         "looks": [[look and list(look) for look in layer] for layer in picture.looks],
     }
+
+
+def _highlight(highlight: Highlight) -> dict[str, Any]:
+    """Return what a card shows; the script writes its sentence."""
+    entry = highlight.to_dict()
+    del entry["sentence"]
+    return entry | {"name": _line(highlight.name, 60), "score": _rounded(highlight.score)}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
 
 
 def _table(section: Section) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headscope.report._viewer.exact_heads import ExactHeads
 from headscope.report._viewer.packing import Source
+from headscope.report.highlights import Highlight
 from headscope.report.tables import Section
 
 Columns = Mapping[str, Sequence[float | int | None]]
@@ -90,6 +91,7 @@ class Shown:
         opens_on: the layer and head to open first; None = the most striking one.
         run_texts: the text of each token of each run, where runs read different texts.
         exact: the heads whose weights the page computes itself.
+        highlights: what to look at first.
 
     Examples:
         >>> import torch
@@ -116,3 +118,4 @@ class Shown:
     opens_on: tuple[int, int] | None = None
     run_texts: Sequence[Sequence[str]] = ()
     exact: ExactHeads = field(default_factory=ExactHeads)
+    highlights: Sequence[Highlight] = ()

@@ -1,0 +1,55 @@
+"""The region of an image that a head looks at, where chance does not explain it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from headscope.report._figures import Look, SheetFigures
+from headscope.report.regions import AREA
+from headscope.stats import CLEAR_SCORE, CLEAR_Z
+
+__all__ = ["clear_region"]
+
+LAYOUT = "layout"
+
+
+def clear_region(sheet: SheetFigures, layer: int, head: int) -> Look | None:
+    """Return the region that a head looks at most, with its ratio, if the ratio is clear; else None.
+
+    With a the share of the patches in the region, the score (ratio - 1) · a / (1 - a) is 1 for a head that looks at
+    nothing else. It must be at least 0.3, and the mass on the region at least 3 standard deviations above that of
+    exchanged keys. A row with parts of patches in the region varies less than one with whole patches, so that z is at
+    most the true one.
+
+    "layout" is not clear: random embeddings of positions lead to it, too.
+
+    Examples:
+        >>> import numpy as np
+        >>> import torch
+        >>> from headscope.report import image_sheet
+        >>> from headscope.report.clear_regions import clear_region
+        >>> image = np.zeros((4, 4), dtype=np.uint8)
+        >>> image[1:3, 1:3] = 255
+        >>> weights = torch.zeros(1, 16, 16)
+        >>> weights[..., [5, 6, 9, 10]] = 0.25
+        >>> clear_region(image_sheet("Each patch attends to the square", image, (4, 4), [weights]), 0, 0)
+        ('centre', 4.0)
+    """
+    look = sheet.looks[layer][head]
+    if look is None or look[0] == LAYOUT:
+        return None
+    region, ratio = look
+    part = sheet.region_maps.get(region)
+    area = AREA if part is None else sum(part) / len(part)
+    p = sheet.weights[layer][head].astype(np.float64)
+    p = p[np.isfinite(p).all(-1)]
+    keys = p.shape[-1]
+    if not 0 < area < 1 or not len(p):
+        return None
+    uneven = np.maximum((p**2).sum(-1) - p.sum(-1) ** 2 / keys, 0)
+    std = math.sqrt(float(uneven.sum()) * keys / (keys - 1) * area * (1 - area))
+    gain = (ratio - 1) * area
+    clear = gain / (1 - area) >= CLEAR_SCORE and len(p) * gain >= CLEAR_Z * std > 0
+    return look if clear else None

@@ -1,0 +1,86 @@
+// What to look at first: a card for each head that stands out against chance, and for the number of those that do not.
+
+import { data, hasTokens, type Highlight, type Layer, queryAt, token } from "./data";
+import type { Place } from "./grid";
+import type { State } from "./state";
+import { cards, fill, percent, whole } from "./texts";
+import { binAt } from "./words";
+
+interface Props {
+  state: State;
+  change: (part: Partial<State>) => void;
+  open: (place: Place, part: Partial<State>) => void;
+}
+
+export function Cards({ state, change, open }: Props) {
+  if (data.highlights.length === 0) return null;
+  if (!state.cards) {
+    return <p class="cards-hidden"><button type="button" aria-expanded="false" onClick={() => change({ cards: true })}>{cards.show}</button></p>;
+  }
+  return (
+    <nav class="cards" aria-label={cards.title}>
+      <ul>
+        {data.highlights.map((each, n) => <li key={n}><Card {...{ state, change, open }} highlight={each} /></li>)}
+      </ul>
+      <button type="button" class="hide" aria-expanded="true" aria-label={cards.hideLabel} title={cards.hideLabel} onClick={() => change({ cards: false })}>×</button>
+    </nav>
+  );
+}
+
+function Card({ highlight, state, change, open }: Props & { highlight: Highlight }) {
+  const { layer, head, pattern, score } = highlight;
+  if (layer === null || head === null) {
+    const sentence = pattern ? count(highlight) : cards.none;
+    if (!pattern || (data.image?.looks.length ?? 0) > 0) return <p class="card">{sentence}</p>;
+    const on = state.pattern === pattern && state.by === "score" && state.least === score && !state.under;
+    const part: Partial<State> = on ? { pattern: "", by: "", least: null } : { pattern, by: "score", least: score, under: false };
+    return (
+      <button type="button" class="card" aria-pressed={on} onClick={() => change(part)}>
+        <span>{sentence}</span> <small>{on ? cards.all : cards.only}</small>
+      </button>
+    );
+  }
+  const pair = example(highlight);
+  return (
+    <button type="button" class="card" title={highlight.cell ? cards.openCell : cards.open} onClick={() => open({ layer, head }, selection(highlight))}>
+      <span><b>{highlight.name}</b> {does(highlight)}</span>{" "}
+      <small>{pair}{pair && highlight.heads > 1 && " · "}{highlight.heads > 1 && cards.more(highlight.heads - 1)}</small>
+    </button>
+  );
+}
+
+/** What the head does, with its score. */
+function does({ pattern, score, share, unit }: Highlight): string {
+  if (pattern in cards.regions) return cards.region(cards.regions[pattern], score!);
+  if (pattern === "fixed key") return cards.fixed(percent(share!), unit);
+  return cards.match(cards.heads[pattern]?.(unit) ?? pattern, percent(score!));
+}
+
+function count({ pattern, heads, of, unit }: Highlight): string {
+  return cards.count(whole(heads), whole(of), cards.counts[pattern]?.(heads === 1, unit) ?? pattern);
+}
+
+/** The query and the key of the example, as tokens or patches; of one fixed key only that one. */
+function example({ pattern, layer, cell, texts }: Highlight) {
+  if (!cell || pattern in cards.regions) return null;
+  const of = data.layers[layer!];
+  const [query, key] = texts ?? named(of, cell);
+  if (pattern === "fixed key") return <bdi>{key}</bdi>;
+  return fill(pattern === "induction" && texts ? cards.inductionExample : cards.example, { query: <bdi>{query}</bdi>, key: <bdi>{key}</bdi> });
+}
+
+function named(layer: Layer, [query, key]: [number, number]): [string, string] {
+  const name = (at: number) => (data.image && hasTokens(layer) && token(at, true)) || whole(at);
+  return [name(queryAt(layer, query)), name(key)];
+}
+
+/** The bins of the example, which are then selected; where a server has single weights, the cell itself. */
+function selection({ layer, cell }: Highlight): Partial<State> {
+  const of = data.layers[layer!];
+  if (!cell || !of.map) return {};
+  const [row, column] = [binAt(of, "query", cell[0]), binAt(of, "key", cell[1])];
+  if (row === null || column === null) return {};
+  const lengths = data.served?.[layer!];
+  const served = lengths && of.runs === 1 && cell[0] < lengths[0] && cell[1] < lengths[1];
+  return { row, column, zoom: [1, 0.5, 0.5], cell: served ? cell : null };
+}
