@@ -52,7 +52,7 @@ def test_plots_draw_the_weights(pyplot: Any) -> None:
         np.testing.assert_array_equal(axes[1, 0].images[0].get_array(), weights[2].double().numpy())
 
 
-def test_the_map_of_a_long_text_is_not_black(pyplot: Any) -> None:
+def test_the_map_of_a_long_text_is_not_white(pyplot: Any) -> None:
     from headscope.report.plots import plot_grid
 
     noise = torch.randn(1, 2, 1000, 1000, dtype=torch.float64).masked_fill(
@@ -67,7 +67,7 @@ def test_the_map_of_a_long_text_is_not_black(pyplot: Any) -> None:
         assert values.shape == (128, 128)
         colours = np.asarray(drawn.norm(values))
         assert np.median(colours[np.tril_indices(128, -1)]) > 0.3, "the weights of most pairs are visible"
-        assert (colours[np.triu_indices(128, 1)] == 0).all(), "masked pairs have the darkest colour"
+        assert (colours[np.triu_indices(128, 1)] == 0).all(), "masked pairs have the lightest colour"
         assert ax.get_title() == f"0.{head} (log, ≤{values.max():.2g})"
     block = np.asarray(axes[0, 0].images[0].get_array(), dtype=float)[10, 3]
     rows, columns = (slice(n * 1000 // 128, (n + 1) * 1000 // 128) for n in (10, 3))
@@ -204,10 +204,43 @@ def test_images_of_every_width_and_with_a_gradient_are_drawn(pyplot: Any, dtype:
     assert [patch.get_xy() for patch in ax.patches] == [(0.5, -0.5)]
 
 
-def test_colours_are_magma(pyplot: Any) -> None:
-    magma = pyplot.get_cmap("magma")
-    for place in np.linspace(0, 1, 101):
-        np.testing.assert_allclose(colour_at(place), 255 * np.array(magma(place)[:3]), atol=3)
+def test_plots_have_the_palette_of_the_page(pyplot: Any) -> None:
+    from headscope.report.plots import plot_grid, plot_head, plot_patches, plot_statistics
+
+    drawn = [
+        plot_head(torch.eye(3)).images[0],
+        *(plot_grid(torch.eye(size).expand(1, 1, size, size))[0, 0].images[0] for size in (7, 97)),
+        plot_patches(torch.eye(4), torch.rand(8, 8)).images[1],
+        plot_statistics([{"entropy": [0.5, 1.25]}], "entropy").images[0],
+    ]
+    for image in drawn:
+        for place in np.linspace(0, 1, 101):
+            np.testing.assert_allclose(255 * np.array(image.cmap(place)[:3]), colour_at(place), atol=1.5)
+
+
+def test_the_palette_goes_from_white_to_ink_in_even_steps_of_lightness() -> None:
+    lightness = [okl(*colour_at(place)) for place in np.linspace(0, 1, 18)]
+    steps = -np.diff(lightness)
+    assert lightness[0] == pytest.approx(1, abs=1e-3)
+    assert steps.min() > 0.9 * steps.mean()
+    assert steps.max() < 1.1 * steps.mean()
+    assert [colour_at(place, dark=True) for place in (-1, 0, 1)] == [colour_at(place) for place in (1, 1, 0)]
+
+
+def okl(*colour: int) -> float:
+    """The lightness of a colour in OKLab."""
+    parts = np.array(colour) / 255
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    cones = np.array([[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
+                      [0.0883024619, 0.2817188376, 0.6299787005]]) @ linear  # fmt: skip
+    return float(np.array([0.2104542553, 0.7936177850, -0.0040720468]) @ np.cbrt(cones))
+
+
+def test_numbers_on_colours_can_be_read(pyplot: Any) -> None:
+    from headscope.report.plots import plot_statistics
+
+    ax = plot_statistics([{"entropy": [0.0, 0.1, 0.4, 0.6, 0.9, 1.0]}], "entropy")
+    assert [text.get_color() for text in ax.texts] == ["black"] * 3 + ["white"] * 3
 
 
 def test_what_was_observed_is_drawn(pyplot: Any) -> None:

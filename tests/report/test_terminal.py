@@ -54,7 +54,7 @@ def test_the_terminals_colours_are_the_weights() -> None:
     lines = printed(terminal.map_picture(sheet, 0, 1), colour="truecolor").splitlines()
     for i in range(23):
         got = backgrounds(lines[3 + i])
-        assert got == [colour_at(min(1.0, weights[i, j] / most)) for j in range(i + 1)], i
+        assert got == [colour_at(min(1.0, weights[i, j] / most), dark=True) for j in range(i + 1)], i
 
 
 def test_the_terminal_without_colours_or_unicode() -> None:

@@ -130,6 +130,14 @@ def thumbs(page: Page) -> list[str]:
     return [str(each.get_attribute("aria-label")) for each in page.locator(".thumb").all()]
 
 
+def open_menu(page: Page, name: str = "View") -> Page:
+    """Open a menu of the bar."""
+    button = page.locator(".menus").get_by_role("button", name=name)
+    if button.get_attribute("aria-expanded") == "false":
+        button.click()
+    return page
+
+
 def weight(recording: Recording, layer: int, head: int) -> np.ndarray[Any, Any]:
     kept = recording.stats.parts[f"layers.{layer}.attention"]
     return kept.tiles[0](0, kept.lengths[0], 0, kept.lengths[1])[0, head].double().numpy()  # pyright: ignore[reportOptionalSubscript]

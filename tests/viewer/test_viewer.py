@@ -36,6 +36,7 @@ from support.browser import (
     look,
     near,
     numbers,
+    open_menu,
     place,
     recorded,
     serving,
@@ -99,7 +100,7 @@ def test_light_and_dark(look: Any, short: Recording) -> None:
     page = look(short, scheme="dark")
     ground = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(ground)
-    page.get_by_label("Theme").select_option("light")
+    open_menu(page).get_by_label("Theme").select_option("light")
     light = page.evaluate(ground)
     assert sum(numbers(dark)) < 100 < 700 < sum(numbers(light))
 
@@ -114,7 +115,7 @@ def test_heads_are_sorted_and_filtered_by_their_figures(look: Any, short: Record
         for layer in range(2)
         for head in range(3)
     }
-    page.get_by_label("Sort by").select_option("entropy")
+    open_menu(page).get_by_label("Sort by").select_option("entropy")
     found = thumbs(page)
     ordered = sorted(entropy, key=lambda name: -entropy[name])
     assert [label.split(", ")[:2] for label in found] == [name.split(", ") for name in ordered]
@@ -287,13 +288,13 @@ def test_strips_have_a_legend_and_the_name_of_their_layer(look: Any) -> None:
     )
     assert strips.locator(".legend").inner_text().split("\n")[:3] == ["weight, log", "≤ 0.000100", "1"]
     strips.get_by_label("Queries shown").select_option("200")
-    page.get_by_role("button", name="↓ layer").click()
+    page.get_by_role("button", name="next layer").click()
     page.get_by_role("heading", name="Layer 1, head 1").wait_for()
     assert (
         band.get_attribute("aria-label")
         == "Nearby tokens of layer 1, head 1, queries 0 to 19. Arrow keys move to a weight."
     )
-    page.get_by_role("button", name="↑ layer").click()
+    page.get_by_role("button", name="previous layer").click()
     page.get_by_role("heading", name="Layer 0, head 1").wait_for()
     assert strips.get_by_label("Queries shown").input_value() == "200"
 

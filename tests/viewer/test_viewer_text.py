@@ -31,6 +31,7 @@ from support.browser import (
     look,
     near,
     numbers,
+    open_menu,
     place,
     recorded,
     short,
@@ -186,8 +187,7 @@ def test_the_frame_is_explained(look: Any, short: Recording) -> None:
     page = look(short, "layer=1&head=1")
     thumbs(page)
     assert page.locator("[aria-current]").get_attribute("class") == "thumb opened"
-    page.get_by_label("Help").click()
-    help = page.locator(".help p")
+    help = open_menu(page, "Help").locator(".help .panel")
     assert help.is_visible()
     assert "The framed head is the one that the tab One head shows." in help.inner_text()
 

@@ -47,14 +47,14 @@ export interface Scene {
 
 const PROFILE = 34;
 
-/** The layout of the map in so many pixels. */
-export function geometry(width: number, most: number, layer: Layer): Geometry {
+/** The layout of the map in so many pixels of width, and of height if it has to fit one. */
+export function geometry(width: number, most: number, layer: Layer, room = Infinity): Geometry {
   const narrow = width < 480 || !hasTokens(layer);
   const [queries] = tiledLengths(layer.index) ?? layer.lengths ?? [0];
   const left = Math.max(narrow ? 58 : 92, 28 + Math.ceil(measured(whole(queries)))); // numbers are never cut
   const top = (narrow ? 58 : 80) + (hasReceived(layer) ? PROFILE : 0);
   const right = layer.entropy ? PROFILE + 8 : 8;
-  const side = Math.max(60, Math.min(width - left - right, most));
+  const side = Math.max(60, Math.min(width - left - right, most, room - top - 8));
   return { width: left + side + right, height: top + side + 8, plot: { x: left, y: top, width: side, height: side } };
 }
 

@@ -5,7 +5,14 @@ import type { HeadMap } from "./data";
 
 export type Pool = "mean" | "max";
 export type Scale = "linear" | "log";
-export type Colours = "viridis" | "cividis" | "magma";
+/** The palettes that a reader chooses from: "blues" is white, blue, ink. */
+export const PALETTES = ["blues", "viridis", "cividis", "magma"] as const;
+/** What is drawn: on a dark page "blues" is reversed, so that no weight is the darkest colour there. */
+export type Colours = (typeof PALETTES)[number] | "blues-dark";
+
+export function coloursOf(palette: Colours, dark: boolean): Colours {
+  return palette === "blues" && dark ? "blues-dark" : palette;
+}
 
 export const DECADES = 4; // that the log scale spans
 
@@ -96,7 +103,23 @@ function halved(from: Field): Field {
 
 const STEPS = 512;
 const tables = new Map<string, Uint8Array>();
-const painters = { viridis: interpolateViridis, cividis: interpolateCividis, magma: interpolateMagma, signed: interpolatePuOr };
+
+/** White, blue, ink in 17 even steps of lightness (OKLab), six hexadecimal digits each: BLUES in src/headscope/report/colours.py. */
+const BLUES = "ffffffe0f1ffc0e2ffa2d3fe84c3fd63b3fe47a1f93390ee237fe0196ecf165ebb164fa517418c163472152857121d3c0e1321";
+
+function blues(at: number): string {
+  const low = Math.min(15, Math.floor(16 * at));
+  const parts = [0, 2, 4].map((n) => {
+    const [a, b] = [low, low + 1].map((anchor) => parseInt(BLUES.slice(6 * anchor + n, 6 * anchor + n + 2), 16));
+    return Math.round(a + (b - a) * (16 * at - low));
+  });
+  return `rgb(${parts.join(" ")})`;
+}
+
+const painters = {
+  blues, "blues-dark": (at: number) => blues(1 - at),
+  viridis: interpolateViridis, cividis: interpolateCividis, magma: interpolateMagma, signed: interpolatePuOr,
+};
 
 /** Red, green and blue at even steps. */
 function table(name: keyof typeof painters): Uint8Array {

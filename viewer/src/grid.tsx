@@ -1,12 +1,14 @@
 // Every head, layers × heads or in the order of a statistic. Its small map is drawn once it scrolls into view or the page is idle,
 // so that a print holds the maps that were never scrolled to, too.
 
+import type { RefObject } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { data, type Head, hasPatches, head as decoded, type HeadMap, passing } from "./data";
 import { fitted } from "./draw";
 import { type Colours, colour, field, Pictures } from "./field";
 import { save } from "./map";
 import { drawPatches, received, rowOf, topOf } from "./picture";
+import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
 import { figure, files, grid, NO_VALUE } from "./texts";
@@ -82,23 +84,61 @@ export function Grid({ state, theme, open }: Props) {
   const stop = found.find((place) => isOpened(place, state)) ?? found[0]; // where Tab leads to
   const thumb = (place: Place) => <Thumb key={`${place.layer}.${place.head}`} {...{ place, state, theme, open }} stop={place === stop} />;
   const rows = state.sort ? [] : data.layers.map((_, layer) => found.filter((place) => place.layer === layer));
+  const many = WIDEST > 16;
+  const marked = useMarks(element);
+  const fits = useWidth(element) >= WIDEST * (many ? LEAST_OF_MANY : LEAST) + AXIS;
   return (
-    <div ref={element} onKeyDown={key} class={WIDEST > 16 ? "many" : ""} style={{ "--heads": String(WIDEST) }}>
+    <div ref={element} onKeyDown={key} {...marked} class={`grid${state.sort ? "" : " axes"}${many ? " many" : ""}${fits ? "" : " scrolling"}`} style={{ "--heads": String(WIDEST) }}>
       {found.length === 0 && <p class="hint">{grid.none}</p>}
       {state.sort ? (
         <div class="heads">{found.map(thumb)}</div>
-      ) : (
-        rows.map((row, layer) =>
-          row.length > 0 && (
-            <div class="layer" key={layer}>
-              <h3 title={data.layers[layer].name}>{parts(layerName(layer)).map((part) => <>{part}<wbr /></>)}</h3>
-              <div class="heads">{row.map(thumb)}</div>
-            </div>
-          ),
-        )
+      ) : found.length > 0 && (
+        <>
+          <div class="top" aria-hidden="true">
+            <span class="corner">{grid.head} →<br />{grid.layer} ↓</span>
+            {Array.from({ length: WIDEST }, (_, head) => <span class="axis" data-head={head} title={grid.headTip(head)} key={head}>{head}</span>)}
+          </div>
+          {rows.map((row, layer) =>
+            row.length > 0 && (
+              <div class="layer" key={layer}>
+                <h3 class="axis" data-layer={layer} title={grid.layerTip(data.layers[layer].name)}><LayerName layer={layer} /></h3>
+                <div class="heads">{row.map(thumb)}</div>
+              </div>
+            ),
+          )}
+        </>
       )}
     </div>
   );
+}
+
+const AXIS = 64; // pixels for the names of layers, where they are numbers
+const LEAST = 48; // pixels of a column
+const LEAST_OF_MANY = 30;
+
+/** The number of a layer, or its name with places where a line may end. */
+function LayerName({ layer }: { layer: number }) {
+  const { short } = data.layers[layer];
+  if (/^\d+$/.test(short)) return <><span class="word">{grid.layer} </span>{short}</>;
+  return <>{parts(layerName(layer)).map((part) => <>{part}<wbr /></>)}</>;
+}
+
+/** Marks the row or column whose number is under the pointer, and the numbers of the head under the pointer or in focus. The
+ * attributes are set directly: to render thousands of thumbnails for each move of the pointer would be slow. */
+function useMarks(element: RefObject<HTMLElement | null>) {
+  const last = useRef<Element | null>(null);
+  const mark = (event: Event) => {
+    const target = (event.target as Element).closest<HTMLElement>(".axis, .thumb");
+    if (target === last.current) return;
+    last.current = target;
+    for (const each of element.current!.querySelectorAll<HTMLElement>("[data-lit]")) delete each.dataset.lit;
+    if (!target) return;
+    const { layer, head } = target.dataset;
+    const [row, column] = [`[data-layer="${layer}"]`, `[data-head="${head}"]`];
+    const lit = target.matches(".thumb") ? `.axis${row}, .axis${column}` : layer === undefined ? column : row;
+    for (const each of element.current!.querySelectorAll<HTMLElement>(lit)) each.dataset.lit = "";
+  };
+  return { onPointerOver: mark, onFocusIn: mark, onPointerLeave: mark };
 }
 
 /** The button that an arrow leads to: the next, or the nearest in the line above or below. */
@@ -181,11 +221,14 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
       aria-current={isOpened(place, state) ? "true" : undefined}
       aria-label={grid.thumb(nameOf(layer, head), pattern, name && `${heading} ${figure(value)}`)}
       title={grid.tip(nameOf(layer, head), pattern)}
+      data-layer={layer}
+      data-head={head}
+      style={{ "--column": String(head + 2) }}
       tabIndex={stop ? 0 : -1}
       onClick={() => open(place)}
     >
       {mapped ? <canvas ref={canvas} /> : <Tile place={place} name={name} colours={state.colours} />}
-      <span>{state.sort ? `${data.layers[layer].short}·${head}` : head}</span>
+      <span class="number">{state.sort ? `${data.layers[layer].short}·${head}` : head}</span>
       {state.sort ? <b>{figure(value)}</b> : pattern && <small class={weak(place) ? "weak" : ""}>{pattern}</small>}
     </button>
   );

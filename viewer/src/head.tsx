@@ -6,6 +6,7 @@ import { type Colours, colour, type Field, field, place, type Scale } from "./fi
 import { Bar } from "./legend";
 import { Cell, Exact, MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
+import { useRoom } from "./screen";
 import type { State } from "./state";
 import { SegmentTable } from "./segments";
 import { hasStrips, Strips as Band, Top } from "./strips";
@@ -20,6 +21,12 @@ interface Props {
   state: State;
   theme: string;
   change: (part: Partial<State>) => void;
+  drawn?: (place: Place) => void; // called with the head that is drawn
+}
+
+interface Place {
+  layer: number;
+  head: number;
 }
 
 /** A head once it is decoded; null before. */
@@ -43,7 +50,7 @@ export function useShown(state: State, heads: (Head | null)[], change: Props["ch
   return { ...last.current, change: ready ? change : late };
 }
 
-export function HeadView({ state: asked, theme, change: changed }: Props) {
+export function HeadView({ state: asked, theme, change: changed, drawn }: Props) {
   const { state, heads: [found], change } = useShown(asked, [useHead(asked.layer, asked.head)], changed);
   const layer = data.layers[state.layer];
   const shown = useMemo(
@@ -53,7 +60,10 @@ export function HeadView({ state: asked, theme, change: changed }: Props) {
   const [over, setOver] = useState<number | null>(null); // a token under the pointer or in focus
   const marked = over === null ? state : tokenBins(layer, over, state);
   const zoom: Zoom = useMemo(() => ({ at: state.zoom, change: (at) => change({ zoom: at }) }), [state.zoom, change]);
+  useLayoutEffect(() => drawn?.({ layer: state.layer, head: state.head }), [state.layer, state.head]);
   const section = useRef<HTMLElement>(null);
+  const canvas = useRef<HTMLDivElement>(null);
+  const room = useRoom(canvas);
   useLayoutEffect(() => { // a token that is removed under the pointer fires no mouseleave
     if (over !== null && !section.current!.querySelector(".strip:is(:hover, :focus-within)")) setOver(null);
   });
@@ -62,10 +72,6 @@ export function HeadView({ state: asked, theme, change: changed }: Props) {
   const [tile, setTile] = useState<Tile | null>(null);
   return (
     <section aria-labelledby="head-title" ref={section}>
-      <div class="heading">
-        <h2 id="head-title" tabIndex={-1} aria-live="polite">{texts.names.title(title)}</h2>
-        <Steps state={asked} change={changed} />
-      </div>
       <Likeness layer={state.layer} head={state.head} />
       {layer.map === null && <NoMap />}
       {data.image && layer.map && !hasPatches(layer) && <p class="hint">{texts.head.notPatches}</p>}
@@ -73,17 +79,17 @@ export function HeadView({ state: asked, theme, change: changed }: Props) {
       {shown && found?.map && hasPatches(layer) && single(layer) && <Images {...{ layer, map: found.map, field: shown, state, theme, change }} />}
       <div class="panes">
         {shown && found && (
-          <div>
+          <div ref={canvas} class="drawing">
             {hasPatches(layer) && <h3>{texts.head.fullMap}</h3>}
             <Legend {...{ layer, field: tile ? asField(tile, state.pool) : shown, state, tile }} />
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
-              number={state.head} row={marked.row} column={marked.column} cell={over === null ? state.cell : null} inSight={setTile} most={600} title={title}
+              number={state.head} row={marked.row} column={marked.column} cell={over === null ? state.cell : null} inSight={setTile} most={1400} room={room} title={title}
               exports={`headscope-layer-${state.layer}-head-${state.head}`}
             />
           </div>
         )}
-        <div class="beside">
+        <div class="beside" tabIndex={0} role="region" aria-label={texts.head.beside}>
           {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change, over, setOver }} />}
           {shown && found && <Why {...{ layer, state, change }} />}
           {found?.top && state.row !== null && <Top key={`${state.row} ${state.cell}`} layer={layer} top={found.top} row={state.row} cell={state.cell} />}
@@ -134,13 +140,22 @@ export function NoMap() {
   return <p class="hint">{texts.head.noMap}</p>;
 }
 
-function Steps({ state, change }: Pick<Props, "state" | "change">) {
+/** The name of the head that is drawn, and the steps to its neighbours: in the bar, on a phone at the bottom. */
+export function InView({ drawn, state, change }: Pick<Props, "state" | "change"> & { drawn: Place }) {
   const { steps } = texts.head;
-  const step = (name: string, down: number, across: number) => {
+  const step = (mark: string, name: string, down: number, across: number) => {
     const to = stepped(state, down, across);
-    return <button type="button" aria-disabled={!to} onClick={() => to && change(to)}>{name}</button>; // `disabled` would lose the focus
+    return <button type="button" aria-label={name} title={name} aria-disabled={!to} onClick={() => to && change(to)}>{mark}</button>; // `disabled` would lose the focus
   };
-  return <p class="steps">{step(steps.up, -1, 0)} {step(steps.down, 1, 0)} {step(steps.left, 0, -1)} {step(steps.right, 0, 1)}</p>;
+  return (
+    <nav class="inview" aria-label={steps.label}>
+      {step("←", steps.left, 0, -1)}
+      {step("↑", steps.up, -1, 0)}
+      <h2 id="head-title" tabIndex={-1} aria-live="polite">{texts.names.title(nameOf(drawn.layer, drawn.head))}</h2>
+      {step("↓", steps.down, 1, 0)}
+      {step("→", steps.right, 0, 1)}
+    </nav>
+  );
 }
 
 /** The next head in a layer, or the nearest one in the next layer; null at the end. */

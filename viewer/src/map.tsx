@@ -32,7 +32,8 @@ interface Props {
   pin: (row: number | null, column: number | null, cell?: [number, number]) => void;
   cell?: [number, number] | null; // the selected query and key, of a tile
   inSight?: (tile: Tile | null) => void; // called with the tile that is shown in place of bins
-  most: number;
+  most: number; // pixels of the map's side
+  room?: number; // pixels of the height, with axes
   title: string;
   theme: string;
   exports?: string; // the name of files
@@ -109,7 +110,7 @@ export function MapView(props: Props) {
     };
   }, [over === null]);
   const pictures = useMemo(() => new Pictures(field, props.scale, props.colours), [field, props.scale, props.colours]);
-  const places = useMemo(() => geometry(width, most, layer), [width, most, layer]);
+  const places = useMemo(() => geometry(width, most, layer, props.room), [width, most, layer, props.room]);
   const side = places.plot.width;
   const { tile, failed } = useTile(props, at);
   const finer = useMemo(

@@ -99,7 +99,7 @@ export function drawPatches(surface: Surface, { values, top, scale, colours, ove
 /** Where object and ground meet. */
 function outline(surface: Surface, across: number, down: number, thick: number): void {
   const { grid: [rows, columns], outline: inside } = data.image!;
-  for (const [fill, wide] of [["#000", thick + 2], ["#fff", thick]] as const) {
+  for (const [fill, wide] of [["#fff", thick + 2], ["#000", thick]] as const) {
     for (let n = 0; n < inside.length; n++) {
       const [row, column] = [Math.floor(n / columns), n % columns];
       const right = column + 1 < columns && inside[n] !== inside[n + 1];

@@ -48,3 +48,31 @@ export function useWidth(element: RefObject<HTMLElement | null>): number {
   }, []);
   return width;
 }
+
+const LEAST = 320; // pixels of a map's height
+const BELOW = 44; // pixels for the buttons under a map
+
+/** The height of the window for a map inside of an element, with its buttons, in whole pixels. An element that starts far down is scrolled
+ * to: then it is the height of the window below the bar. */
+export function useRoom(element: RefObject<HTMLElement | null>): number {
+  const [room, setRoom] = useState(0);
+  useLayoutEffect(() => {
+    const measure = () => {
+      const map = element.current?.querySelector(".map");
+      if (!map) return;
+      const bar = document.querySelector(".topbar")?.clientHeight ?? 0;
+      const top = map.getBoundingClientRect().top + scrollY;
+      const beginning = top < innerHeight / 2 ? top : bar + map.getBoundingClientRect().top - element.current!.getBoundingClientRect().top;
+      setRoom(Math.max(LEAST, Math.floor(innerHeight - beginning - BELOW)));
+    };
+    measure();
+    addEventListener("resize", measure);
+    return () => removeEventListener("resize", measure);
+  });
+  return room;
+}
+
+/** Whether the page is dark, by the theme that the reader chose or else by the system. */
+export function isDark(theme: string): boolean {
+  return theme ? theme === "dark" : matchMedia(DARK).matches;
+}

@@ -2,7 +2,7 @@
 
 import { data, HAS_READING, HAS_SEGMENTS } from "./data";
 import { tiledLengths } from "./exact";
-import type { Colours, Pool, Scale } from "./field";
+import { type Colours, PALETTES, type Pool, type Scale } from "./field";
 import { tabs } from "./texts";
 
 export type View = "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
@@ -16,7 +16,7 @@ export interface State {
   otherHead: number;
   pool: Pool;
   scale: Scale;
-  colours: Colours;
+  colours: Colours; // an address has palettes only
   sink: boolean; // hide it
   sort: string; // "" = the order of the model
   down: boolean;
@@ -70,7 +70,7 @@ export const FIRST: State = {
   otherHead: data.layers[0].heads > 1 && LAYER === 0 && HEAD === 0 ? 1 : 0,
   pool: "mean",
   scale: small ? "log" : "linear",
-  colours: "viridis",
+  colours: "blues",
   sink: false,
   sort: "",
   down: true,
@@ -150,7 +150,7 @@ export function parse(hash: string): State {
     otherHead: whole(params.get("otherhead"), data.layers[otherLayer].heads) ?? FIRST.otherHead % data.layers[otherLayer].heads,
     pool: oneOf(params.get("pool"), ["mean", "max"], FIRST.pool),
     scale: oneOf(params.get("scale"), ["linear", "log"], FIRST.scale),
-    colours: oneOf(params.get("colours"), ["viridis", "cividis", "magma"], FIRST.colours),
+    colours: oneOf(params.get("colours"), PALETTES, FIRST.colours),
     sink: SINK && params.get("sink") === "hidden",
     sort: oneOf(params.get("sort"), [...names, "score"], FIRST.sort),
     down: params.get("down") !== "0",

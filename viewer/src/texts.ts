@@ -97,6 +97,14 @@ export const reading = {
 
 export const tabs = { label: "Views", heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step", reading: "Reading", segments: "Segments" };
 
+export const bar = {
+  view: "View",
+  help: "Help",
+  maps: "Maps",
+  heads: "Heads",
+  page: "Page",
+};
+
 export const themes = { label: "Theme", auto: "auto", light: "light", dark: "dark" };
 
 export const controls = {
@@ -109,6 +117,7 @@ export const controls = {
   scale: "Scale",
   scales: { linear: "linear", log: "log" },
   colours: "Colours",
+  palettes: { blues: "blues", viridis: "viridis", cividis: "cividis", magma: "magma" },
   hide: (first: FirstColumn) => `hide ${firstColumns[first]}`,
   hideHelp: (first: FirstColumn) =>
     `${first === "CLS" ? "Many heads park attention on CLS." : "Many heads park attention on the first token."} This option hides the first column and rescales each row, ` +
@@ -179,9 +188,14 @@ export const grid = {
   ownScale: { image: "Each picture has its own colour scale.", map: "Each map has its own colour scale." },
   click: "Click a head to open it.",
   noMap: (statistic: string) => `Each tile shows the mean of ${statistic}. No map was recorded; Observe(map=64) records one.`,
-  help: "Help",
+  layer: "layer",
+  head: "head",
+  axes: "Rows of this view are layers, columns are heads. Hover over a number to mark its row or column.",
+  layerTip: (name: string) => `All heads of ${name}`,
+  headTip: (head: number) => `Head ${head} of every layer`,
+  matching: (shown: number, all: number) => `${whole(shown)} of ${counted(all, "head")} match the filters.`,
   keys: "Arrow keys move between heads, Enter opens one. The framed head is the one that the tab One head shows.",
-  axes: "In a map each row is a query and each column a key; brighter cells have more weight.",
+  map: "In a map each row is a query and each column a key; the scale of colours tells small weights from large ones.",
   pictures: "A picture shows how much attention each patch receives: from all patches, or from the one that is selected.",
   none: "No head matches these filters.",
   thumb: (name: string, pattern: string, statistic: string) => [name, pattern, statistic].filter(Boolean).join(", "),
@@ -249,11 +263,16 @@ export const head = {
   noPattern: "No known pattern.",
   noPatternHelp: "The best match is below 30 %. The statistics list it.",
   likenessHelp: "A pattern describes where a head looks, not what it is for.",
-  steps: { up: "↑ layer", down: "↓ layer", left: "← head", right: "→ head" },
+  steps: {
+    label: "Head in view",
+    up: "previous layer", down: "next layer", left: "previous head", right: "next head",
+    keys: "Arrow keys step to another head or layer, Escape leads back to all heads.",
+  },
   noMap: "No map was recorded. To see which token attends to which, record with Observe(map=64).",
   notPatches: "The keys of this layer are not the patches of the image.",
   pooledPatches: (keys: number) => `Each cell of this map pools several patches, so the map cannot be laid over the image. Record with Observe(map=${keys}) to do so.`,
   fullMap: "Full map: patches in reading order",
+  beside: "Selection and statistics",
   statistics: "Statistics",
   statisticsOf: "Statistics of this head",
   patternMatch: "Pattern match: {list}.",

@@ -75,7 +75,7 @@ class Ink:
         if math.isnan(value):
             return BROKEN
         level = round(255 * self.place(value))
-        return (level, level, level) if self.grey else colour_at(self.place(value))
+        return (level, level, level) if self.grey else colour_at(self.place(value), dark=True)
 
     def cell(self, value: float, width: int, text: str = "") -> Text:
         """Return one cell ``width`` characters wide; without colours and text, a shade."""

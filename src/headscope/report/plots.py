@@ -12,11 +12,13 @@ from torch import Tensor
 from headscope._support.arguments import as_whole, kind, whole
 from headscope.report._texts import visible
 from headscope.report._viewer.packing import standing
+from headscope.report.colours import colour_at, ink_on
 from headscope.report.observed_model import ObservedModel
 from headscope.stats import HeadStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
 
 __all__ = ["plot_grid", "plot_head", "plot_patches", "plot_statistics"]
 
@@ -72,7 +74,7 @@ def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes
             f"tokens: expected at most {keys} queries (K), the last tokens, got {queries}; weights {list(p.shape)}"
         )
     ax = _axes(ax)
-    ax.imshow(p, cmap="magma", vmin=0, interpolation="nearest")
+    ax.imshow(p, cmap=_colormap(), vmin=0, interpolation="nearest")
     ax.set_xlabel("key")
     ax.set_ylabel("query")
     if tokens is not None and keys <= MOST_LABELS:
@@ -89,7 +91,7 @@ def plot_grid(
 
     Each map has its own colour scale; its title has the largest value. The scale is linear from 0 for maps of up to 64
     queries and keys, and logarithmic over four decades for larger maps and for bins of several tokens: there, a few
-    weights near 1 would leave all others black. Above 128 queries or keys, a map shows the means of 128 bins.
+    weights near 1 would leave all others white. Above 128 queries or keys, a map shows the means of 128 bins.
 
     Shapes: weights [H, Q, K] for each layer, or [layers, H, Q, K]; axes [layers, H].
 
@@ -144,12 +146,12 @@ def _draw_map(ax: Axes, p: NDArray[np.float64], log: bool) -> str:
         p = _bin_means(_bin_means(p, 0), 1)
     largest = p.max(initial=0.0, where=np.isfinite(p))
     if not log or largest == 0:
-        ax.imshow(p, cmap="magma", vmin=0, interpolation="nearest")
+        ax.imshow(p, cmap=_colormap(), vmin=0, interpolation="nearest")
         return f"(0–{largest:.2g})"
     from matplotlib.colors import LogNorm
 
-    least = DECADES * largest  # smaller weights, and 0, have the darkest colour
-    ax.imshow(np.maximum(p, least), cmap="magma", norm=LogNorm(least, largest), interpolation="nearest")
+    least = DECADES * largest  # smaller weights, and 0, have the lightest colour
+    ax.imshow(np.maximum(p, least), cmap=_colormap(), norm=LogNorm(least, largest), interpolation="nearest")
     return f"(log, ≤{largest:.2g})"
 
 
@@ -203,17 +205,17 @@ def plot_statistics(
         for head, figure in enumerate(layer[name]):
             figures[number, head] = np.nan if figure is None else figure
     ax = _axes(ax)
-    image = ax.imshow(figures, cmap="magma", interpolation="nearest")
+    image = ax.imshow(figures, cmap=_colormap(), interpolation="nearest")
     for (layer, head), figure in np.ndenumerate(figures):
         if np.isfinite(figure):
-            dark = float(np.asarray(image.norm(figure))) < 0.6
+            ground = colour_at(float(np.asarray(image.norm(figure))))
             ax.text(
                 head,
                 layer,
                 f"{figure:.2f}",
                 ha="center",
                 va="center",
-                color="white" if dark else "black",
+                color=ink_on(ground),
                 fontsize="small",
             )
     ax.set_xticks(range(heads))
@@ -269,12 +271,12 @@ def plot_patches(
     ax = _axes(ax)
     around = (-0.5, columns - 0.5, rows - 0.5, -0.5)
     ax.imshow(pixels, cmap="gray", extent=around, interpolation="nearest")
-    ax.imshow(looked, cmap="magma", vmin=0, alpha=0.7, extent=around, interpolation="nearest")
+    ax.imshow(looked, cmap=_colormap(), vmin=0, alpha=0.7, extent=around, interpolation="nearest")
     if row is not None:
         from matplotlib.patches import Rectangle
 
         top, left = divmod(row, columns)
-        ax.add_patch(Rectangle((left - 0.5, top - 0.5), 1, 1, fill=False, edgecolor="cyan", linewidth=2))
+        ax.add_patch(Rectangle((left - 0.5, top - 0.5), 1, 1, fill=False, edgecolor="#d7301f", linewidth=2))
     ax.set_xticks([])
     ax.set_yticks([])
     return ax
@@ -332,6 +334,14 @@ def _maps(observed: HeadStats | ObservedModel) -> tuple[list[NDArray[np.float64]
         maps.append(_array(name, part.map.mean, "[H, n, n]", 3)[:, rows][:, :, columns])
         pooled.append(part.lengths is None or max(part.lengths) > min(part.map.bins, LINEAR))
     return maps, pooled
+
+
+def _colormap() -> Colormap:
+    """Return the palette of maps for matplotlib."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    anchors = [tuple(part / 255 for part in colour_at(step / 16)) for step in range(17)]
+    return LinearSegmentedColormap.from_list("headscope blues", anchors, N=512)
 
 
 def _axes(ax: Axes | None) -> Axes:

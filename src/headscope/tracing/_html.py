@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from headscope.report.colours import colour_at
 from headscope.report.tables import grid
 from headscope.report.words import STAGES
 from headscope.tracing._explanations import LETTERS, memory, quantity
@@ -11,6 +12,9 @@ from headscope.tracing._view import RenderedRow, RenderedTrace
 
 HUES = {"B": 215, "H": 300, "Hkv": 300, "Q": 145, "K": 35, "K+1": 35}  # as in the terminal; all others are 190
 MARKS = {True: ("held", "✓"), False: ("failed", "✗"), None: ("open", "○")}
+
+SHADE = ", ".join(map(str, colour_at(0.53)))
+"""Of the palette of maps, the colour on which black and white text have the same contrast: the notebook may be dark."""
 
 STYLE = """
 .headscope-trace { font-size: 13px; line-height: 1.45; max-width: 76rem; overflow-x: auto; }
@@ -97,7 +101,7 @@ def _render_values(row: RenderedRow) -> str:
         line = ""
         for value, cell in zip(values, cells, strict=True):
             shaded = row.step == "weights" and 0 < value <= 1
-            shade = f' style="background: rgba(70, 130, 220, {value:.2f}) !important"' if shaded else ""
+            shade = f' style="background: rgba({SHADE}, {value:.2f}) !important"' if shaded else ""
             line += f"<td{shade}>{escape(cell)}</td>"
         lines.append(line + ("<td>…</td>" if row.shape[-1] > len(cells) else ""))
     return f'<table class="values">{"".join(f"<tr>{line}</tr>" for line in lines)}</table>'

@@ -1,0 +1,170 @@
+// The bar on top: the title, the views, the head in view, and two menus: how things are shown, and help.
+
+import type { ComponentChildren } from "preact";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { data } from "./data";
+import { PALETTES } from "./field";
+import { all } from "./grid";
+import { InView } from "./head";
+import { NumberField } from "./number";
+import { Search } from "./search";
+import { SINK, type State, VIEWS, type View } from "./state";
+import { averageOver, bar, controls, type FirstColumn, grid, head, tabs, themes } from "./texts";
+import { statistic } from "./words";
+
+export const THEMES = { "": themes.auto, light: themes.light, dark: themes.dark };
+export type Theme = keyof typeof THEMES;
+
+export const HAS_MAPS = data.layers.some((layer) => layer.map);
+
+interface Props {
+  state: State;
+  change: (part: Partial<State>) => void;
+  theme: Theme;
+  pick: (to: Theme) => void;
+}
+
+/** `title` and `lead` are those of the page without its script; `drawn` is the head whose map is drawn. */
+export function TopBar({ title, lead, drawn, ...rest }: Props & { title: string; lead: string; drawn: { layer: number; head: number } }) {
+  const { state, change } = rest;
+  return (
+    <header class="topbar">
+      <h1 title={title}><bdi>{title}</bdi></h1>
+      <Tabs view={state.view} show={(view) => change({ view })} />
+      {state.view === "head" && <InView {...{ drawn, state, change }} />}
+      <div class="menus">
+        <Search {...{ state, change }} />
+        <Menu name="help" label={bar.help} mark="?">
+          {lead && <p>{lead}</p>}
+          {state.view === "heads" && <p>{grid.click} {grid.keys}</p>}
+          {state.view === "heads" && <p>{grid.axes} {HAS_MAPS && (data.image ? grid.pictures : grid.map)}</p>}
+          {state.view === "head" && <p>{head.steps.keys} {HAS_MAPS && grid.map}</p>}
+        </Menu>
+        <Menu name="view" label={bar.view}><Switches {...rest} /></Menu>
+      </div>
+    </header>
+  );
+}
+
+/** A button that opens a panel; Escape and a click elsewhere close it. */
+function Menu({ name, label, mark, children }: { name: string; label: string; mark?: string; children: ComponentChildren }) {
+  const [open, setOpen] = useState(false);
+  const element = useRef<HTMLDivElement>(null);
+  const button = useRef<HTMLButtonElement>(null);
+  useLayoutEffect(() => { // at once: a click before the next frame closes it, too
+    if (!open) return;
+    const elsewhere = (event: Event) => element.current!.contains(event.target as Node) || setOpen(false);
+    const events = ["pointerdown", "focusin"];
+    for (const each of events) addEventListener(each, elsewhere);
+    return () => events.forEach((each) => removeEventListener(each, elsewhere));
+  }, [open]);
+  const pressed = (event: KeyboardEvent) => {
+    if (event.key !== "Escape" || !open) return;
+    event.stopPropagation();
+    setOpen(false);
+    button.current!.focus();
+  };
+  return (
+    <div class={`menu ${name}`} ref={element} onKeyDown={pressed}>
+      <button type="button" ref={button} aria-label={mark ? label : undefined} title={mark ? label : undefined} aria-expanded={open} aria-controls={`menu-${name}`} onClick={() => setOpen(!open)}>
+        {mark ?? <>{label} <span aria-hidden="true">▾</span></>}
+      </button>
+      <div id={`menu-${name}`} class="panel" hidden={!open}>{children}</div>
+    </div>
+  );
+}
+
+function Tabs({ view, show }: { view: View; show: (view: View) => void }) {
+  const list = useRef<HTMLDivElement>(null);
+  useEffect(() => { // where the tabs do not fit, the selected one is scrolled to
+    const [box, tab] = [list.current!, document.getElementById(`tab-${view}`)!];
+    if (box.scrollWidth > box.clientWidth) box.scrollLeft = tab.offsetLeft - box.offsetLeft - (box.clientWidth - tab.offsetWidth) / 2;
+  }, [view]);
+  const pressed = (event: KeyboardEvent) => {
+    const at = VIEWS.findIndex(([name]) => name === view);
+    const next = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: -1 }[event.key];
+    if (next === undefined) return;
+    event.preventDefault();
+    const [to] = VIEWS[(next + VIEWS.length) % VIEWS.length];
+    show(to);
+    document.getElementById(`tab-${to}`)!.focus();
+  };
+  return (
+    <div role="tablist" aria-label={tabs.label} onKeyDown={pressed} ref={list}>
+      {VIEWS.map(([name, text]) => (
+        <button key={name} type="button" role="tab" id={`tab-${name}`} aria-selected={view === name} aria-controls="view"
+          tabIndex={view === name ? 0 : -1} onClick={() => show(name)}>{text}</button>
+      ))}
+    </div>
+  );
+}
+
+/** The statistics that some head has. */
+const KNOWN = data.names.filter(({ name }) => all().some(({ layer, head }) => statistic(layer, head, name) !== null));
+
+/** The content of the first column of the maps. */
+const FIRST_COLUMN: FirstColumn = data.image ? "CLS" : data.layers.every((layer) => !layer.map || (layer.lengths && layer.map.columns === layer.lengths[1])) ? "token" : "bin";
+
+function Switches({ state, change, theme, pick }: Props) {
+  const maps = HAS_MAPS && ["heads", "head", "compare"].includes(state.view);
+  const pooled = data.layers.some((layer) => layer.map && !layer.map.exact);
+  const many = state.view === "heads" || state.view === "table";
+  const names: [string, string][] = KNOWN.map(({ name, heading }) => [name, heading]);
+  if (data.patterns.length > 0) names.unshift(["score", controls.score]);
+  return (
+    <>
+      {maps && (
+        <fieldset>
+          <legend>{bar.maps}</legend>
+          {data.image && state.view === "heads" && (
+            <Select label={controls.thumbs} value={state.thumbs} options={[["received", averageOver(data.image.special)], ["patch", controls.thumbsSelected], ["map", controls.thumbsMap]]} choose={(thumbs) => change({ thumbs })} />
+          )}
+          <Select label={controls.scale} value={state.scale} options={[["linear", controls.scales.linear], ["log", controls.scales.log]]} choose={(scale) => change({ scale })} />
+          <Select label={controls.colours} value={state.colours} options={PALETTES.map((name) => [name, controls.palettes[name]])} choose={(colours) => change({ colours })} />
+          {pooled && <Select label={controls.pool} value={state.pool} options={[["mean", controls.pools.mean], ["max", controls.pools.max]]} choose={(pool) => change({ pool })} />}
+          {SINK && <label title={controls.hideHelp(FIRST_COLUMN)}>
+            {controls.hide(FIRST_COLUMN)} <input type="checkbox" checked={state.sink} onChange={(event) => change({ sink: event.currentTarget.checked })} />
+          </label>}
+          {data.image && state.view !== "compare" && (
+            <label>{controls.overlay} <input type="checkbox" checked={state.over} onChange={(event) => change({ over: event.currentTarget.checked })} /></label>
+          )}
+        </fieldset>
+      )}
+      {many && (
+        <fieldset>
+          <legend>{bar.heads}</legend>
+          <Select label={controls.sort} value={state.sort} options={[["", controls.sortLayer], ...names]} choose={(sort) => change({ sort })} />
+          {state.sort && <Select label={controls.order} value={state.down ? "1" : ""} options={[["1", controls.largest], ["", controls.smallest]]} choose={(down) => change({ down: down !== "" })} />}
+          {data.patterns.length > 0 && (
+            <Select label={controls.pattern} value={state.pattern} options={[["", controls.anyPattern], ...Object.keys(data.patternWords).map((name): [string, string] => [name, name])]} choose={(pattern) => change({ pattern })} />
+          )}
+          <Select label={controls.filter} value={state.by} options={[["", controls.anyStatistic], ...names]} choose={(by) => change({ by })} />
+          {state.by && (
+            <label>
+              <select aria-label={controls.atLeast} value={state.under ? "1" : ""} onChange={(event) => change({ under: event.currentTarget.value !== "" })}>
+                <option value="">≥</option>
+                <option value="1">≤</option>
+              </select>
+              <NumberField label={controls.limit} step="any" value={state.least} set={(least) => change({ least })} clear={() => change({ least: null })} />
+            </label>
+          )}
+        </fieldset>
+      )}
+      <fieldset>
+        <legend>{bar.page}</legend>
+        <Select label={themes.label} value={theme} options={Object.entries(THEMES) as [Theme, string][]} choose={pick} />
+      </fieldset>
+    </>
+  );
+}
+
+function Select<T extends string>({ label, value, options, choose }: { label: string; value: T; options: [T, string][]; choose: (to: T) => void }) {
+  return (
+    <label>
+      {label}{" "}
+      <select value={value} onChange={(event) => choose(event.currentTarget.value as T)}>
+        {options.map(([name, text]) => <option key={name} value={name}>{text}</option>)}
+      </select>
+    </label>
+  );
+}
