@@ -9,6 +9,7 @@ import { data } from "./data";
 import { coloursOf } from "./field";
 import { all, chosen, Exports, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
+import { useHost } from "./host";
 import { Found } from "./found";
 import { Reading } from "./reading";
 import { SegmentView } from "./segments";
@@ -29,6 +30,7 @@ function App() {
   const dark = isDark(theme);
   // what is drawn: the address keeps the name of the palette, its colours are those of a light or a dark page
   const shown = useMemo(() => ({ ...state, colours: coloursOf(state.colours, dark) }), [state, dark]);
+  useHost(state, change);
   const focus = useRef("");
   const open = (place: Place, part: Partial<State> = {}) => {
     focus.current = "#head-title";
