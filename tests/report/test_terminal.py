@@ -138,7 +138,7 @@ def test_the_image_in_the_terminal() -> None:
         for row in range(5):
             got = backgrounds(lines[row])
             grey = [(int(v),) * 3 for v in digit()[row]]
-            assert got == grey + [colour_at(looked[7 * row + column] / looked.max()) for column in range(7)]
+            assert got == grey + [colour_at(looked[7 * row + column] / looked.max(), dark=True) for column in range(7)]
         assert shown.count("[]") == (0 if query is None else 3)
         best = int(looked.argmax())
         assert f"Strongest: row {best // 7}, column {best % 7} with {looked[best]:.3f}" in re.sub(

@@ -122,8 +122,10 @@ def test_a_tooltip_is_in_sight(look: Any, short: Recording) -> None:
     page = look(short, "view=head&layer=1&head=2", width=700)
     page.locator(".map canvas").wait_for()
     tip = page.locator(".tip")
+    page.set_viewport_size({"width": 700, "height": 640})
+    fits = "() => innerHeight - document.querySelector('.map canvas').getBoundingClientRect().bottom"
+    page.wait_for_function(f"() => 0 < ({fits})() && ({fits})() < 60")
     for down in (0.02, 0.98):
-        page.set_viewport_size({"width": 700, "height": int(place(page, 1, 1)[1]) + 8})
         page.mouse.move(*place(page, down, 0.98))
         box = tip.bounding_box()
         assert box is not None

@@ -184,7 +184,7 @@ async function drawRest(): Promise<void> {
 
 function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop: boolean }) {
   const { layer, head } = place;
-  const canvas = useRef<HTMLCanvasElement>(null);
+  const canvas = useRef<HTMLCanvasElement & HTMLImageElement>(null);
   const mapped = data.layers[layer].map;
   useEffect(() => {
     if (!mapped) return;
@@ -227,7 +227,7 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
       tabIndex={stop ? 0 : -1}
       onClick={() => open(place)}
     >
-      {mapped ? <canvas ref={canvas} /> : <Tile place={place} name={name} colours={state.colours} />}
+      {mapped ? PAINTED ? <img ref={canvas} alt="" /> : <canvas ref={canvas} /> : <Tile place={place} name={name} colours={state.colours} />}
       <span class="number">{state.sort ? `${data.layers[layer].short}·${head}` : head}</span>
       {state.sort ? <b>{figure(value)}</b> : pattern && <small class={weak(place) ? "weak" : ""}>{pattern}</small>}
     </button>
@@ -258,11 +258,17 @@ function Tile({ place, name, colours }: { place: Place; name: string; colours: C
   return <i class="tile" style={{ background: value === null ? "none" : fill, color: white ? "white" : "black" }}>{figure(value)}</i>;
 }
 
+/** With more heads than this, thumbnails are images: Chromium makes a layer of each canvas, and with 3,072 of them and axes that stay in
+ * sight a frame takes 0.6 s. */
+const PAINTED = all().length > 600;
+
 /** A small picture of a head, so many pixels wide and high. */
-function fill(canvas: HTMLCanvasElement, side: number, map: HeadMap, layer: number, state: State): void {
+function fill(element: HTMLCanvasElement | HTMLImageElement, side: number, map: HeadMap, layer: number, state: State): void {
+  const canvas = element instanceof HTMLCanvasElement ? element : document.createElement("canvas");
   canvas.width = canvas.height = side;
   small(new CanvasSurface(canvas.getContext("2d")!), map, layer, state, side, [0, 0]);
-  canvas.dataset.drawn = "yes";
+  if (element instanceof HTMLImageElement) element.src = canvas.toDataURL();
+  element.dataset.drawn = "yes";
 }
 
 function small(surface: Surface, map: HeadMap, layer: number, state: State, side: number, [x, y]: [number, number]): void {

@@ -111,14 +111,14 @@ export const controls = {
   thumbs: "Thumbnails",
   thumbsSelected: "selected patch",
   thumbsMap: "full map",
-  overlay: "overlay on the image",
+  overlay: "Overlay on the image",
   pool: "Cells show",
   pools: { mean: "mean", max: "maximum" },
   scale: "Scale",
   scales: { linear: "linear", log: "log" },
   colours: "Colours",
   palettes: { blues: "blues", viridis: "viridis", cividis: "cividis", magma: "magma" },
-  hide: (first: FirstColumn) => `hide ${firstColumns[first]}`,
+  hide: (first: FirstColumn) => `Hide ${firstColumns[first]}`,
   hideHelp: (first: FirstColumn) =>
     `${first === "CLS" ? "Many heads park attention on CLS." : "Many heads park attention on the first token."} This option hides the first column and rescales each row, ` +
     "so that the row keeps its sum. The maximum of a cell that pools several weights does not change.",
