@@ -269,8 +269,24 @@ def test_a_window_is_shorter_where_all_weights_are_computed(
 def test_many_heads_are_cut_in_the_terminal(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headscope.cli._shared.recording_view.LINES", 2)
     ran = run("watch", str(folder), "--text", "abc abc", "--no-page")
-    assert "Shown: the 2 heads with the highest scores, of 6. The page shows all." in ran.out
+    assert "Shown: the 2 most striking heads of 6. The page shows all." in ran.out
     assert len(re.findall(r"^[01] +[012] +\w+ +[01]\.\d\d ", ran.out, re.MULTILINE)) == 2
+
+
+def test_informative_heads_are_not_cut(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headscope.cli._shared.recording_view.LINES", 2)
+    out = run("watch", "text", "--text", "The cat sat on the mat. The cat sat on the mat.", "--no-page").out
+    table = re.findall(r"^(\d) +(\d)  (\w+) +[01]\.\d\d ", out, re.MULTILINE)
+    assert table == [("2", "0", "previous"), ("3", "3", "induction")], "not the 25 uniform ones"
+
+
+def test_watch_prints_its_highlights_first_and_has_them_as_json(run: Run) -> None:
+    arguments = ("watch", "text", "--text", "The cat sat on the mat. The cat sat on the mat.")
+    found = json.loads(run(*arguments, "--json").out)["highlights"]
+    assert [each["pattern"] for each in found] == ["induction", "previous", "uniform", "first"]
+    out = run(*arguments, "--no-page").out
+    assert out.index("What to look at first") < out.index("All heads")
+    assert all(f"• {each['sentence']}." in out for each in found)
 
 
 @pytest.mark.parametrize(

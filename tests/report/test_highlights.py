@@ -11,7 +11,7 @@ from torch import Tensor
 from headscope import Observe, load_example, masks, observe, watch
 from headscope.examples.text import TextConfig, TextModel
 from headscope.report import text_sheet
-from headscope.report.example_cells import recorded_cell
+from headscope.report._example_cells import recorded_cell
 from headscope.report.fixed_keys import FIXED_KEY, fixed_key_of_weights, fixed_keys
 from headscope.report.highlights import Highlight, fixed_names, recording_highlights, sheet_highlights
 from headscope.stats import HeadStats

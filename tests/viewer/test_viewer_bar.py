@@ -55,7 +55,7 @@ def test_one_bar_stands_above_the_picture(look: Any, short: Recording, heads: An
     thumbs(page)
     assert page.locator("header").count() == 1
     assert box(page, "header")["height"] == 44
-    assert box(page, ".thumb canvas")["top"] <= 120
+    assert box(page, ".thumb canvas")["top"] <= 220, "under the cards"
     assert "Numbering starts at 0" not in page.locator("main").inner_text(), "the lead is in the help"
     assert "Numbering starts at 0" in open_menu(page, "Help").locator(".panel:visible").inner_text()
     page = look(heads(12, 3))

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headscope import decisions
+from headscope.report._clear_regions import clear_region
+from headscope.report._example_cells import ExampleCell, recorded_cell, weights_cell
 from headscope.report._figures import SheetFigures
 from headscope.report._texts import short_layers, visible
-from headscope.report.clear_regions import clear_region
-from headscope.report.example_cells import ExampleCell, recorded_cell, weights_cell
 from headscope.report.fixed_keys import FIXED_KEY, FixedKey, fixed_key_of_weights, fixed_keys
 from headscope.report.observed_model import ObservedModel
 from headscope.report.words import REGIONS, STRONG

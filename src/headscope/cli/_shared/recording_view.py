@@ -48,7 +48,7 @@ def show(out: Console, result: WatchResult, recording: str | None, page: str | N
     shown = _striking(cells)
     out.print(_table(shown, result))
     if len(shown) < len(cells):
-        left = f"Shown: the {len(shown)} heads with the highest scores, of {len(cells)}. The page shows all."
+        left = f"Shown: the {len(shown)} most striking heads of {len(cells)}. The page shows all."
         out.print(Text(left, style="dim"))
     out.print(_reading(result, cells))
     if broken := broken_layers(result.recording.stats.parts):
@@ -157,8 +157,13 @@ def _table(cells: list[tuple[str, ...]], result: WatchResult) -> Table:
 
 
 def _striking(cells: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the heads with the highest scores, ``LINES`` at most, in the order of the model."""
-    order = sorted(range(len(cells)), key=lambda at: _as_number(cells[at][COLUMNS.index("score")]), reverse=True)
+    """Return the heads with a pattern other than uniform and first, then those with the highest scores.
+
+    There are ``LINES`` at most, in the order of the model.
+    """
+    pattern, score = COLUMNS.index("pattern"), COLUMNS.index("score")
+    dull = ("uniform", "first", "–")
+    order = sorted(range(len(cells)), key=lambda at: (cells[at][pattern] in dull, -_as_number(cells[at][score])))
     return [cells[at] for at in sorted(order[:LINES])]
 
 

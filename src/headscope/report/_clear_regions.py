@@ -29,7 +29,7 @@ def clear_region(sheet: SheetFigures, layer: int, head: int) -> Look | None:
         >>> import numpy as np
         >>> import torch
         >>> from headscope.report import image_sheet
-        >>> from headscope.report.clear_regions import clear_region
+        >>> from headscope.report._clear_regions import clear_region
         >>> image = np.zeros((4, 4), dtype=np.uint8)
         >>> image[1:3, 1:3] = 255
         >>> weights = torch.zeros(1, 16, 16)

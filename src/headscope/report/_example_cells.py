@@ -32,7 +32,7 @@ class ExampleCell(NamedTuple):
         entry: its batch entry.
 
     Examples:
-        >>> from headscope.report.example_cells import ExampleCell
+        >>> from headscope.report._example_cells import ExampleCell
         >>> ExampleCell(query=5, key=4, weight=0.9).run
         0
     """
@@ -61,7 +61,7 @@ def weights_cell(
 
     Examples:
         >>> import numpy as np
-        >>> from headscope.report.example_cells import weights_cell
+        >>> from headscope.report._example_cells import weights_cell
         >>> weights_cell("previous", np.eye(5, k=-1, dtype=np.float32), "abcde")
         ExampleCell(query=3, key=2, weight=1.0, run=0, entry=0)
     """
@@ -86,7 +86,7 @@ def recorded_cell(
     Examples:
         >>> import torch
         >>> from headscope import Observe, observe
-        >>> from headscope.report.example_cells import recorded_cell
+        >>> from headscope.report._example_cells import recorded_cell
         >>> q = 40 * torch.eye(5)[None, None]
         >>> recorded_cell("self", observe(q, q, what=Observe(edges=3)), "0", 0, []).key
         1
