@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from headscope.cli._shared.model_loading import Loaded
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headscope.stats._kept_weights import Tiles
     from headscope.stats._layer import LayerStats
 
 MOST = 256  # tokens: the context of the shipped model, and what fits a readable page
@@ -28,6 +30,7 @@ class Passed:
         weights: for each layer [H, T, T]; NaN in rows that could not be computed.
         visible: for each layer boolean [H, T, T], True = attend.
         logits: of the next token [V], or None if the model does not predict tokens.
+        tiles: access to the weights of each layer from its q and k.
     """
 
     ids: list[int]
@@ -36,6 +39,7 @@ class Passed:
     weights: list[Tensor]
     visible: list[Tensor]
     logits: Tensor | None
+    tiles: Sequence[Tiles | None]
 
     @property
     def causal(self) -> bool:
@@ -85,7 +89,7 @@ def read(loaded: Loaded, text: str) -> Passed:
         say(f"headscope text: {note}")
     parts = recording.stats.parts
     weights, visible = zip(*(_layer_weights(part) for part in parts.values()), strict=True)
-    return Passed(ids, len(every) - len(end), tuple(parts), [*weights], [*visible], _logits(out))
+    return Passed(ids, len(every) - len(end), tuple(parts), [*weights], [*visible], _logits(out), _tiles(parts.values()))
 
 
 def _layer_weights(part: LayerStats) -> tuple[Tensor, Tensor]:
@@ -103,6 +107,10 @@ def _layer_weights(part: LayerStats) -> tuple[Tensor, Tensor]:
         for each in (tiles, replace(tiles, parts={**tiles.parts, **zeros}))
     )  # [H, T, T]
     return p.masked_fill(blank.isnan(), 0.0), ~blank.isnan()
+
+
+def _tiles(parts: Iterable[LayerStats]) -> list[Tiles | None]:
+    return [part.last_tiles for part in parts]
 
 
 def _logits(out: Any) -> Tensor | None:

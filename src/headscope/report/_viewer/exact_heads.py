@@ -35,8 +35,11 @@ from headscope.report._viewer.exact_values import (
     spans_block,
 )
 from headscope.report._viewer.places import Place, places_of
-from headscope.stats._kept_weights import KeptWeights, is_too_large, weights_if_any
+from headscope.stats._kept_weights import KeptWeights, Tiles, is_too_large, weights_if_any
 from headscope.stats._layer import LayerStats
+
+Scored = tuple[str, float, int, bool]
+"""As in ``model``, which imports this module."""
 
 MOST_HEADS = 8
 MOST_BYTES = 96 * 10**6
@@ -98,24 +101,46 @@ class Content:
         return self.places[key]
 
 
-def choose_heads(parts: Mapping[str, LayerStats], patterns: Sequence[Sequence[Sequence[Any]]]) -> list[Place]:
+def choose_heads(
+    heads: Sequence[int],
+    patterns: Sequence[Sequence[Sequence[Scored]]],
+    first: Place | None = None,
+) -> list[Place]:
     """Return the heads to store where none were requested: those that match an informative pattern best.
 
     The first one is the head that the page opens on.
+
+    Args:
+        heads: the number of heads of each layer; 0 = the page cannot compute those of this layer.
+        patterns: of each layer and head, the best match first.
+        first: the head that the page opens on, if it is not the best match.
     """
-    scores: list[tuple[float, int, int]] = []
-    for n, part in enumerate(parts.values()):
-        for head in range(part.heads):
+    scores: list[tuple[bool, float, int, int]] = []
+    for n, count in enumerate(heads):
+        for head in range(count):
             best = patterns[n][head][:1] if patterns else []
             value = best[0][1] - (best[0][0] in DULL) if best else -1.0
-            if part.tiles and part.map is not None:
-                scores.append((-value, n, head))
-    return [(n, head) for _, n, head in sorted(scores)[:MOST_HEADS]]
+            scores.append(((n, head) != first, -value, n, head))
+    return [(n, head) for _, _, n, head in sorted(scores)[:MOST_HEADS]]
+
+
+def exact_heads_of_sheet(
+    tiles: Sequence[Tiles | None], patterns: Sequence[Sequence[Sequence[Scored]]], opens_on: Place | None
+) -> ExactHeads:
+    """Return the heads of a sheet's page, from access to the weights of its layers."""
+    weights = [weights_if_any(each) for each in tiles]
+    heads = [0 if each is None else each.sizes["q"][1] for each in weights]
+    chosen = [
+        Chosen((layer, head), kept)
+        for layer, head in choose_heads(heads, patterns, opens_on)
+        if (kept := weights[layer]) is not None and not refusal_of(kept, head)
+    ]
+    return _pack(chosen, requested=False)
 
 
 def exact_heads(
     parts: Mapping[str, LayerStats],
-    patterns: Sequence[Sequence[Sequence[Any]]],
+    patterns: Sequence[Sequence[Sequence[Scored]]],
     request: Sequence[tuple[int | str, int]] | None,
 ) -> ExactHeads:
     """Return the requested heads, or those of ``choose_heads``; heads that do not fit are left out, with a note.
@@ -125,7 +150,8 @@ def exact_heads(
             computed in the page; or the file of the recording was changed or damaged since it was loaded.
     """
     if request is None:
-        places = choose_heads(parts, patterns)
+        heads = [part.heads if part.tiles and part.map is not None else 0 for part in parts.values()]
+        places = choose_heads(heads, patterns)
     else:
         places = [*dict.fromkeys(places_of("exact", request, parts, MOST_HEADS))]
     layers = list(parts.values())
