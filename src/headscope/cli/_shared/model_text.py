@@ -89,7 +89,9 @@ def read(loaded: Loaded, text: str) -> Passed:
         say(f"headscope text: {note}")
     parts = recording.stats.parts
     weights, visible = zip(*(_layer_weights(part) for part in parts.values()), strict=True)
-    return Passed(ids, len(every) - len(end), tuple(parts), [*weights], [*visible], _logits(out), _tiles(parts.values()))
+    return Passed(
+        ids, len(every) - len(end), tuple(parts), [*weights], [*visible], _logits(out), _tiles(parts.values())
+    )
 
 
 def _layer_weights(part: LayerStats) -> tuple[Tensor, Tensor]:
