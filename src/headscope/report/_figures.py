@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from headscope.report._texts import visible
 from headscope.stats import Match
-from headscope.stats._kept_weights import Tiles
 
 __all__ = ["Look", "Numbers", "SheetFigures"]
 
@@ -68,7 +67,7 @@ class SheetFigures:
     looks: Sequence[Sequence[Look | None]] = ()
     region_maps: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     opens_on: tuple[int, int] | None = None
-    tiles: Sequence[Tiles | None] = ()
+    tiles: Sequence[Any] = ()
 
     @property
     def layers(self) -> int:

@@ -13,7 +13,6 @@ from headscope.cli._shared.model_loading import Loaded
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headscope.stats._kept_weights import Tiles
     from headscope.stats._layer import LayerStats
 
 MOST = 256  # tokens: the context of the shipped model, and what fits a readable page
@@ -39,7 +38,7 @@ class Passed:
     weights: list[Tensor]
     visible: list[Tensor]
     logits: Tensor | None
-    tiles: Sequence[Tiles | None]
+    tiles: Sequence[Any]
 
     @property
     def causal(self) -> bool:
@@ -111,7 +110,7 @@ def _layer_weights(part: LayerStats) -> tuple[Tensor, Tensor]:
     return p.masked_fill(blank.isnan(), 0.0), ~blank.isnan()
 
 
-def _tiles(parts: Iterable[LayerStats]) -> list[Tiles | None]:
+def _tiles(parts: Iterable[LayerStats]) -> list[Any]:
     return [part.last_tiles for part in parts]
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from headscope.report import Sheet
     from headscope.report.sheet import Look
     from headscope.stats import Match
-    from headscope.stats._kept_weights import Tiles
     from headscope.tracing import Trace
 
 SHARP = ("previous", "next", "self", "duplicate", "induction")  # patterns of single tokens
@@ -115,7 +114,7 @@ class Pass:
     logits: Tensor
     weights: Sequence[Tensor]
     calls: Sequence[LayerCall]
-    tiles: Sequence[Tiles | None]
+    tiles: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
