@@ -75,7 +75,9 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         for length, heads, dtype in CASES:
             recording = recorded(length, heads, dtype)
-            path = save_recording(recording, Path(folder) / f"{length}-{dtype}.html", exact=[(0, n) for n in range(heads)])
+            path = save_recording(
+                recording, Path(folder) / f"{length}-{dtype}.html", exact=[(0, n) for n in range(heads)]
+            )
             page = browser.new_page(viewport={"width": 1280, "height": 900})
             page.add_init_script(TIMES)
             first, others = measured(page, path, length)

@@ -25,6 +25,7 @@ from headscope.cli._shared.observation import Choice
 from headscope.report import regions, text_sheet
 from headscope.stats import pattern_scores
 from support.commands import Ran, Run, answer
+from support.html_pages import Page, stored_matrix
 
 COMMANDS = ("text", "image", "trace", "watch", "doctor")
 REPEATED = "def parse(line): return line. def parse(line): return line. def parse(line):"
@@ -330,6 +331,22 @@ def test_nothing_in_the_text_reaches_the_terminal_raw(run: Run) -> None:
         assert raw == []
     page = Path("headscope-text.html").read_text(encoding="utf-8")
     assert not set(page) & set("\x1b\x9b\x07\x00\u202e\u2066")
+
+
+def test_the_page_of_a_text_explains_weights(run: Run) -> None:
+    example = load_example("text")
+    assert run("text", "the cat sat on the mat and the cat", "--layer", "1", "--head", "5").code == 0
+    page = Page(Path("headscope-text.html").read_text(encoding="utf-8"))
+    places = [(each["layer"], each["head"]) for each in page.data["exact"]]
+    assert (len(places), places[0]) == (8, (1, 5)), "the head that the page opens on is one of them"
+    ids = example.tokenizer.encode("the cat sat on the mat and the cat")
+    with torch.inference_mode():
+        _, weights = example.model(torch.tensor([ids]), need_weights=True)
+    for about in page.data["exact"]:
+        q, k = (stored_matrix(page, about[name], len(ids), about["depth"]) for name in "qk")
+        lse = torch.frombuffer(bytearray(page.exact(about["lse"])), dtype=torch.float32).double()
+        p = (about["scale"] * q @ k.T - lse[:, None]).exp().tril()
+        assert_close(p, weights[about["layer"]][0, about["head"]].double(), rtol=1e-3, atol=1e-5)
 
 
 def test_a_text_is_no_html(run: Run) -> None:

@@ -42,14 +42,15 @@ def heads_of(recording: Recording, **options: Any) -> list[tuple[int, int]]:
 
 
 def test_without_a_request_the_best_heads_are_stored() -> None:
-    recording = recorded(layers=5)
     scored = [[[("uniform", 0.9, 5, True)] for _ in range(HEADS)] for _ in range(5)]
     scored[3][1] = [("induction", 0.8, 5, True)]
     scored[1][2] = [("previous", 0.7, 5, True)]
-    chosen = choose_heads(recording.stats.parts, scored)
+    chosen = choose_heads([HEADS] * 5, scored)
     assert chosen[:2] == [(3, 1), (1, 2)]
     assert len(chosen) == 8
-    assert len(heads_of(recording)) == 8
+    assert choose_heads([HEADS] * 5, scored, (4, 0))[:3] == [(4, 0), (3, 1), (1, 2)]
+    assert choose_heads([HEADS, 0, HEADS, 0, 0], scored)[0] == (0, 0)
+    assert len(heads_of(recorded(layers=5))) == 8
 
 
 def test_requested_heads_are_stored_in_their_order() -> None:

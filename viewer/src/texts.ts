@@ -354,8 +354,8 @@ export const reason = {
   maskedTitle: "Mask",
   masked: "The mask hides this key from this query. Its weight is 0, whatever q · k is.",
   visible: "The mask lets this query attend to this key.",
-  logit: "The logit of this pair",
-  lseTitle: "lse: the logarithm of the sum of exp(logit) over all keys that the query may attend to",
+  noMask: "There is none: every query may attend to every key.",
+  lseTitle: "lse: the logarithm of the sum of exp(logit) over all keys that the query may attend to. A logit near it gets most of the weight.",
   lse: (value: number) => `lse = ${negative(value)}`,
   weightTitle: "The weight: exp(logit − lse)",
   weight: (logit: number, lse: number, p: number) => `exp(${negative(logit)} − ${operand(lse)}) = exp(${negative(logit - lse)}) = ${figure(p)} (${percent(p)})`,
@@ -364,7 +364,7 @@ export const reason = {
   stored: (kind: string, bits: number, error: number) =>
     error === 0 && kind.includes("float")
       ? `q and k are in the page as the recording has them (${kind}).`
-      : `q and k are in the page in ${bits} bits: a weight differs from the model's by at most ${percent(error)} of itself.`,
+      : `q and k are in the page in ${bits} bits: a weight differs from the model's by at most ${figure(100 * error, 2)}\u00a0% of itself.`,
 };
 
 // ---------------------------------------------------------------- the map

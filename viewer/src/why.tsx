@@ -90,7 +90,7 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
         <Step title={texts.scaled} formula={texts.scale(is.dot, scale, scaled)} />
         {softcap !== null && <Step title={texts.capped} formula={texts.cap(softcap, scaled, capped)} />}
         {is.bias !== null && Number.isFinite(is.bias) && <Step title={texts.biased} formula={texts.bias(capped, is.bias, is.logit)} />}
-        <li class={is.masked ? "masked" : ""}>{texts.maskedTitle}: {is.masked ? texts.masked : texts.visible}</li>
+        <li class={is.masked ? "masked" : ""}>{texts.maskedTitle}: {is.masked ? texts.masked : about.spans || about.rest ? texts.visible : texts.noMask}</li>
         {!is.masked && (is.lse !== is.lse ? <li>{texts.noWeights}</li> : (
           <>
             <Step title={texts.lseTitle} formula={texts.lse(is.lse)} />

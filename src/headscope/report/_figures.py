@@ -46,6 +46,7 @@ class SheetFigures:
         looks: for each layer the region that each head attends to most, with its ratio.
         region_maps: region -> the share of each patch that belongs to it, 0 to 1, if it is the same for all queries.
         opens_on: the layer and head that the page opens first; None = the most striking one.
+        tiles: for each layer access to its weights from q and k, or None; the page explains weights of up to 8 heads.
     """
 
     title: str
@@ -66,6 +67,7 @@ class SheetFigures:
     looks: Sequence[Sequence[Look | None]] = ()
     region_maps: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     opens_on: tuple[int, int] | None = None
+    tiles: Sequence[Any] = ()
 
     @property
     def layers(self) -> int:

@@ -51,6 +51,7 @@ class Sheet(SheetFigures):
         looks: for each layer the region that each head attends to most, with its ratio.
         region_maps: region -> the share of each patch that belongs to it, 0 to 1, if it is the same for all queries.
         opens_on: the layer and head that the page opens first; None = the most striking one.
+        tiles: for each layer access to its weights from q and k, or None; the page explains weights of up to 8 heads.
 
     Examples:
         >>> import torch

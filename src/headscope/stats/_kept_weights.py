@@ -161,6 +161,11 @@ class KeptWeights:
         p, hidden = self._weights_and_hidden(b, head, i, j)
         return p.masked_fill(hidden, torch.nan)
 
+    def precise_lse(self, b: int, head: int) -> Tensor:
+        """Return lse of one batch entry and head, [Q]; NaN where its rounding would change weights too much."""
+        lse = self._part("lse", b, head, slice(None))
+        return lse.masked_fill(_is_too_large(lse), torch.nan)
+
     def checked(self) -> KeptWeights:
         """Return the same with whole parts, for saving; some rows of every head of unverified ones are checked.
 
@@ -200,7 +205,7 @@ class KeptWeights:
         log_p = s - lse.to(dtype)
         if self.unverified is not None:
             _check_largest(self.unverified, log_p.masked_fill(hidden, -torch.inf), lse)
-        log_p = log_p.masked_fill(is_too_large(lse), torch.nan)
+        log_p = log_p.masked_fill(_is_too_large(lse), torch.nan)
         return log_p.exp().to(torch.float64 if self.wide else torch.float32), hidden
 
     def _part(self, name: str, b: int, h: int, at: slice) -> Tensor:
@@ -216,7 +221,7 @@ class KeptWeights:
         return self.parts[name][*at, columns]
 
 
-def is_too_large(lse: Tensor) -> Tensor:
+def _is_too_large(lse: Tensor) -> Tensor:
     """Return whether the rounding of lse would change weights by more than ``_MOST_ROUNDING``; half precision stays."""
     return lse.isfinite() & (4 * torch.finfo(lse.dtype).eps * lse.abs() > _MOST_ROUNDING) & (lse.dtype.itemsize >= 4)
 

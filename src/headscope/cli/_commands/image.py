@@ -140,6 +140,7 @@ def _look(path: str | None, sample: int | None, options: HeadOptions) -> Look:
     trace = trace_layer(passed, choice.layer)
     title = f"Layer {choice.layer}, step by step"
     shown = replace(sheet, trace=trace.to_dict()["rows"], trace_title=title, opens_on=(choice.layer, choice.head))
+    shown = replace(shown, tiles=passed.tiles)
     probabilities = passed.logits[0].float().softmax(-1).tolist()
     return Look(shown, digit, probabilities, choice, trace, save_page(shown, options.page, options.force))
 

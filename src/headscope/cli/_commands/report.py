@@ -56,12 +56,7 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
     The page is one self-contained HTML file: maps of all heads, one head or two enlarged, statistics as CSV. --serve
     writes nothing and computes every zoomed tile exactly, if the recording contains q and k (watch --keep-qk).
     """
-    if serve and out is not None:
-        raise Mistake("--serve: got --out too, expected one of the two")
-    if port is not None and not serve:
-        raise Mistake("--port: requires --serve")
-    if not recording:
-        raise Mistake("RECORDING: is empty, expected a path")
+    _check_options(recording, out, serve, port)
     page = PAGE if out is None else out
     if not serve:
         check_apart("--out", page, {"the recording": recording, "the image": options["image"]})
@@ -93,6 +88,20 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
         why = "the map already holds every weight of the layer, so the page has no strip for it"
         say(f"headscope report: --strip: {', '.join(exact)}: {why}")
     click.echo(f"Open in a browser: {visible(path)} ({Path(path).stat().st_size / 2**20:.1f} MiB)")
+
+
+def _check_options(recording: str, out: str | None, serve: bool, port: int | None) -> None:
+    """Check the options that exclude or require each other.
+
+    Raises:
+        Mistake: two options do not fit, or the recording is empty.
+    """
+    if serve and out is not None:
+        raise Mistake("--serve: got --out too, expected one of the two")
+    if port is not None and not serve:
+        raise Mistake("--port: requires --serve")
+    if not recording:
+        raise Mistake("RECORDING: is empty, expected a path")
 
 
 def _page_arguments(

@@ -144,6 +144,7 @@ def _read(text_input: TextInput, options: HeadOptions) -> Reading:
     trace = trace_layer(passed, choice.layer)
     title = f"Layer {choice.layer}, step by step"
     shown = replace(sheet, trace=trace.to_dict()["rows"], trace_title=title, opens_on=(choice.layer, choice.head))
+    shown = replace(shown, tiles=passed.tiles)
     page = save_page(shown, options.page, options.force)
     return Reading(shown, ids, choice, trace, _likely(passed.logits[0, -1], example.tokenizer.piece), page)
 
@@ -178,6 +179,7 @@ def _read_with(model: str, text_input: TextInput, options: HeadOptions) -> Readi
     for each in sheet.notes:
         say(f"headscope text: {each}")
     choice = choose_head(sheet, options, passed.ids)
+    sheet = replace(sheet, tiles=passed.tiles)
     try:
         page = save_page(sheet, options.page, options.force)
     except ValueError as error:  # more weights than a page holds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ class Passed:
         weights: for each layer [H, T, T]; NaN in rows that could not be computed.
         visible: for each layer boolean [H, T, T], True = attend.
         logits: of the next token [V], or None if the model does not predict tokens.
+        tiles: access to the weights of each layer from its q and k.
     """
 
     ids: list[int]
@@ -36,6 +38,7 @@ class Passed:
     weights: list[Tensor]
     visible: list[Tensor]
     logits: Tensor | None
+    tiles: Sequence[Any]
 
     @property
     def causal(self) -> bool:
@@ -85,7 +88,9 @@ def read(loaded: Loaded, text: str) -> Passed:
         say(f"headscope text: {note}")
     parts = recording.stats.parts
     weights, visible = zip(*(_layer_weights(part) for part in parts.values()), strict=True)
-    return Passed(ids, len(every) - len(end), tuple(parts), [*weights], [*visible], _logits(out))
+    return Passed(
+        ids, len(every) - len(end), tuple(parts), [*weights], [*visible], _logits(out), _tiles(parts.values())
+    )
 
 
 def _layer_weights(part: LayerStats) -> tuple[Tensor, Tensor]:
@@ -103,6 +108,10 @@ def _layer_weights(part: LayerStats) -> tuple[Tensor, Tensor]:
         for each in (tiles, replace(tiles, parts={**tiles.parts, **zeros}))
     )  # [H, T, T]
     return p.masked_fill(blank.isnan(), 0.0), ~blank.isnan()
+
+
+def _tiles(parts: Iterable[LayerStats]) -> list[Any]:
+    return [part.last_tiles for part in parts]
 
 
 def _logits(out: Any) -> Tensor | None:

@@ -108,11 +108,13 @@ class Pass:
         logits: what the model returned.
         weights: for each layer [B, H, T, T].
         calls: the attention call of each layer.
+        tiles: access to the weights of each layer from its q and k.
     """
 
     logits: Tensor
     weights: Sequence[Tensor]
     calls: Sequence[LayerCall]
+    tiles: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def run_model(model: nn.Module, inputs: Tensor) -> Pass:
     """Run a forward pass that returns weights, and record the call of each layer's attention."""
     import torch
 
-    from headscope import MultiHeadAttention
+    from headscope import MultiHeadAttention, Observe, watch
 
     calls: list[LayerCall] = []
 
@@ -151,12 +153,14 @@ def run_model(model: nn.Module, inputs: Tensor) -> Pass:
     attentions = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
     hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in attentions]
     try:
-        with torch.inference_mode():
+        what = Observe(row_stats=False, received=False, keep_qk=True)
+        with torch.inference_mode(), watch(model, what=what) as recording:
             logits, weights = model(inputs, need_weights=True)
     finally:
         for hook in hooks:
             hook.remove()
-    return Pass(logits, weights, calls)
+    tiles = [part.last_tiles for part in recording.stats.parts.values()]
+    return Pass(logits, weights, calls, tiles)
 
 
 def trace_layer(passed: Pass, layer: int) -> Trace:

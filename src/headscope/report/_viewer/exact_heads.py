@@ -18,10 +18,9 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from headscope.report._viewer import texts
@@ -34,9 +33,10 @@ from headscope.report._viewer.exact_values import (
     relative_bias,
     spans_block,
 )
-from headscope.report._viewer.places import Place, places_of
-from headscope.stats._kept_weights import KeptWeights, is_too_large, weights_if_any
-from headscope.stats._layer import LayerStats
+from headscope.report._viewer.places import Observed, Place, places_of
+
+Scored = tuple[str, float, int, bool]
+"""As in ``model``, which imports this module."""
 
 MOST_HEADS = 8
 MOST_BYTES = 96 * 10**6
@@ -52,6 +52,33 @@ MOST_BIAS = 2**20  # values of a bias, if it depends on more than the distance
 MOST_RELATIVE = 2**26  # pairs of a bias that is searched for dependence on the distance alone
 MOST_REST = 2**23  # pairs of a mask that spans cannot express
 DULL = frozenset({"uniform", "first", "local"})  # as in viewer/src/state.ts
+
+
+class Weights(Protocol):
+    """The inputs of the weights of a layer; see ``stats._kept_weights``."""
+
+    @property
+    def parts(self) -> Mapping[str, Any]: ...
+    @property
+    def sizes(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def softcap(self) -> float | None: ...
+    @property
+    def unverified(self) -> str | None: ...
+    @property
+    def queries(self) -> int: ...
+    @property
+    def keys(self) -> int: ...
+    def checked(self) -> Weights: ...
+    def precise_lse(self, b: int, head: int) -> Tensor: ...
+
+
+class Access(Protocol):
+    """Access to the weights of a layer."""
+
+    def to_weights(self) -> Weights: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +99,7 @@ class Chosen:
     """A head and the weights of its layer."""
 
     place: Place
-    weights: KeptWeights
+    weights: Weights
 
     def size(self, bits: int) -> int:
         """Return the most bytes in base64 that q, k and lse of the head take, in at most so many bits a value."""
@@ -98,24 +125,46 @@ class Content:
         return self.places[key]
 
 
-def choose_heads(parts: Mapping[str, LayerStats], patterns: Sequence[Sequence[Sequence[Any]]]) -> list[Place]:
+def choose_heads(
+    heads: Sequence[int],
+    patterns: Sequence[Sequence[Sequence[Scored]]],
+    first: Place | None = None,
+) -> list[Place]:
     """Return the heads to store where none were requested: those that match an informative pattern best.
 
     The first one is the head that the page opens on.
+
+    Args:
+        heads: the number of heads of each layer; 0 = the page cannot compute those of this layer.
+        patterns: of each layer and head, the best match first.
+        first: the head that the page opens on, if it is not the best match.
     """
-    scores: list[tuple[float, int, int]] = []
-    for n, part in enumerate(parts.values()):
-        for head in range(part.heads):
+    scores: list[tuple[bool, float, int, int]] = []
+    for n, count in enumerate(heads):
+        for head in range(count):
             best = patterns[n][head][:1] if patterns else []
             value = best[0][1] - (best[0][0] in DULL) if best else -1.0
-            if part.tiles and part.map is not None:
-                scores.append((-value, n, head))
-    return [(n, head) for _, n, head in sorted(scores)[:MOST_HEADS]]
+            scores.append(((n, head) != first, -value, n, head))
+    return [(n, head) for _, _, n, head in sorted(scores)[:MOST_HEADS]]
+
+
+def exact_heads_of_sheet(
+    tiles: Sequence[Access | None], patterns: Sequence[Sequence[Sequence[Scored]]], opens_on: Place | None
+) -> ExactHeads:
+    """Return the heads of a sheet's page, from access to the weights of its layers."""
+    weights = [_weights(each) for each in tiles]
+    heads = [0 if each is None else each.sizes["q"][1] for each in weights]
+    chosen = [
+        Chosen((layer, head), kept)
+        for layer, head in choose_heads(heads, patterns, opens_on)
+        if (kept := weights[layer]) is not None and not refusal_of(kept, head)
+    ]
+    return _pack(chosen, requested=False)
 
 
 def exact_heads(
-    parts: Mapping[str, LayerStats],
-    patterns: Sequence[Sequence[Sequence[Any]]],
+    parts: Mapping[str, Observed],
+    patterns: Sequence[Sequence[Sequence[Scored]]],
     request: Sequence[tuple[int | str, int]] | None,
 ) -> ExactHeads:
     """Return the requested heads, or those of ``choose_heads``; heads that do not fit are left out, with a note.
@@ -125,11 +174,12 @@ def exact_heads(
             computed in the page; or the file of the recording was changed or damaged since it was loaded.
     """
     if request is None:
-        places = choose_heads(parts, patterns)
+        heads = [part.heads if part.tiles and part.map is not None else 0 for part in parts.values()]
+        places = choose_heads(heads, patterns)
     else:
         places = [*dict.fromkeys(places_of("exact", request, parts, MOST_HEADS))]
     layers = list(parts.values())
-    weights = {layer: _weights(layers[layer]) for layer, _ in places}
+    weights = {layer: _weights(layers[layer].last_tiles) for layer, _ in places}
     chosen: list[Chosen] = []
     refused: list[str] = []
     for layer, head in places:
@@ -147,13 +197,19 @@ def exact_heads(
     return _pack(chosen, request is not None)
 
 
-def _weights(part: LayerStats) -> KeptWeights | None:
-    """Return the weights of a layer; those of a file without checksums are checked first."""
-    weights = weights_if_any(part.last_tiles)
+def _weights(access: Access | None) -> Weights | None:
+    """Return the weights of a layer, or None without q and k or after its mask was modified.
+
+    Those of a file without checksums are checked first.
+    """
+    try:
+        weights = None if access is None else access.to_weights()
+    except ValueError:
+        return None
     return weights if weights is None or weights.unverified is None else weights.checked()
 
 
-def refusal_of(weights: KeptWeights, head: int) -> str:
+def refusal_of(weights: Weights, head: int) -> str:
     """Return why the page cannot compute the weights of a head; empty if it can."""
     if 0 in weights.sizes["q"] or 0 in weights.sizes["k"]:
         return texts.EXACT_EMPTY
@@ -203,8 +259,7 @@ def _describe(each: Chosen, bits: int, content: Content) -> dict[str, Any] | Non
     sizes = weights.sizes
     group = head * sizes["k"][1] // sizes["q"][1]
     q, k = weights.parts["q"][0, head, :], weights.parts["k"][0, group, :]
-    lse = weights.parts["lse"][0, head, :]
-    lse = lse.masked_fill(is_too_large(lse), torch.nan)
+    lse = weights.precise_lse(0, head)
     stored: tuple[Matrix, Matrix] | None = None
     error = 0.0
     for most in (16, 32) if bits == 32 else (bits,):
@@ -234,7 +289,7 @@ def _describe(each: Chosen, bits: int, content: Content) -> dict[str, Any] | Non
     }
 
 
-def _mask(weights: KeptWeights, layer: int, head: int, content: Content) -> dict[str, Any]:
+def _mask(weights: Weights, layer: int, head: int, content: Content) -> dict[str, Any]:
     """Return the description of mask and bias."""
     described: dict[str, Any] = {"spans": None, "rest": None, "bias": None}
     if "spans" in weights.parts:
@@ -257,6 +312,6 @@ def _mask(weights: KeptWeights, layer: int, head: int, content: Content) -> dict
     return described
 
 
-def _of_head(weights: KeptWeights, name: str, head: int) -> Tensor:
+def _of_head(weights: Weights, name: str, head: int) -> Tensor:
     """Return the part of a tensor that broadcasts to [B, H, Q, K] that a head of the first input reads."""
     return weights.parts[name][0, min(head, weights.sizes[name][1] - 1), :]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headscope.report._figures import SheetFigures
 from headscope.report._viewer import texts
+from headscope.report._viewer.exact_heads import exact_heads_of_sheet
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Map, Rows, Source
 from headscope.report.highlights import sheet_highlights
@@ -54,6 +55,7 @@ def shown(sheet: SheetFigures) -> Shown:
         picture=_picture(sheet),
         opens_on=sheet.opens_on,
         highlights=sheet_highlights(sheet),
+        exact=exact_heads_of_sheet(sheet.tiles, [layer.patterns for layer in layer_list], sheet.opens_on),
     )
 
 

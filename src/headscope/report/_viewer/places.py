@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from headscope._support.arguments import check_type
-from headscope.stats._layer import LayerStats
 
 Place = tuple[int, int]
 """A layer and a head, counted from 0."""
 
 
+class Observed(Protocol):
+    """What an observed layer has."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def tiles(self) -> Mapping[int, Any]: ...
+    @property
+    def last_tiles(self) -> Any: ...
+    @property
+    def map(self) -> object: ...
+
+
 def places_of(
-    option: str, request: Sequence[tuple[int | str, int]], parts: Mapping[str, LayerStats], most: int
+    option: str, request: Sequence[tuple[int | str, int]], parts: Mapping[str, Observed], most: int
 ) -> list[Place]:
     """Return the layers and heads of an option, in its order.
 
@@ -41,7 +54,7 @@ def places_of(
     return places
 
 
-def _describe_heads(parts: Mapping[str, LayerStats]) -> str:
+def _describe_heads(parts: Mapping[str, Observed]) -> str:
     """Return how many layers and heads exist."""
     heads = {part.heads for part in parts.values()}
     each = f"{min(heads)}" if len(heads) == 1 else f"{min(heads)} to {max(heads)}"
