@@ -10,10 +10,11 @@ from torch import Tensor
 
 from headscope import Observe, load_example, masks, observe, watch
 from headscope.examples.text import TextConfig, TextModel
-from headscope.report import text_sheet
+from headscope.report import Sheet, image_sheet, text_sheet
 from headscope.report._example_cells import recorded_cell
 from headscope.report.fixed_keys import FIXED_KEY, fixed_key_of_weights, fixed_keys
 from headscope.report.highlights import Highlight, fixed_names, recording_highlights, sheet_highlights
+from headscope.report.words import REGIONS
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 
@@ -140,6 +141,39 @@ def test_on_random_weights_no_head_is_named(length: int) -> None:
         found = recording_highlights(recording)
         assert [each.pattern for each in found if each.layer is not None] == []
         assert found[0].pattern == ""
+
+
+def digit_sheet(seed_random: bool) -> Sheet:
+    example = load_example("digits", seed_random=seed_random)
+    image = example.samples[3].image
+    with torch.inference_mode():
+        _, weights = example.model(image[None], need_weights=True)
+    return image_sheet("a digit", (image * 255).round().byte().numpy(), (8, 8), weights)
+
+
+def test_regions_are_named_of_the_trained_vision_model_and_not_of_a_random_one() -> None:
+    trained, random = (sheet_highlights(digit_sheet(seed_random)) for seed_random in (False, True))
+    regions = [each for each in trained if each.pattern in REGIONS]
+    assert len(regions) == 2
+    assert all(each.score is not None and each.score >= 1.9 for each in regions)
+    assert [each.score for each in regions] == sorted((each.score for each in regions), reverse=True)  # pyright: ignore[reportArgumentType]
+    assert [each.pattern for each in random if each.layer is not None] == []
+
+
+def test_a_head_on_one_patch_is_not_named_by_the_region_of_that_patch() -> None:
+    sheet = digit_sheet(False)
+    fixed = {
+        (layer, head)
+        for layer, matches in enumerate(sheet.patterns)
+        for head, match in enumerate(matches)
+        if match is not None and match.pattern == FIXED_KEY
+    }
+    assert fixed
+    for layer, weights in enumerate(sheet.weights):
+        share = weights.mean(-2).max(-1)  # [H]
+        for head in range(len(weights)):
+            assert ((layer, head) in fixed) == (share[head] >= 0.5)
+            assert (layer, head) not in fixed or sheet.looks[layer][head] is None
 
 
 def test_random_logits_have_no_fixed_key() -> None:

@@ -20,8 +20,9 @@ def clear_region(sheet: SheetFigures, layer: int, head: int) -> Look | None:
 
     With a the share of the patches in the region, the score (ratio - 1) · a / (1 - a) is 1 for a head that looks at
     nothing else. It must be at least 0.3, and the mass on the region at least 3 standard deviations above that of
-    exchanged keys. A row with parts of patches in the region varies less than one with whole patches, so that z is at
-    most the true one.
+    exchanged keys. Where the region is the same for all queries, the keys of all rows are exchanged alike: the rows of
+    a head often have their weight on the same patches, so that they are not independent. For "near" and "far", which
+    differ from query to query, the rows are exchanged independently.
 
     "layout" is not clear: random embeddings of positions lead to it, too.
 
@@ -41,15 +42,20 @@ def clear_region(sheet: SheetFigures, layer: int, head: int) -> Look | None:
     if look is None or look[0] == LAYOUT:
         return None
     region, ratio = look
-    part = sheet.region_maps.get(region)
-    area = AREA if part is None else sum(part) / len(part)
     p = sheet.weights[layer][head].astype(np.float64)
     p = p[np.isfinite(p).all(-1)]
     keys = p.shape[-1]
+    part = np.array(sheet.region_maps.get(region, [AREA] * keys))
+    area = float(part.mean())
     if not 0 < area < 1 or not len(p):
         return None
-    uneven = np.maximum((p**2).sum(-1) - p.sum(-1) ** 2 / keys, 0)
-    std = math.sqrt(float(uneven.sum()) * keys / (keys - 1) * area * (1 - area))
+    if region in sheet.region_maps:
+        spread = float(((part - area) ** 2).sum())
+        rows = p.mean(0, keepdims=True)  # one row stands for all
+    else:
+        spread = keys * area * (1 - area)
+        rows = p
+    uneven = np.maximum((rows**2).sum(-1) - rows.sum(-1) ** 2 / keys, 0)
+    std = math.sqrt(float(uneven.sum()) * spread / (keys - 1)) / len(rows)
     gain = (ratio - 1) * area
-    clear = gain / (1 - area) >= CLEAR_SCORE and len(p) * gain >= CLEAR_Z * std > 0
-    return look if clear else None
+    return look if gain / (1 - area) >= CLEAR_SCORE and gain >= CLEAR_Z * std > 0 else None

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from headscope._support.arguments import whole
+from headscope.report._viewer.from_recording import tiled_weights
 from headscope.report._viewer.html import render_shown
 from headscope.report._viewer.model import Shown
 from headscope.report.observed_model import ObservedModel
 from headscope.report.viewer import shown_recording
-from headscope.stats._kept_weights import weights_of
 
 __all__ = ["HeadView", "show_heads"]
 
@@ -151,10 +151,9 @@ class HeadView:
             ValueError: q and k were not kept.
         """
         state: dict[str, Any] = {**_FIRST, **self.widget.state}
-        part = list(self._recording.stats.parts.values())[state["layer"]]
-        if not part.tiles:
+        kept = tiled_weights(list(self._recording.stats.parts.values())[state["layer"]])
+        if kept is None:
             raise ValueError("tile: q and k were not kept; expected a recording with Observe(keep_qk=True)")
-        kept = weights_of(part.last_tiles)
         scale, x, y = state["zoom"]
         rows, columns = (_visible(middle, scale, length) for middle, length in ((y, kept.queries), (x, kept.keys)))
         return kept.piece(0, state["head"], rows, columns)

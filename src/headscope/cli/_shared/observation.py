@@ -208,11 +208,14 @@ def choose_head(sheet: Sheet, options: HeadOptions, ids: list[int] | None = None
 
 
 def _first_highlight(sheet: Sheet) -> Choice | None:
-    """Return the head of the first highlight, if it is about one head."""
+    """Return the head of the first highlight, if it is about one head, and over an image about a region."""
     from headscope.report.highlights import sheet_highlights
+    from headscope.report.words import REGIONS
 
     first = next(iter(sheet_highlights(sheet)), None)
     if first is None or first.layer is None or first.head is None:
+        return None
+    if sheet.kind == "image" and first.pattern not in REGIONS:
         return None
     return Choice(first.layer, first.head, f"the most striking head: {first.sentence.removeprefix(first.name).strip()}")
 

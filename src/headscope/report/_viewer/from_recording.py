@@ -27,7 +27,7 @@ from headscope.report.observed_model import Errors, ObservedModel, TracedSteps
 from headscope.report.regions import pixels_of
 from headscope.report.words import STATISTICS, WEAK
 from headscope.stats import Observe, SegmentMass
-from headscope.stats._kept_weights import weights_if_any, weights_of
+from headscope.stats._kept_weights import KeptWeights, weights_if_any, weights_of
 from headscope.stats._layer import LayerStats
 from headscope.stats._origin import Part
 
@@ -68,16 +68,7 @@ def shown(
         Layer(
             name,
             short[name],
-            {
-                "kind": about.kinds.get(name, "self"),
-                "lengths": part.lengths,
-                "runs": part.runs,
-                "lookedAt": part.looked_at,
-                "of": part.of,
-                "rows": part.rows.tolist(),
-                "broken": part.broken.tolist(),
-                "segments": _segments(part.segments),
-            },
+            _facts(part, about.kinds.get(name, "self")),
             source,
             _statistics(part),
             patterns[n] if patterns else [()] * part.heads,
@@ -122,6 +113,25 @@ def _statistics(part: LayerStats) -> dict[str, Columns]:
         figures = {what: [_number(x) for x in column.tolist()] for what, column in columns.items()}
         statistics[name] = {**figures, "count": moments.count.tolist()}
     return statistics
+
+
+def tiled_weights(part: LayerStats) -> KeptWeights | None:
+    """Return the weights of a layer's last call, from which tiles are computed; None: q and k were not kept."""
+    return weights_of(part.last_tiles) if part.tiles else None
+
+
+def _facts(part: LayerStats, kind: str) -> dict[str, Any]:
+    """Return what the script reads of a layer together with its blocks."""
+    return {
+        "kind": kind,
+        "lengths": part.lengths,
+        "runs": part.runs,
+        "lookedAt": part.looked_at,
+        "of": part.of,
+        "rows": part.rows.tolist(),
+        "broken": part.broken.tolist(),
+        "segments": _segments(part.segments),
+    }
 
 
 def _segments(mass: SegmentMass | None) -> dict[str, Any] | None:
