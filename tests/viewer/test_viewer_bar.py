@@ -115,6 +115,19 @@ def test_a_menu_opens_and_closes(look: Any, short: Recording) -> None:
     assert page.locator(".panel:visible").count() == 1
 
 
+def test_another_view_begins_at_its_top(look: Any, heads: Any) -> None:
+    page = look(heads(12, 3))
+    thumbs(page)
+    page.locator(".thumb").last.scroll_into_view_if_needed()
+    assert page.evaluate("scrollY") > 300
+    page.locator(".thumb").last.click()
+    page.locator(".map canvas").wait_for()
+    assert page.evaluate("scrollY") == 0
+    page.locator("body").press("Escape")
+    page.locator(".thumb.opened").wait_for()
+    assert box(page, ".thumb.opened")["bottom"] <= 900, "the head that was open is in sight"
+
+
 def test_filters_in_a_closed_menu_are_stated(look: Any, short: Recording) -> None:
     page = look(short, "by=entropy&least=0")
     assert "match the filters" not in page.locator("#heads-title + .hint").inner_text(), "they leave all heads"

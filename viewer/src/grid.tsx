@@ -1,7 +1,7 @@
 // Every head, layers × heads or in the order of a statistic. Its small map is drawn once it scrolls into view or the page is idle,
 // so that a print holds the maps that were never scrolled to, too.
 
-import type { RefObject } from "preact";
+import type { ComponentChildren, RefObject } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { data, type Head, hasPatches, head as decoded, type HeadMap, passing } from "./data";
 import { fitted } from "./draw";
@@ -86,9 +86,8 @@ export function Grid({ state, theme, open }: Props) {
   const rows = state.sort ? [] : data.layers.map((_, layer) => found.filter((place) => place.layer === layer));
   const many = WIDEST > 16;
   const marked = useMarks(element);
-  const fits = useWidth(element) >= WIDEST * (many ? LEAST_OF_MANY : LEAST) + AXIS;
   return (
-    <div ref={element} onKeyDown={key} {...marked} class={`grid${state.sort ? "" : " axes"}${many ? " many" : ""}${fits ? "" : " scrolling"}`} style={{ "--heads": String(WIDEST) }}>
+    <Frame element={element} onKeyDown={key} {...marked} class={`grid${state.sort ? "" : " axes"}${many ? " many" : ""}`}>
       {found.length === 0 && <p class="hint">{grid.none}</p>}
       {state.sort ? (
         <div class="heads">{found.map(thumb)}</div>
@@ -108,10 +107,18 @@ export function Grid({ state, theme, open }: Props) {
           )}
         </>
       )}
-    </div>
+    </Frame>
   );
 }
 
+/** The grid, which scrolls by itself where its columns do not fit. It knows its width, so that its heads need not be rendered again. */
+function Frame({ element, children, class: name, ...rest }: { element: RefObject<HTMLDivElement | null>; children: ComponentChildren; class: string } & Record<string, unknown>) {
+  const width = useWidth(element) || document.documentElement.clientWidth - MARGINS; // before it is measured: what gets the focus is scrolled to now
+  const fits = width >= WIDEST * (WIDEST > 16 ? LEAST_OF_MANY : LEAST) + AXIS;
+  return <div {...rest} ref={element} class={`${name}${fits ? "" : " scrolling"}`} style={{ "--heads": String(WIDEST) }}>{children}</div>;
+}
+
+const MARGINS = 80; // pixels beside the grid, at most
 const AXIS = 64; // pixels for the names of layers, where they are numbers
 const LEAST = 48; // pixels of a column
 const LEAST_OF_MANY = 30;

@@ -36,8 +36,11 @@ function App() {
     focus.current = "#head-title";
     change({ view: "head", ...opened(state, place.layer, place.head), ...part });
   };
-  // What was clicked is gone, and the focus with it.
+  const before = useRef(state.view);
+  // What was clicked is gone, and the focus with it. Another view begins at its top.
   useLayoutEffect(() => {
+    if (before.current !== state.view) scrollTo(0, 0);
+    before.current = state.view;
     if (focus.current) document.querySelector<HTMLElement>(focus.current)?.focus();
     focus.current = "";
   }, [state.view]);
