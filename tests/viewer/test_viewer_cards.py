@@ -124,8 +124,8 @@ def test_cards_can_be_hidden_and_the_address_holds_it(look: Any, cats: Recording
 def test_cards_are_one_compact_row(width: int, look: Any, cats: Recording) -> None:
     page = look(cats, width=width)
     boxes = [each.bounding_box() for each in page.locator(".card").all()]
-    assert all(40 <= box["height"] <= 70 for box in boxes)
-    assert len({box["y"] for box in boxes}) == (1 if width == 1280 else 4)
+    assert all(40 <= box["height"] <= (70 if width == 1280 else 130) for box in boxes)
+    assert len({box["y"] for box in boxes}) == 1, "on a phone the row scrolls"
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
