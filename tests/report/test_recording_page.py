@@ -89,7 +89,7 @@ def test_the_page_says_how_a_map_is_read() -> None:
     page = Page(render_recording(recorded(2)))
     (lead,) = [p.text for p in page.all("p") if p.attributes.get("class") == "lead"]
     assert lead == (
-        "2 layers, 6 heads. Each row of a map is a query, each column a key; brighter = more attention. "
+        "2 layers, 6 heads. Each row of a map is a query, each column a key; the colour shows how much attention. "
         "Numbering starts at 0."
     )
     plain = observe(*torch.randn(2, 1, 1, 7, 5)).named("a")

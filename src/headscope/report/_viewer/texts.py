@@ -20,8 +20,8 @@ NO_VERSIONS = "not recorded"
 DIFFERENT_LENGTHS = "calls of different lengths"
 
 _NUMBERING = "Numbering starts at 0."
-_BRIGHTER = "brighter = more attention"
-READING_MAPS = f"Each row of a map is a query, each column a key; {_BRIGHTER}. {_NUMBERING}"
+_COLOUR = "the colour shows how much attention"
+READING_MAPS = f"Each row of a map is a query, each column a key; {_COLOUR}. {_NUMBERING}"
 READING = f"Queries attend to keys. {_NUMBERING}"
 
 
@@ -47,13 +47,13 @@ def averages(rows: Sequence[int], one: str, more: str) -> str:
 def lead_of_text(layers: int, heads: int, tokens: int) -> str:
     """Return the sentences below the title of a text's page."""
     sizes = f"{counted(layers, 'layer')} × {counted(heads, 'head')}, {counted(tokens, 'token')}"
-    return f"{sizes}. Each row shows where one token looks and sums to 1; {_BRIGHTER}. {_NUMBERING}"
+    return f"{sizes}. Each row shows where one token looks and sums to 1; {_COLOUR}. {_NUMBERING}"
 
 
 def lead_of_image(layers: int, heads: int, rows: int, columns: int) -> str:
     """Return the sentences below the title of an image's page."""
     sizes = f"{counted(layers, 'layer')} × {counted(heads, 'head')}, {rows} × {columns} patches"
-    return f"{sizes}. Each patch looks at all patches, with weights that sum to 1; {_BRIGHTER}. {_NUMBERING}"
+    return f"{sizes}. Each patch looks at all patches, with weights that sum to 1; {_COLOUR}. {_NUMBERING}"
 
 
 def lead_of_recording(layers: int, heads: int, reading: str) -> str:
