@@ -306,7 +306,8 @@ def test_the_page_of_a_loaded_recording_shows_the_same_maps(bins: int, qk: bool,
     for (x, wide), (y, as_wide) in zip(one.places, other.places, strict=True):
         assert wide == as_wide
         assert (x[one.visible] == y[one.visible]).all()
-    assert len(render_recording(back)) == pytest.approx(len(render_recording(seen)), rel=0.01)
+    pages = [render_recording(each, exact=()) for each in (back, seen)]
+    assert len(pages[0]) == pytest.approx(len(pages[1]), rel=0.01)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 80e6), (torch.bfloat16, 40e6)])
