@@ -181,7 +181,7 @@ def test_tab_leads_to_one_head_that_the_filters_leave(look: Any, short: Recordin
 
 def test_each_small_picture_says_that_its_scale_is_its_own(look: Any, short: Recording, tmp_path: Path) -> None:
     for found in (short, save(picture(), tmp_path / "sheet.html")):
-        assert "its own colour scale" in look(found).locator("#heads-title + .hint").inner_text()
+        assert "colour scale" in look(found).locator("#heads-title + .hint").inner_text()
     assert "scale" not in look(recorded(7, None, Observe())).locator("#heads-title + .hint").inner_text()
 
 

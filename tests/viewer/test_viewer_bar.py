@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from playwright.sync_api import expect
 
 from headscope import Observe, masks, observe
 from headscope.report.colours import BLUES, colour_at
@@ -283,3 +284,16 @@ def test_a_phone_steps_to_the_next_head_at_the_bottom(look: Any, heads: Any) -> 
     last = page.locator("footer").bounding_box()
     assert last is not None
     assert last["y"] + last["height"] <= bar["top"], "it covers nothing at the end of the page"
+
+
+def test_the_link_to_what_is_shown_is_copied(look: Any, short: Recording) -> None:
+    page = look(short, "view=head&layer=1&head=2&row=9&column=5")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    open_menu(page, "View").get_by_role("button", name="Copy link").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    link = page.evaluate("navigator.clipboard.readText()")
+    assert link.partition("#")[0] == page.url.partition("#")[0]
+    again = look(short, link.partition("#")[2])
+    expect(again.locator("#head-title")).to_have_text("Layer 1, head 2")
+    again.locator(".map canvas").first.wait_for()
+    assert "row=9&column=5" in link

@@ -6,7 +6,8 @@ from typing import Any
 
 from playwright.sync_api import expect
 
-from support.browser import LONG, chromium, in_a_browser, long, look, short
+from headscope import Observe
+from support.browser import LONG, chromium, in_a_browser, long, look, recorded, short
 
 __all__ = ["chromium", "long", "look", "short"]  # fixtures
 
@@ -63,3 +64,21 @@ def test_texts_that_mean_harm_are_shown_as_they_are(look: Any, short: Any) -> No
         search(page, text)
         page.keyboard.press("Escape")
     assert page.locator("#found script, #found img").count() == 0
+
+
+def test_a_word_is_found_over_several_tokens(look: Any) -> None:
+    length = 6
+    recording = recorded(length, ("The", " c", "at", " s", "at", "."), Observe(map=length))
+    page = look(recording)
+    expect(search(page, "cat")).to_have_text(["1: The “␣c” at ␣s"])
+    expect(search(page, "at")).to_have_count(2)
+    expect(search(page, " sat.")).to_have_text(["3: ␣c at “␣s” at ."])
+
+
+def test_a_page_without_tokens_says_that_it_finds_heads_only(look: Any) -> None:
+    page = look(recorded(7, None, Observe(map=7)))
+    box = page.get_by_role("combobox", name="Find")
+    expect(box).to_have_attribute("placeholder", "Find a head: 3.3")
+    search(page, "cat")
+    expect(page.locator(".search .none")).to_contain_text("Heads only")
+    expect(search(page, "1.2")).to_have_count(1)

@@ -8,7 +8,7 @@ import { all } from "./grid";
 import { InView } from "./head";
 import { NumberField } from "./number";
 import { Search } from "./search";
-import { SINK, type State, VIEWS, type View } from "./state";
+import { address, SINK, type State, VIEWS, type View } from "./state";
 import { averageOver, bar, controls, type FirstColumn, grid, head, tabs, themes } from "./texts";
 import { statistic } from "./words";
 
@@ -153,9 +153,36 @@ function Switches({ state, change, theme, pick }: Props) {
       <fieldset>
         <legend>{bar.page}</legend>
         <Select label={themes.label} value={theme} options={Object.entries(THEMES) as [Theme, string][]} choose={pick} />
+        {location.protocol !== "about:" && <CopyLink state={state} />}
       </fieldset>
     </>
   );
+}
+
+/** Copies the address of what is shown; the button says so for a while. */
+function CopyLink({ state }: { state: State }) {
+  const [copied, setCopied] = useState(false);
+  const copy = () => {
+    const link = location.href.replace(/#.*$/, "") + address(state);
+    const done = () => {
+      setCopied(true);
+      setTimeout(() => setCopied(false), 2000);
+    };
+    if (navigator.clipboard) void navigator.clipboard.writeText(link).then(done, () => byHand(link) && done());
+    else if (byHand(link)) done();
+  };
+  return <button type="button" onClick={copy}><span aria-live="polite">{copied ? bar.copied : bar.copyLink}</span></button>;
+}
+
+/** Copies a text where a page from a disk may not use the clipboard. */
+function byHand(text: string): boolean {
+  const field = document.createElement("textarea");
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  const copied = document.execCommand("copy");
+  field.remove();
+  return copied;
 }
 
 function Select<T extends string>({ label, value, options, choose }: { label: string; value: T; options: [T, string][]; choose: (to: T) => void }) {

@@ -36,7 +36,7 @@ function Card({ highlight, state, change, open }: Props & { highlight: Highlight
     const part: Partial<State> = on ? { pattern: "", by: "", least: null } : { pattern, by: "score", least: score, under: false };
     return (
       <button type="button" class="card" aria-pressed={on} onClick={() => change(part)}>
-        <span>{sentence}</span> <small>{on ? cards.all : cards.only}</small>
+        <span>{sentence}</span> <small>{on ? cards.all : cards.only(percent(score!))}</small>
       </button>
     );
   }

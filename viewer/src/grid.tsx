@@ -53,14 +53,17 @@ export function bestPattern({ layer, head }: Place): string {
   const look = data.image?.looks[layer]?.[head];
   if (look) return isClear(look) ? grid.region(look[0], look[1]) : NO_VALUE;
   const best = data.patterns[layer]?.[head]?.[0];
-  return best ? grid.match(best[0], best[1]) : "";
+  if (!best) return "";
+  return best[1] < NAMED ? NO_VALUE : grid.match(best[0], best[1]);
 }
+
+const NAMED = 0.3; // the score from which a head has a name
 
 /** Whether the best match of a head is a weak one, or what chance gives. */
 function weak({ layer, head }: Place): boolean {
   const look = data.image?.looks[layer]?.[head];
   const [name, score] = data.patterns[layer]?.[head]?.[0] ?? ["", 0];
-  return look ? !isClear(look) : score < 0.3 || name === "uniform";
+  return look ? !isClear(look) : score < NAMED || name === "uniform";
 }
 
 interface Props {

@@ -332,15 +332,29 @@ function Strips({ layer, field: of, state, change, over, setOver }: Pointed) {
   );
 }
 
-/** The state with a token selected: in the text, and as row and column of the map. */
+/** The state with a token selected: in the text, and in the map as a query with the key that it attends to most. */
 export function selected(at: number, state: State): Partial<State> {
   const layer = data.layers[state.layer];
-  const bins = layer.map?.ranges && hasTexts(layer) ? tokenBins(layer, at, { row: null }) : {};
-  return { token: at, page: null, ...bins };
+  return { token: at, page: null, ...(layer.map?.ranges && hasTexts(layer) ? strongestOf(layer, at, state) : {}) };
+}
+
+/** The bins of a token as a query and of its strongest key; of a token that is no query, its bin as a key. */
+function strongestOf(layer: Layer, at: number, state: State): { row: number | null; column: number | null } {
+  const bins = tokenBins(layer, at, { row: null });
+  const map = known(state.layer, state.head)?.map;
+  if (!map || bins.row === null) return bins;
+  const values = state.pool === "max" ? map.max : map.mean;
+  let column = bins.column;
+  let most = -1;
+  for (let n = state.sink ? 1 : 0; n < map.columns; n++) {
+    const value = values[bins.row * map.columns + n];
+    if (value > most) [most, column] = [value, n];
+  }
+  return { row: bins.row, column };
 }
 
 function pinOf(layer: Layer, at: number, state: State): Partial<State> {
-  const { row, column } = tokenBins(layer, at, state);
+  const { row, column } = strongestOf(layer, at, state);
   return state.row === row && state.column === column ? { row: null, column: null } : { row, column };
 }
 

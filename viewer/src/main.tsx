@@ -16,7 +16,7 @@ import { SegmentView } from "./segments";
 import { isDark, useScreen } from "./screen";
 import { address, parse, type State } from "./state";
 import { Table } from "./table";
-import { grid } from "./texts";
+import { controls, grid } from "./texts";
 import { Trace } from "./trace";
 import "./style.css";
 
@@ -132,7 +132,7 @@ function headingOf(name: string): string {
 
 /** The sentence above the heads. */
 function gridHint(state: State): string {
-  const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : data.image ? grid.ownScale.image : grid.ownScale.map;
+  const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale]);
   const [found, heads] = [chosen(state).length, all().length];
   return [grid.click, scale, found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
 }

@@ -34,13 +34,26 @@ function hitsOf(typed: string, state: State): { hits: Hit[]; count: number } {
     if (at < length) hits.push({ text: texts.token(at, around(at)), to: goTo(at, state) });
   }
   let count = hits.length;
-  const wanted = text.toLowerCase();
-  for (let at = 0; at < length; at++) {
-    if (!(data.tokens!.longer[at] ?? data.tokens!.labels[at]).toLowerCase().includes(wanted)) continue;
+  for (const at of startsOf(text.toLowerCase())) {
     count++;
     if (hits.length < SHOWN) hits.push({ text: texts.token(at, around(at)), to: goTo(at, state) });
   }
   return { hits, count };
+}
+
+const SPACE = "␣"; // as labels show it
+
+/** The tokens in which a text begins: it may go over several, as words do. */
+function startsOf(wanted: string): number[] {
+  const tokens = data.tokens?.labels.map((label, at) => (data.tokens!.longer[at] ?? label).replaceAll(SPACE, " ").toLowerCase()) ?? [];
+  const whole = tokens.join("");
+  const found = new Set<number>();
+  let [token, end] = [0, tokens[0]?.length ?? 0]; // the token at a place, and where it ends
+  for (let at = whole.indexOf(wanted); at >= 0; at = whole.indexOf(wanted, at + 1)) {
+    while (at >= end) end += tokens[++token].length;
+    found.add(token);
+  }
+  return [...found];
 }
 
 /** A token, with those around it. */
@@ -90,7 +103,7 @@ export function Search({ state, change }: Props) {
   };
   return (
     <div class="search" role="search" onKeyDown={pressed}>
-      <input ref={input} type="text" aria-label={texts.label} placeholder={texts.placeholder} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list"
+      <input ref={input} type="text" aria-label={texts.label} placeholder={data.tokens ? texts.placeholder : texts.onlyHeads} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list"
         onInput={(event) => { setTyped(event.currentTarget.value); setAt(0); setOpen(true); }} onFocus={() => setOpen(true)} onBlur={() => setTimeout(() => setOpen(false), 150)} />
       <ul id="found" role="listbox" aria-label={texts.results} hidden={hits.length === 0}>
         {hits.map((hit, n) => (
@@ -98,7 +111,7 @@ export function Search({ state, change }: Props) {
         ))}
         {count > hits.length && <li class="hint" aria-disabled="true">{texts.more(count - hits.length)}</li>}
       </ul>
-      {open && typed.trim() !== "" && count === 0 && <span class="hint none" role="status">{texts.none}</span>}
+      {open && typed.trim() !== "" && count === 0 && <span class="hint none" role="status">{data.tokens ? texts.none : texts.noTokens}</span>}
     </div>
   );
 }

@@ -69,6 +69,8 @@ export const search = {
   token: (at: number, around: string) => `${whole(at)}: ${around}`,
   more: (count: number) => `and ${whole(count)} more`,
   none: "Nothing fits.",
+  onlyHeads: "Find a head: 3.3",
+  noTokens: "Heads only, such as 3.3: the page does not hold one text, token by token.",
 };
 
 // ---------------------------------------------------------------- the text with lines
@@ -103,6 +105,8 @@ export const bar = {
   maps: "Maps",
   heads: "Heads",
   page: "Page",
+  copyLink: "Copy link",
+  copied: "Copied",
 };
 
 export const themes = { label: "Theme", auto: "auto", light: "light", dark: "dark" };
@@ -177,7 +181,7 @@ export const cards = {
     uniform: (one) => (one ? "spreads its attention evenly" : "spread their attention evenly"),
   } as Record<string, (one: boolean, unit: string) => string>,
   none: "No head matches a pattern clearly better than chance",
-  only: "show only these",
+  only: (least: string) => `match of at least ${least} · show only these`,
   all: "show all heads",
 };
 
@@ -185,7 +189,7 @@ export const cards = {
 
 export const grid = {
   title: "All heads",
-  ownScale: { image: "Each picture has its own colour scale.", map: "Each map has its own colour scale." },
+  ownScale: (what: "image" | "map", scale: string) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys. Each map has its own ${scale} colour scale.`,
   click: "Click a head to open it.",
   noMap: (statistic: string) => `Each tile shows the mean of ${statistic}. No map was recorded; Observe(map=64) records one.`,
   layer: "layer",

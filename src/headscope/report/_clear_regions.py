@@ -38,7 +38,7 @@ def clear_region(sheet: SheetFigures, layer: int, head: int) -> Look | None:
         >>> clear_region(image_sheet("Each patch attends to the square", image, (4, 4), [weights]), 0, 0)
         ('centre', 4.0)
     """
-    look = sheet.looks[layer][head]
+    look = sheet.named_looks[layer][head]
     if look is None or look[0] == LAYOUT:
         return None
     region, ratio = look

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headscope.report._texts import visible
+from headscope.report.fixed_keys import FIXED_KEY
 from headscope.stats import Match
 
 __all__ = ["Look", "Numbers", "SheetFigures"]
@@ -68,6 +69,19 @@ class SheetFigures:
     region_maps: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     opens_on: tuple[int, int] | None = None
     tiles: Sequence[Any] = ()
+
+    @property
+    def named_looks(self) -> Sequence[Sequence[Look | None]]:
+        """``looks``, with None for a head with most of its weight on one patch: only that patch is in the region."""
+        if not self.looks:
+            return self.looks
+        return [
+            [
+                None if match is not None and match.pattern == FIXED_KEY else look
+                for look, match in zip(*each, strict=True)
+            ]
+            for each in zip(self.looks, self.patterns, strict=True)
+        ]
 
     @property
     def layers(self) -> int:

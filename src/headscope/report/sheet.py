@@ -19,7 +19,7 @@ from headscope.report import regions
 from headscope.report._figures import Look, Numbers, SheetFigures
 from headscope.report._texts import NOT_EXPLANATION, broken_layers, few, visible
 from headscope.report._viewer import texts
-from headscope.report.fixed_keys import FIXED_KEY, match_fixed_keys
+from headscope.report.fixed_keys import match_fixed_keys
 from headscope.report.viewer import framed, render_sheet
 from headscope.stats import Match, best_matches, broken_rows, head_means, pattern_scores, row_statistics
 
@@ -196,10 +196,7 @@ def image_sheet(
         image=image,
         grid=grid,
         regions=[{name: _numbers(values) for name, values in measured.items()} for measured in regions_of],
-        looks=[
-            _without_fixed_keys(regions.looks_most_at(measured), matches)
-            for measured, matches in zip(regions_of, figures[2], strict=True)
-        ],
+        looks=[regions.looks_most_at(measured) for measured in regions_of],
         region_maps={name: part.tolist() for name, part in regions.image_regions(image, grid).items()},
     )
 
@@ -280,12 +277,6 @@ def _measure(
         matches = best_matches(pattern_scores(weight, seen=sight, **options)) or [None] * weight.shape[1]
         patterns.append(match_fixed_keys(matches, weight[0], sight, skips_first="k_pos" not in options))
     return statistics, rows, patterns
-
-
-def _without_fixed_keys(looks: Sequence[Look | None], matches: Sequence[Match | None]) -> list[Look | None]:
-    """Return the regions of the heads, None where most weight is on one patch: it has the region of that patch only."""
-    fixed = [match is not None and match.pattern == FIXED_KEY for match in matches]
-    return [None if is_fixed else look for is_fixed, look in zip(fixed, looks, strict=True)]
 
 
 def _numbers(values: Tensor) -> Numbers:

@@ -182,7 +182,7 @@ def _columns(sheet: Sheet, able: Ability) -> list[_Column]:
     heads = [(layer, head) for layer, weights in enumerate(sheet.weights) for head in range(len(weights))]
     columns = [_Column("head", [f"{layer}.{head}" for layer, head in heads], [""] * len(heads), words=True)]
     if sheet.kind == "image":
-        looks = [sheet.looks[layer][head] for layer, head in heads]
+        looks = [sheet.named_looks[layer][head] for layer, head in heads]
         names = ["-" if look is None else look[0] for look in looks]
         columns += [_Column("looks at", names, [strength(look and look[1] - 1) for look in looks], words=True)]
         columns += [_figures("x chance", [look and look[1] for look in looks], 2)]

@@ -67,13 +67,13 @@ class HeadGrid:
         """Return the lines of a cell for an image: the region that the page names, and its ratio to chance."""
 
         def region(layer: int, head: int) -> Text:
-            look = self.sheet.looks[layer][head]
+            look = self.sheet.named_looks[layer][head]
             if not is_clear(look):
                 return Text("-")
             return Text(look[0], "bold" if look[1] >= FAR_FROM_CHANCE else "")
 
         def ratio(layer: int, head: int) -> Text:
-            look = self.sheet.looks[layer][head]
+            look = self.sheet.named_looks[layer][head]
             return _number(None if look is None else look[1], 1)
 
         return {"region": region, "ratio": ratio}

@@ -300,7 +300,7 @@ def heads_as_dict(sheet: Sheet, choice: Choice) -> dict[str, Any]:
             entry["rows"] = {name: counts[head] for name, counts in sheet.rows[layer].items()}
             if sheet.kind == "image":
                 entry["regions"] = {name: ratios[head] for name, ratios in sheet.regions[layer].items()}
-                look = sheet.looks[layer][head]
+                look = sheet.named_looks[layer][head]
                 entry["looks_at"] = None if look is None else look[0]
             heads.append(entry)
     weights = sheet.weights[choice.layer][choice.head].astype("float64").round(6)

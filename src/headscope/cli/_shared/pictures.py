@@ -49,7 +49,7 @@ class Gallery:
             yield table
 
     def _title(self, head: int, wide: int) -> Text:
-        look = self.sheet.looks[self.layer][head]
+        look = self.sheet.named_looks[self.layer][head]
         named = f" {look[0]} {look[1]:.1f}" if is_clear(look) else ""
         title = Text(f"{self.layer}.{head}{named}", style="bold")
         title.truncate(wide)

@@ -135,4 +135,4 @@ def _picture(sheet: SheetFigures) -> Picture | None:
         return None
     inside = object_mask(sheet.image, sheet.grid)
     outline = () if inside is None else [int(patch) for patch in inside]
-    return Picture(sheet.image, sheet.grid, 0, outline, sheet.region_maps, sheet.looks)
+    return Picture(sheet.image, sheet.grid, 0, outline, sheet.region_maps, sheet.named_looks)
