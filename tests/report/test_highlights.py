@@ -173,7 +173,7 @@ def test_a_head_on_one_patch_is_not_named_by_the_region_of_that_patch() -> None:
         share = weights.mean(-2).max(-1)  # [H]
         for head in range(len(weights)):
             assert ((layer, head) in fixed) == (share[head] >= 0.5)
-            assert (layer, head) not in fixed or sheet.looks[layer][head] is None
+            assert (layer, head) not in fixed or sheet.named_looks[layer][head] is None
 
 
 def test_random_logits_have_no_fixed_key() -> None:

@@ -243,7 +243,7 @@ def test_other_heads_name_those_that_are_exact(look: Any, tmp_path: Path) -> Non
     path = recorded(97, 97, mask=masks.causal()).save_html(tmp_path / "page.html", exact=[(0, 2)])
     page = look(path, "view=head&layer=0&head=1&zoom=2,0.5,0.5")
     page.locator(".why button").click()
-    assert page.locator("#head-title").inner_text().endswith("head 2")
+    page.locator("#head-title", has_text="head 2").wait_for()
     last_tile(page, 2)
 
 
