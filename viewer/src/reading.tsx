@@ -167,10 +167,12 @@ function Text({ start, stop, at, kept, pairs, theme, setOver, keep }: TextProps)
   const frame = useRef<HTMLDivElement>(null);
   const width = useWidth(frame);
   const [lines, setLines] = useState<{ d: string; p: number; n: number }[]>([]);
-  const strongest = new Map<number, [number, number]>(); // of each token in sight: weight and head
+  const strongest = new Map<number, number[]>(); // of each token in sight: the largest weight of each head
   pairs.forEach((each, n) => each.forEach(({ query, key, p }) => {
     const other = at === null ? key : query === at ? key : query;
-    if (p > (strongest.get(other)?.[0] ?? 0)) strongest.set(other, [p, n]);
+    const found = strongest.get(other) ?? pairs.map(() => 0);
+    found[n] = Math.max(found[n], p);
+    strongest.set(other, found);
   }));
   const drawn = pairs.map((each) => each.map(({ query, key }) => `${query}-${key}`).join()).join("|");
   useLayoutEffect(() => {
@@ -191,10 +193,10 @@ function Text({ start, stop, at, kept, pairs, theme, setOver, keep }: TextProps)
       </svg>
       {Array.from({ length: stop - start }, (_, n) => start + n).map((position) => {
         const found = strongest.get(position);
-        const style = found ? { background: `color-mix(in srgb, var(${COLOURS[found[1]]}) ${Math.round(10 + 60 * found[0])}%, transparent)` } : {};
+        const style = found ? { background: fillOf(found) } : {};
         return (
           <button type="button" key={position} data-at={position} style={style} class={position === at ? "chosen" : ""} aria-pressed={position === kept}
-            title={names.chip(position, token(position, true)!, found ? figure(found[0]) : "")}
+            title={names.chip(position, token(position, true)!, found ? figure(Math.max(...found)) : "")}
             onMouseEnter={() => setOver(position)} onFocus={() => setOver(position)} onBlur={() => setOver(null)} onClick={() => keep(position)}>
             <bdi>{token(position)}</bdi>
           </button>
@@ -202,6 +204,12 @@ function Text({ start, stop, at, kept, pairs, theme, setOver, keep }: TextProps)
       })}
     </div>
   );
+}
+
+/** The fill of a token: a band in the colour of each head, as strong as its weight. */
+function fillOf(weights: number[]): string {
+  const bands = weights.map((p, n) => [p > 0 ? `color-mix(in srgb, var(${COLOURS[n]}) ${Math.round(10 + 60 * p)}%, transparent)` : "transparent", n / weights.length, (n + 1) / weights.length] as const);
+  return `linear-gradient(to bottom, ${bands.map(([colour, from, to]) => `${colour} ${100 * from}% ${100 * to}%`).join(", ")})`;
 }
 
 interface Spot {
@@ -234,7 +242,7 @@ function Keys({ place: [layer, number], head, at, go, colour }: { place: Place; 
           {found.map(({ key, p }) => (
             <li key={key}>
               <button type="button" onClick={() => go(key)} title={texts.goTo(key)}>
-                <bdi>{around(Math.max(0, key - AROUND), key)}<b>{token(key)}</b>{around(key + 1, key + 1 + AROUND)}</bdi>
+                <small>{texts.at(key)}</small> <bdi>{around(Math.max(0, key - AROUND), key)}<b>{token(key)}</b>{around(key + 1, key + 1 + AROUND)}</bdi>
               </button>
               <span class="meter" aria-hidden="true"><i style={{ width: `${100 * p}%`, background: `var(${colour})` }} /></span>
               <span>{percent(p)}</span>

@@ -91,6 +91,12 @@ export function SegmentView({ state, change, open }: Props) {
       <div class="segment-columns">
         <div class="scroll" tabIndex={0} role="region" aria-label={texts.allHeads}>
           <table class="segment-heads">
+            <thead>
+              <tr>
+                <th scope="col">{texts.layerAndHead}</th>
+                {Array.from({ length: Math.max(...places.map(({ head }) => head)) + 1 }, (_, head) => <th scope="col" key={head}>{head}</th>)}
+              </tr>
+            </thead>
             <tbody>
               {data.layers.map((layer) => sameNames(layer, names) && (
                 <tr key={layer.index}>

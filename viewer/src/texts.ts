@@ -57,6 +57,7 @@ export const segments = {
   to: "attend to",
   tableOf: (head: string) => `Weight between segments of ${head}`,
   allHeads: "All heads",
+  layerAndHead: "layer ↓ head →",
   cell: (head: string, share: string) => `${head}: ${share}`,
   most: (from: string, to: string) => `Most from “${from}” to “${to}”`,
   rows: (count: string, name: string) => `Means over up to ${count} rows of “${name}”.`,
@@ -93,6 +94,7 @@ export const reading = {
   attends: "{head}: {token} ({at}) attends to",
   noQuery: "This token is not among the queries of this head.",
   goTo: (at: number) => `Go to token ${whole(at)}`,
+  at: (at: number) => whole(at),
 };
 
 // ---------------------------------------------------------------- the bar on top
