@@ -66,7 +66,7 @@ export function Reading({ state, theme, change }: Props) {
   const [over, setOver] = useState<number | null>(null);
   const length = data.tokens!.labels.length;
   const kept = state.token !== null && state.token < length ? state.token : null;
-  const page = Math.min(Math.floor((state.page ?? (kept === null ? 0 : Math.floor(kept / PAGE))) ), Math.ceil(length / PAGE) - 1);
+  const page = Math.min(state.page ?? (kept === null ? 0 : Math.floor(kept / PAGE)), Math.ceil(length / PAGE) - 1);
   const [start, stop] = [page * PAGE, Math.min(length, (page + 1) * PAGE)];
   const at = over ?? kept;
   const pairs = (heads ?? []).map((head, n) => linesOf(data.layers[places[n][0]], head, at, state.toward, [start, stop]));

@@ -125,7 +125,7 @@ class HeadView:
             ValueError: there is no such layer or head.
         """
         number, head = _place(self._shown, layer, head)
-        self.widget.state = {"layer": number, "head": head, "row": None, "column": None, "zoom": [1, 0.5, 0.5]}
+        self.widget.state = {**_FIRST, "layer": number, "head": head}
         self.widget.opened = {}  # else the same head again would be no change
         self.widget.opened = {"layer": number, "head": head}
 

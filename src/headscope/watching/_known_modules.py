@@ -21,8 +21,6 @@ from headscope.watching._options import Options
 
 _PLAIN = frozenset((bool, int, float, str))
 _LIBRARIES = frozenset(("headscope", "transformers"))
-
-
 _MOST_REPEATED = 4  # kinds of calls of a module; a longer text has its own
 
 
@@ -164,15 +162,15 @@ class KnownModules:
         """Remember the description of a call whose output was compared, for others that are like it."""
         known = _known.get(self._modules[name]) if name in self.followed else None
         if known is not None:
-            known.repeated.add(key, (described, weights_of(self._modules[name])))
+            known.repeated.add(key, (described, _weights_of(self._modules[name])))
 
     def weights_of(self, name: str) -> Hashable | None:
         """Return the parameters of a module and their versions; None: they have none, as in inference mode."""
-        return weights_of(self._modules[name])
+        return _weights_of(self._modules[name])
 
     def _kind(self, name: str, call: InterceptedCall) -> Hashable:
         """Return what determines how a call is read: its options, sizes and weights; None = unknown."""
-        weights = weights_of(self._modules[name])
+        weights = _weights_of(self._modules[name])
         present = (call.bias is None, call.sinks is None, call.lse is None, call.again is None, call.own is None)
         options = (call.scale, call.softcap, call.kind, call.beside, call.late, type(call.mask), *present)
         sizes = (call.q.shape, call.k.shape, None if call.out is None else call.out.shape, call.q.dtype, call.q.device)
@@ -204,7 +202,7 @@ def _state_of(module: nn.Module, implementations: dict[int, Any]) -> tuple[Any, 
     return attributes.get("forward", type(module).forward), plain, hooks, implementations.get(id(config))
 
 
-def weights_of(module: nn.Module) -> tuple[tuple[int, int], ...] | None:
+def _weights_of(module: nn.Module) -> tuple[tuple[int, int], ...] | None:
     """Return the parameters of a module and their versions; None: they have none, as in inference mode."""
     found: list[tuple[int, int]] = []
     waiting = [module]
