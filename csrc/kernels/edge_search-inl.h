@@ -4,7 +4,8 @@ template <class T, int QV>
 struct EdgeSearch : StoredWeights<T, QV> {
     using Base = StoredWeights<T, QV>;
     using Base::L, Base::ROWS, Base::s, Base::stored, Base::block_tops, Base::has_visible, Base::candidate_cells,
-        Base::cell_max, Base::column_begin, Base::begin, Base::end, Base::partition_of, Base::bits_of_weight,
+        Base::cell_max, Base::column_begin, Base::begin, Base::end, Base::first_column,
+        Base::end_column, Base::partition_of, Base::bits_of_weight,
         Base::weight_of_bits;
     // Inserts the block's weights into the heaps of edges. Only cells whose largest weight is above the threshold are
     // searched.
@@ -22,7 +23,7 @@ struct EdgeSearch : StoredWeights<T, QV> {
         }
         const std::int64_t words = (s->bins + 63) / 64;
         for (std::int64_t n = 0; n < ROWS * words; n++) candidate_cells[n] = 0;
-        for (std::int64_t x = 0; x < s->bins; x++)
+        for (std::int64_t x = first_column; x < end_column; x++)
             UNROLL_FOR(v, QV) {
                 const I<T> exceeds = load_int<T>(cell_max + x * ROWS + v * L) > load_int<T>(threshold + v * L);
                 for (unsigned lanes = lane_bits<T>(exceeds); lanes; lanes &= lanes - 1)
@@ -59,7 +60,7 @@ struct EdgeSearch : StoredWeights<T, QV> {
         Int<T> row_max[ROWS] __attribute__((aligned(64)));
         for (int v = 0; v < QV; v++) {
             I<T> vector_max = I<T>{} - 1;
-            for (std::int64_t x = 0; x < s->bins; x++) {
+            for (std::int64_t x = first_column; x < end_column; x++) {
                 const I<T> cell = load_int<T>(cell_max + x * ROWS + v * L);
                 vector_max = cell > vector_max ? cell : vector_max;
             }

@@ -6,7 +6,7 @@ struct KeyStatistics : EdgeSearch<T, QV> {
     using Base = EdgeSearch<T, QV>;
     using Base::L, Base::ROWS, Base::s, Base::stored, Base::block_tops, Base::has_visible, Base::key_sums,
         Base::column_begin, Base::cell_sum, Base::cell_max, Base::cell_key, Base::cell_pairs, Base::segment_mass,
-        Base::begin, Base::end, Base::blocks, Base::counts_single_pairs, Base::map_column, Base::partition_of,
+        Base::begin, Base::end, Base::first_column, Base::end_column, Base::blocks, Base::counts_single_pairs, Base::map_column, Base::partition_of,
         Base::weight_of_bits;
     // Counts the visible pairs of a row from its spans. `eligible` holds differences between neighbouring keys until
     // `reduce_partitions` computes their prefix sum.
@@ -246,7 +246,7 @@ struct KeyStatistics : EdgeSearch<T, QV> {
         const int from = v * L, rows = block.count - from < L ? block.count - from : L;
         for (int r = 0; r < L; r++)
             if (scales[from + r] == 0)  // not counted
-                for (std::int64_t x = 0; x < s->bins; x++) {
+                for (std::int64_t x = first_column; x < end_column; x++) {
                     cell_max[x * ROWS + from + r] = -1;
                     if (counts_single_pairs) cell_pairs[x * ROWS + from + r] = 0;
                 }
@@ -260,8 +260,8 @@ struct KeyStatistics : EdgeSearch<T, QV> {
                 map_rows[r] = map_row_at(r);
                 one_row &= map_rows[r] == map_rows[0];
             }
-        for (std::int64_t x = 0; x < s->bins; x += L) {
-            const int width = int(s->bins - x < L ? s->bins - x : L);
+        for (std::int64_t x = first_column; x < end_column; x += L) {
+            const int width = int(end_column - x < L ? end_column - x : L);
             if (one_row)
                 fold_into_one_row(block, from, rows, map_rows[0], x, width);
             else

@@ -91,6 +91,7 @@ struct StoredWeights {
     T* segment_mass;                      // [S][ROWS]: the sum of the weights of a row in a segment of keys
     const Statistics* s;
     std::int64_t begin, end, blocks, partition = 0, first_map_row = 0;
+    std::int64_t first_column, end_column;  // the columns of the map that have keys of [begin, end)
     int block_keys;
     bool counts_single_pairs;  // visible pairs are counted one by one
 
@@ -117,13 +118,23 @@ struct StoredWeights {
         blocks = 0;
         block_keys = Block::KEYS;
         counts_single_pairs = !counts_pairs_by_spans(f);
-        for (std::int64_t n = 0; s->bins && n <= s->bins; n++) column_begin[n] = n * s->total_keys / s->bins;
-        for (std::int64_t n = 0; n < s->bins * ROWS; n++) {
+        for (std::int64_t n = 0; n < s->segments * ROWS; n++) segment_mass[n] = 0;
+        if (s->bins) start_map();
+    }
+    void start_map() {
+        // column n begins at the key n * total_keys / bins, rounded down: without a division for each
+        const std::int64_t whole = s->total_keys / s->bins, remainder = s->total_keys % s->bins;
+        for (std::int64_t n = 0, key = 0, rest = 0; n <= s->bins; n++, key += whole, rest += remainder) {
+            if (rest >= s->bins) rest -= s->bins, key++;
+            column_begin[n] = key;
+        }
+        first_column = begin < end ? map_column(begin) : 0;
+        end_column = begin < end ? map_column(end - 1) + 1 : 0;
+        for (std::int64_t n = first_column * ROWS; n < end_column * ROWS; n++) {
             cell_sum[n] = 0;
             cell_max[n] = -1;
         }
-        for (std::int64_t n = 0; n < s->segments * ROWS; n++) segment_mass[n] = 0;
-        for (std::int64_t n = 0; counts_single_pairs && n < s->bins * ROWS; n++) cell_pairs[n] = 0;
+        for (std::int64_t n = first_column * ROWS; counts_single_pairs && n < end_column * ROWS; n++) cell_pairs[n] = 0;
     }
 
     // The buffer for the logits of the keys from j on, or null if weights are not stored.
