@@ -104,15 +104,23 @@ def _sees(scene: Scene) -> Tensor:
 def _chosen_weights(request: Request, scene: Scene) -> HeadWeights:
     """Return the weights of the chosen heads of a call."""
     rows, mask = scene.rows, request.what.rows
-    picked = list(range(len(rows))) if not isinstance(mask, Tensor) else _rows_of_mask(mask, rows)
-    if len(picked) < len(rows):  # on a device, a scene has all rows
+    picked = _rows_of_mask(mask, rows) if isinstance(mask, Tensor) else None
+    if picked is not None and len(picked) < len(rows):  # on a device, a scene has all rows
         rows = [rows[r] for r in picked]
         index = torch.tensor(picked, dtype=torch.long, device=scene.q.device)
         lse = None if scene.lse is None else scene.lse.index_select(2, index)
         scene = replace(scene, rows=rows, q=scene.q.index_select(2, index), lse=lse)
     heads = request.what.weights
-    queries = torch.tensor(list(rows), dtype=torch.long, device=scene.q.device)
-    return HeadWeights(tuple(heads), queries, _weights(scene, tuple(heads)), scene.call.queries, _place(scene, picked))
+    queries = _indices(rows, scene.q.device)
+    place = _place(scene, picked, queries)
+    return HeadWeights(tuple(heads), queries, _weights(scene, tuple(heads)), scene.call.queries, place)
+
+
+def _indices(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Return numbers as an int64 tensor; a range without a list of them."""
+    if isinstance(rows, range):
+        return torch.arange(rows.start, rows.stop, rows.step, device=device)
+    return torch.tensor(list(rows), dtype=torch.long, device=device)
 
 
 def _rows_of_mask(mask: Tensor, rows: Sequence[int]) -> list[int]:
@@ -124,8 +132,8 @@ def _rows_of_mask(mask: Tensor, rows: Sequence[int]) -> list[int]:
     return [place for place, row in enumerate(rows) if chosen[row]]
 
 
-def _place(scene: Scene, picked: Sequence[int]) -> Tensor:
-    """Return ``HeadWeights.place``."""
+def _place(scene: Scene, picked: Sequence[int] | None, queries: Tensor) -> Tensor:
+    """Return ``HeadWeights.place``; ``picked``: the places of the queries among the rows of the request, None = all."""
     at, device = scene.own if scene.line is None else scene.line, scene.q.device
     place = torch.tensor([HeadWeights.NOWHERE, HeadWeights.NOWHERE, 0, 0], device=device)
     if at is None:
@@ -134,9 +142,9 @@ def _place(scene: Scene, picked: Sequence[int]) -> Tensor:
             some = torch.tensor(sample(SAMPLE, keys.shape[2]), device=device)
             place[3] = _checksum(keys.index_select(2, some))
         return place
-    at = at[:1, picked]  # of the first batch entry
+    at = at[:1] if picked is None else at[:1, picked]  # of the first batch entry
     if at.numel() and scene.call.keys:
-        starts = at - torch.tensor(list(scene.rows), dtype=torch.long, device=device)
+        starts = at - queries
         if scene.line is None:
             starts = starts.masked_fill(at < 0, HeadWeights.NOWHERE)
         place[0], place[1] = starts.min(), starts.max()
