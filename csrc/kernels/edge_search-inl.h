@@ -4,9 +4,8 @@ template <class T, int QV>
 struct EdgeSearch : StoredWeights<T, QV> {
     using Base = StoredWeights<T, QV>;
     using Base::L, Base::ROWS, Base::s, Base::stored, Base::block_tops, Base::has_visible, Base::candidate_cells,
-        Base::cell_max, Base::column_begin, Base::begin, Base::end, Base::first_column,
-        Base::end_column, Base::partition_of, Base::bits_of_weight,
-        Base::weight_of_bits;
+        Base::cell_max, Base::column_begin, Base::begin, Base::end, Base::first_column, Base::end_column,
+        Base::partition_of, Base::bits_of_weight, Base::weight_of_bits;
     // Inserts the block's weights into the heaps of edges. Only cells whose largest weight is above the threshold are
     // searched.
     template <class Block>

@@ -6,8 +6,8 @@ struct KeyStatistics : EdgeSearch<T, QV> {
     using Base = EdgeSearch<T, QV>;
     using Base::L, Base::ROWS, Base::s, Base::stored, Base::block_tops, Base::has_visible, Base::key_sums,
         Base::column_begin, Base::cell_sum, Base::cell_max, Base::cell_key, Base::cell_pairs, Base::segment_mass,
-        Base::begin, Base::end, Base::first_column, Base::end_column, Base::blocks, Base::counts_single_pairs, Base::map_column, Base::partition_of,
-        Base::weight_of_bits;
+        Base::begin, Base::end, Base::first_column, Base::end_column, Base::blocks, Base::counts_single_pairs,
+        Base::map_column, Base::partition_of, Base::weight_of_bits;
     // Counts the visible pairs of a row from its spans. `eligible` holds differences between neighbouring keys until
     // `reduce_partitions` computes their prefix sum.
     template <class Block>
