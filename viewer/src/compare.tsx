@@ -42,7 +42,7 @@ export function Compare({ state: asked, theme, change: changed }: Props) {
         <div>
           <Choice label={compare.b} layer={asked.otherLayer} head={asked.otherHead} choose={(otherLayer, otherHead) => changed({ otherLayer, otherHead })} />
           {b && fieldB && <MapView {...rest} {...unpinned} layer={layerB} head={b} field={fieldB} title={nameB} exports={`${file}-other`} />}
-          {fieldB && <Legend layer={layerB} field={fieldB} state={state} />}
+          {fieldB && <Legend layer={layerB} head={state.otherHead} field={fieldB} state={state} />}
         </div>
         <div>
           <p class="choice">{compare.difference}</p>

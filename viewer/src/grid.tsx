@@ -7,7 +7,7 @@ import { data, type Head, hasPatches, head as decoded, type HeadMap, passing } f
 import { fitted } from "./draw";
 import { type Colours, colour, field, Pictures } from "./field";
 import { save } from "./map";
-import { drawPatches, received, rowOf, topOf } from "./picture";
+import { drawPatches, queryOf, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
@@ -286,7 +286,7 @@ function small(surface: Surface, map: HeadMap, layer: number, state: State, side
   const image = data.image;
   if (image && state.thumbs !== "map" && hasPatches(data.layers[layer]) && map.columns === data.layers[layer].lengths![1]) {
     const [rows, columns] = image.grid;
-    const chosen = state.row ?? image.special + Math.floor(rows / 2) * columns + Math.floor(columns / 2);
+    const chosen = queryOf(state, state.layer, state.head);
     const values = state.thumbs === "patch" ? rowOf(of, Math.min(chosen, of.rows - 1)) : received(of);
     const canvas = document.createElement("canvas");
     const size: [number, number] = [Math.round((side * columns) / Math.max(rows, columns)), Math.round((side * rows) / Math.max(rows, columns))];

@@ -1,7 +1,7 @@
 // One head opened large: its map, the selected cell, the tokens, its strongest connections and its statistics.
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { data, type Head, hasPatches, hasTexts, hasTokens, head as decoded, known, type Layer, queryAt, range, token } from "./data";
+import { data, FULL, type Head, hasPatches, hasTexts, hasTokens, head as decoded, known, type Layer, queryAt, range, token } from "./data";
 import { type Colours, colour, type Field, field, place, type Scale } from "./field";
 import { Bar } from "./legend";
 import { Cell, Exact, MapView, type Zoom } from "./map";
@@ -105,7 +105,7 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
 }
 
 /** Whether each key and query has a bin of its own. */
-function single({ map, lengths }: Layer): boolean {
+export function single({ map, lengths }: Layer): boolean {
   return map !== null && lengths !== null && map.rows === lengths[0] && map.columns === lengths[1];
 }
 
@@ -179,15 +179,17 @@ export function opened(state: State, layer: number, head: number): Partial<State
 
 // ---------------------------------------------------------------- under the map
 
-export function Legend({ layer, field: of, state, tile }: { layer: Layer; field: Field; state: State; tile?: Tile | null }) {
+export function Legend({ layer, field: of, state, tile, head = state.head }: { layer: Layer; head?: number; field: Field; state: State; tile?: Tile | null }) {
   const low = of.signed ? figure(-of.top) : state.scale === "log" ? texts.legend.atMost(figure(of.top / 1e4)) : figure(0);
   const scale = of.signed ? "linear" : state.scale;
   const what = of.signed ? "difference" : (tile ? isExact(tile) : layer.map!.exact) ? "weight" : of.pool;
   const codes = 2 ** data.bits - 1;
+  const levels = layer.map!.levels?.[head] ?? FULL;
+  const [bits, rough] = levels < FULL ? [texts.legend.levels(levels), texts.legend.coarse(levels)] : [texts.legend.bits(data.bits, codes), data.bits === 8 && texts.legend.rough];
   return (
     <p class="hint legend">
       <Bar what={texts.legend.what(what, scale)} low={low} high={of.above ? texts.legend.orMore(figure(of.top)) : figure(of.top)} colours={state.colours} signed={of.signed} />
-      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={texts.legend.bits(data.bits, codes)}>{[binning(layer, of.pool), data.bits === 8 && texts.legend.rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
+      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[binning(layer, of.pool), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
     </p>
   );
 }
