@@ -41,7 +41,11 @@ def colour(page: Any, number: int, key: int) -> list[int]:
     canvas = page.locator(".attended canvas[data-drawn]").nth(number)
     row, column = divmod(key, COLUMNS)
     at = [(column + 0.5) / COLUMNS, (row + 0.5) / ROWS]
-    read = "(c, [x, y]) => [...c.getContext('2d').getImageData(x * c.width, y * c.height, 1, 1).data].slice(0, 3)"
+    read = """(c, [x, y]) => {
+      const copy = new OffscreenCanvas(c.width, c.height).getContext("2d", { willReadFrequently: true });
+      copy.drawImage(c, 0, 0);
+      return [...copy.getImageData(x * c.width, y * c.height, 1, 1).data].slice(0, 3);
+    }"""
     return canvas.evaluate(read, at)
 
 

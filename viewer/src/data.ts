@@ -52,6 +52,9 @@ export interface SegmentFacts {
   names: string[];
   mean: string; // base64 of 16 bits each: head, segment of the query, segment of the key; in units of 1 / 65,534, 65,535 = none
   rows: number[][]; // of each head and segment
+  spans: [number, number, number][]; // segment, first key, first key after it; none where inputs differ
+  even: string | null; // as mean: the share if rows spread their weight evenly over the keys they may attend to
+  evenExact: boolean; // not estimated from bins of several tokens
 }
 
 /** The image whose patches the keys are. */

@@ -3,6 +3,7 @@
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { data, FULL, type Head, hasPatches, hasTexts, hasTokens, head as decoded, known, type Layer, queryAt, range, token } from "./data";
 import { type Colours, colour, type Field, field, place, type Scale } from "./field";
+import { BandLegend } from "./bands";
 import { Bar } from "./legend";
 import { Cell, Exact, MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
@@ -82,6 +83,7 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
           <div ref={canvas} class="drawing">
             {hasPatches(layer) && <h3>{texts.head.fullMap}</h3>}
             <Legend {...{ layer, field: tile ? asField(tile, state.pool) : shown, state, tile }} />
+            <BandLegend layer={layer} />
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
               number={state.head} row={marked.row} column={marked.column} cell={over === null ? state.cell : null} inSight={setTile} most={1400} room={room} title={title}

@@ -7,6 +7,7 @@ import { type Head, type Layer, range } from "./data";
 import { draw, geometry, type Inks, type Scene, type Sight } from "./draw";
 import { type Colours, type Field, Pictures, type Scale } from "./field";
 import { useWidth } from "./screen";
+import { hasBands, segmentInks } from "./bands";
 import { CanvasSurface, SvgSurface } from "./surface";
 import { asField, isExact, served, tile as askTile, type Tile, why } from "./tiles";
 import * as texts from "./texts";
@@ -123,6 +124,7 @@ export function MapView(props: Props) {
   const ratio = window.devicePixelRatio || 1;
   scene.current = {
     layer, head, field, pictures, geometry: places, inks: colours, ratio,
+    bands: hasBands(layer) ? segmentInks() : null,
     sight: sightOf(at, side), row: props.row, column: props.column, cell: props.cell ?? null, tile: finer,
   };
 

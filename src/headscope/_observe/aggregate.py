@@ -18,6 +18,7 @@ from headscope._observe.native_observer import Ready
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
 from headscope.stats import Observe, SegmentMass
+from headscope.stats._segment_mass import spans_of
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments, Nulls
 
 
@@ -65,7 +66,8 @@ def layer_stats(
         received, eligible = (_filed(x, known.first_key) for x in (observed.received, observed.eligible))
     masses, maxima = None, observed.received_max
     if what.segments is not None and observed.segments is not None:
-        masses = SegmentMass(what.segments.names, *observed.segments)
+        spans = spans_of(what.segments.ids) if what.segments.query_ids is None else ()
+        masses = SegmentMass(what.segments.names, *observed.segments, spans)
     if rows is None:
         assert observed.counted is not None  # one of them is present
         rows = observed.counted.sum((0, 2))

@@ -215,6 +215,7 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
         "lengths": part.lengths,
         "first": part.first,
         "segments": None if part.segments is None else list(part.segments.names),
+        "segment_spans": [] if part.segments is None else [list(span) for span in part.segments.spans],
         "received_max": part.received_max is not None,
         **({"weights": [[run.length, *run.heads] for run in part.weights]} if part.weights else {}),
         "nulls": [] if nulls is None else list(nulls.names),
@@ -335,7 +336,7 @@ def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tenso
 def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], file: TensorFile) -> LayerStats:
     """Read the result of ``_store_layer``."""
     later = {"lengths": None, "first": None, "qk": [], "qk_runs": None, "segments": None, "received_max": False}
-    entry = later | {"weights": [], "nulls": []} | entry  # older files lack these
+    entry = later | {"weights": [], "nulls": [], "segment_spans": []} | entry  # older files lack these
     numbers = {what: read_whole(entry, what, 0) for what in _NUMBERS}
     looked_at = read_whole(entry, "looked_at", 0, numbers["of"])
     lengths = _read_lengths(entry, numbers["of"])
@@ -390,10 +391,22 @@ def _read_segments(entry: dict[str, Any], read: Callable[..., Tensor], rows: int
     if read_value(entry, "segments", list, NoneType) is not None:
         names, size = Segments(read_list(entry, "segments", str), []).names, len(entry["segments"])
         total = read("segments/sum", "H", size, size, within=(0, None))
-        parts["segments"] = SegmentMass(names, total, read("segments/count", "H", size, within=(0, rows + 1)))
+        count, spans = read("segments/count", "H", size, within=(0, rows + 1)), _read_spans(entry, size)
+        parts["segments"] = SegmentMass(names, total, count, spans)
     if read_value(entry, "received_max", bool):
         parts["received_max"] = read("received_max", "H", "K", within=(0, None))
     return parts
+
+
+def _read_spans(entry: dict[str, Any], size: int) -> tuple[tuple[int, int, int], ...]:
+    """Read the keys of the segments, which are in order."""
+    spans = [read_wholes({"segment_spans": span}, "segment_spans") for span in read_list(entry, "segment_spans", list)]
+    end = 0
+    for span in spans:
+        if len(span) != 3 or span[0] >= size or not end <= span[1] < span[2]:
+            raise ValueError(f"segment_spans: got {list(span)}, expected a segment below {size}, its start and its end")
+        end = span[2]
+    return tuple((n, start, stop) for n, start, stop in spans)
 
 
 def _read_weights(
