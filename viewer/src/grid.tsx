@@ -84,13 +84,21 @@ export function Grid({ state, theme, open }: Props) {
     event.preventDefault();
     buttons[to].focus();
   };
+  /** The number of a layer or head opens that one; of the opened head the other number stays. */
+  const label = (event: MouseEvent) => {
+    const axis = (event.target as Element).closest<HTMLElement>(".axis");
+    if (!axis) return;
+    const layer = Number(axis.dataset.layer ?? state.layer);
+    const head = Number(axis.dataset.head ?? state.head);
+    open({ layer, head: Math.min(head, data.layers[layer].heads - 1) });
+  };
   const stop = found.find((place) => isOpened(place, state)) ?? found[0]; // where Tab leads to
   const thumb = (place: Place) => <Thumb key={`${place.layer}.${place.head}`} {...{ place, state, theme, open }} stop={place === stop} />;
   const rows = state.sort ? [] : data.layers.map((_, layer) => found.filter((place) => place.layer === layer));
   const many = WIDEST > 16;
   const marked = useMarks(element);
   return (
-    <Frame element={element} onKeyDown={key} {...marked} class={`grid${state.sort ? "" : " axes"}${many ? " many" : ""}`}>
+    <Frame element={element} onKeyDown={key} onClick={(event: MouseEvent) => label(event)} {...marked} class={`grid${state.sort ? "" : " axes"}${many ? " many" : ""}`}>
       {found.length === 0 && <p class="hint">{grid.none}</p>}
       {state.sort ? (
         <div class="heads">{found.map(thumb)}</div>

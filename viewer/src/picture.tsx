@@ -6,7 +6,7 @@ import { colour, type Colours, type Field, place, type Scale } from "./field";
 import { save } from "./map";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { files, fill, image as texts } from "./texts";
+import { files, fill, image as texts, regionNames } from "./texts";
 import { mapValue, nameOf } from "./words";
 
 const made: Record<string, HTMLCanvasElement> = {};
@@ -172,9 +172,9 @@ export function Images({ layer, field: of, state, theme, change }: Props) {
         <Pane {...rest} values={null} caption={texts.original} picture="image"
           say={(at) => say(at === null ? null : token(at, true))} />
         <Pane {...rest} values={row} caption={fill(texts.looks, { name: <b>{name}</b>, most: best(row) })} picture="looks"
-          say={(at) => say(at === null ? null : texts.pair(name, token(at, true)!, mapValue(row[at])))} />
+          say={(at) => say(at === null ? null : texts.pair(token(chosen, true)!, token(at, true)!, mapValue(row[at])))} />
         <Pane {...rest} values={column} caption={fill(texts.lookedAt, { name: <b>{name}</b> })} picture="looked-at"
-          say={(at) => say(at === null ? null : texts.pair(token(at, true)!, name, mapValue(column[at])))} />
+          say={(at) => say(at === null ? null : texts.pair(token(at, true)!, token(chosen, true)!, mapValue(column[at])))} />
         <Pane {...rest} values={mean} caption={fill(texts.average(special), { most: best(mean) })} picture="all"
           say={(at) => say(at === null ? null : texts.averageOf(token(at, true)!, mapValue(mean[at])))} />
       </div>
@@ -283,7 +283,7 @@ export function Regions({ layer, head }: { layer: number; head: number }) {
           const ratio = data.statistics[layer][name].mean[head]!;
           return (
             <li key={name} title={regionWords[name].meaning}>
-              <span>{regionWords[name].heading}</span>
+              <span>{regionNames[name] ?? regionWords[name].heading}</span>
               <span class="meter" aria-hidden="true"><i style={{ width: `${(100 * ratio) / most}%` }} /><u style={{ left: `${100 / most}%` }} /></span>
               <span>{texts.ratio(ratio)}</span>
             </li>

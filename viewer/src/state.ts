@@ -45,10 +45,15 @@ export interface State {
 const small = data.layers.some(({ map, lengths }) =>
   map && ((!map.exact && lengths?.[1] !== map.columns) || (!data.image && map.columns > 64)));
 
+/** Over several inputs the means of most heads look even, those of an induction head, too: the largest weights tell them apart. */
+const merged = data.layers.some(({ map, runs }) => map && !map.exact && runs > 1);
+
 const DULL = ["uniform", "first", "local"];
 
-/** The head to open first where nobody chose one: the one that matches an informative pattern best. */
+/** The head to open first where nobody chose one: that of the first card, else the one that matches an informative pattern best. */
 function telling(): [number, number] {
+  const card = data.highlights.find(({ layer, head }) => layer !== null && head !== null);
+  if (card) return [card.layer!, card.head!];
   let [best, place]: [number, [number, number]] = [-1, [0, 0]];
   data.layers.forEach((layer, at) => {
     for (let head = 0; head < layer.heads; head++) {
@@ -68,8 +73,8 @@ export const FIRST: State = {
   head: HEAD,
   otherLayer: 0,
   otherHead: data.layers[0].heads > 1 && LAYER === 0 && HEAD === 0 ? 1 : 0,
-  pool: "mean",
-  scale: small ? "log" : "linear",
+  pool: merged ? "max" : "mean",
+  scale: small && !merged ? "log" : "linear",
   colours: "blues",
   sink: false,
   sort: "",

@@ -74,6 +74,8 @@ export const search = {
   results: "What fits",
   token: (at: number, around: string) => `${whole(at)}: ${around}`,
   more: (count: number) => `and ${whole(count)} more`,
+  inWindow: (window: number, at: number, around: string) => `window ${whole(window)}, token ${whole(at)}: ${around}`,
+  nth: (n: number, of: number) => `${whole(n)} of ${whole(of)}, Enter: next.`,
   none: "Nothing fits.",
   onlyHeads: "Find a head: 3.3",
   noTokens: "Heads only, such as 3.3: the page does not hold one text, token by token.",
@@ -183,20 +185,23 @@ export const cards = {
   more: (heads: number) => `${whole(heads)} more ${plural(heads, "head")}`,
   count: (heads: string, of: string, does: string) => `${heads} of ${of} ${of === "1" ? "head" : "heads"} ${does}`,
   counts: {
-    local: (one, unit) => `${one ? "looks" : "look"} at nearby ${plural(2, unit)}`,
-    first: (one, unit) => `${one ? "looks" : "look"} mostly at the first ${unit}`,
-    uniform: (one) => (one ? "spreads its attention evenly" : "spread their attention evenly"),
+    local: (one, unit) => `${one ? "comes" : "come"} closest to looking at nearby ${plural(2, unit)}`,
+    first: (one, unit) => `${one ? "comes" : "come"} closest to looking at the first ${unit} only`,
+    uniform: (one) => `${one ? "comes" : "come"} closest to an even spread`,
   } as Record<string, (one: boolean, unit: string) => string>,
   none: "No head matches a pattern clearly better than chance",
   only: (least: string) => `match of at least ${least} · show only these`,
   all: "show all heads",
 };
 
+/** Regions of an image in one word, as under a picture and in a list. */
+export const regionNames: Record<string, string> = { boundary: "outline" };
+
 // ---------------------------------------------------------------- all heads
 
 export const grid = {
   title: "All heads",
-  ownScale: (what: "image" | "map", scale: string) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys. Each map has its own ${scale} colour scale.`,
+  ownScale: (what: "image" | "map", scale: string, largest: boolean) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys.${largest ? " Each cell shows its largest weight." : ""} Each map has its own ${scale} colour scale.`,
   click: "Click a head to open it.",
   noMap: (statistic: string) => `Each tile shows the mean of ${statistic}. No map was recorded; Observe(map=64) records one.`,
   layer: "layer",
@@ -212,7 +217,7 @@ export const grid = {
   thumb: (name: string, pattern: string, statistic: string) => [name, pattern, statistic].filter(Boolean).join(", "),
   tip: (name: string, pattern: string) => (pattern ? `${name}: ${pattern}` : name),
   match: (pattern: string, score: number) => `${pattern} ${percent(score)}`,
-  region: (region: string, ratio: number) => `${region} × ${ratio.toFixed(1)}`,
+  region: (region: string, ratio: number) => `${regionNames[region] ?? region} × ${ratio.toFixed(1)}`,
   drawing: (at: number, of: number) => `Drawing head ${whole(at)} of ${whole(of)}`,
 };
 
@@ -284,6 +289,7 @@ export const head = {
   pooledPatches: (keys: number) => `Each cell of this map pools several patches, so the map cannot be laid over the image. Record with Observe(map=${keys}) to do so.`,
   fullMap: "Full map: patches in reading order",
   beside: "Selection and statistics",
+  largestKeys: "The largest weights of {token} ({at})",
   statistics: "Statistics",
   statisticsOf: "Statistics of this head",
   patternMatch: "Pattern match: {list}.",
@@ -295,6 +301,7 @@ export const head = {
 
 export const strongest = {
   summary: (count: number) => (count === 1 ? "Strongest connection, exact" : `Strongest connections: ${count}, exact`),
+  ofCells: (count: number) => `Strongest connections: ${count}, the largest weights of different cells`,
   keys: (each: number) => (each === 1 ? "Strongest key of query {query} {token}" : "Strongest keys of query {query} {token}"),
   queryLabel: "Query",
   key: "{weight} key {key}",
@@ -346,6 +353,7 @@ function four(value: number): string {
 export const reason = {
   title: "Why this weight?",
   choose: "Select one cell of the map to see how its weight is computed. Zoom in first if a cell covers several tokens.",
+  served: "A page from a server does not hold q and k. A saved page shows how a weight is computed: recording.save_html(path, exact=[(layer, head)]).",
   others: "This page can compute the weights of {heads}.",
   pair: "{query} → {key}",
   of: (input: string) => ` (${input})`,
@@ -464,7 +472,7 @@ export const image = {
   scale: "Each picture has its own colour scale, from 0 to its largest patch.",
   outline: "The line is the outline of the object.",
   regions: "What it looks at",
-  mostRegion: (ratio: number) => `Looks most at {region}: ${ratio.toFixed(1)} times as much as an even spread.`,
+  mostRegion: (ratio: number) => `Looks at {region} (${ratio.toFixed(1)} × chance): so many times as much as an even spread would.`,
   noRegion: "Looks at none of the regions much more than an even spread does.",
   ratio: (ratio: number) => `× ${ratio.toFixed(2)}`,
   even: "The line marks × 1, an even spread. Regions overlap.",
