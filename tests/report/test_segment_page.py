@@ -21,7 +21,9 @@ SPANS = ((0, 0, 4), (1, 4, 11), (0, 14, 16), (2, 16, 23))
 
 def observed(bins: int, mask: Any = None, ids: Any = IDS) -> Any:
     q, k = torch.randn(2, 1, 2, len(IDS), 8, generator=torch.Generator().manual_seed(2))
-    return observe(q, k, mask=masks.causal() if mask is None else mask, what=Observe(segments=Segments(NAMES, ids), map=bins))
+    return observe(
+        q, k, mask=masks.causal() if mask is None else mask, what=Observe(segments=Segments(NAMES, ids), map=bins)
+    )
 
 
 def even(visible: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -471,7 +471,9 @@ def test_a_patch_is_chosen_on_an_image(look: Any, tmp_path: Path) -> None:
     caption = page.locator("figcaption").nth(1).inner_text()
     row = sheet.weights[1][0][3 * 7 + 4]
     best = int(row.argmax())
-    assert caption.startswith(f"Where the framed patch row 3, column 4 attends. Most: row {best // 7}, column {best % 7}, ")
+    assert caption.startswith(
+        f"Where the framed patch row 3, column 4 attends. Most: row {best // 7}, column {best % 7}, "
+    )
     near(numbers(caption)[4], float(row.max()))
     page.locator(".patches").nth(1).hover()
     readout = page.locator(".pictures + .readout")

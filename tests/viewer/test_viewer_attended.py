@@ -90,7 +90,8 @@ def test_a_card_under_the_pointer_shows_its_head(look: Any, page_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("thumbs", "hint"), [("received", "on average over all queries"), ("patch", "patch row 2, column 3 (framed) attends")]
+    ("thumbs", "hint"),
+    [("received", "on average over all queries"), ("patch", "patch row 2, column 3 (framed) attends")],
 )
 def test_the_pictures_name_their_query(look: Any, page_path: Path, thumbs: str, hint: str) -> None:
     page = look(page_path, f"thumbs={thumbs}&row={QUERY}")

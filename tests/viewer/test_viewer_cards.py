@@ -63,7 +63,10 @@ def test_cards_count_the_heads_that_captions_name(look: Any, cats: Recording) ->
     page = look(cats)
     captions = [text.split()[0] for text in page.locator(".thumb small").all_inner_texts()]
     cards = [each.inner_text() for each in page.locator("button.card").all()]
-    for pattern, sentence in (("uniform", "come closest to an even spread"), ("first", "come closest to looking at the")):
+    for pattern, sentence in (
+        ("uniform", "come closest to an even spread"),
+        ("first", "come closest to looking at the"),
+    ):
         (card,) = (text for text in cards if sentence in text)
         assert int(card.split()[0]) == captions.count(pattern) > 1
     assert f"{captions.count('induction') - 1} more heads" in cards[0]

@@ -182,7 +182,8 @@ def test_maps_of_windows_tell_even_from_changing_heads(look: Any) -> None:
       copy.drawImage(canvas, 0, 0);
       const [width, height] = [canvas.width >> 1, canvas.height >> 2]; // left and below
       const { data } = copy.getImageData(0, canvas.height - height, width, height);
-      return Math.min(...Array.from({ length: width * height }, (_, n) => data[4 * n] + data[4 * n + 1] + data[4 * n + 2]));
+      const light = (n) => data[4 * n] + data[4 * n + 1] + data[4 * n + 2];
+      return Math.min(...Array.from({ length: width * height }, (_, n) => light(n)));
     }"""
     page.locator(".thumb canvas[data-drawn]").nth(1).wait_for()
     even, changing = (page.locator(".thumb canvas[data-drawn]").nth(n).evaluate(read) for n in (0, 1))

@@ -93,10 +93,13 @@ def test_bands_along_both_axes_have_the_colours_of_the_legend(look: Any) -> None
     assert page.locator(".band-legend bdi").all_inner_texts() == NAMES
     swatches = [
         [int(n) for n in colour.removeprefix("rgb(").removesuffix(")").split(",")]
-        for colour in page.locator(".band-legend i").evaluate_all("all => all.map(e => getComputedStyle(e).backgroundColor)")
+        for colour in page.locator(".band-legend i").evaluate_all(
+            "all => all.map(e => getComputedStyle(e).backgroundColor)"
+        )
     ]
     read = """([x, y]) => {
-      const canvas = document.querySelector(".map canvas"), plot = JSON.parse(canvas.dataset.plot), r = devicePixelRatio;
+      const canvas = document.querySelector(".map canvas"), r = devicePixelRatio;
+      const plot = JSON.parse(canvas.dataset.plot);
       const at = x === null ? [plot.x - 3, plot.y + y * plot.height] : [plot.x + x * plot.width, plot.y - 3];
       const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
       copy.drawImage(canvas, 0, 0);
@@ -118,7 +121,9 @@ def test_a_share_stands_beside_its_even_share_and_is_pale_if_it_is_near(look: An
     assert text.split() == ["100", "%", "even:", f"{100 * even:.0f}", "%"]
     assert "dim" not in str(last.first.get_attribute("class"))
     page = look(recording, "view=head&head=0")
-    assert {cell.get_attribute("class") for cell in page.locator(".segments tbody tr").last.locator("td").all()} == {"dim"}
+    assert {cell.get_attribute("class") for cell in page.locator(".segments tbody tr").last.locator("td").all()} == {
+        "dim"
+    }
     page = look(recording, "view=segments")
     cells = page.locator(".segment-heads button")
     assert [cell.get_attribute("class") for cell in cells.all()] == ["dim", ""]

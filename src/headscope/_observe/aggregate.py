@@ -18,8 +18,8 @@ from headscope._observe.native_observer import Ready
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
 from headscope.stats import Observe, SegmentMass
-from headscope.stats._segment_mass import spans_of
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments, Nulls
+from headscope.stats._segment_mass import spans_of
 
 
 class LazyLayer(Mapping[str, LayerStats]):

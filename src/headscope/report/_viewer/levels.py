@@ -80,9 +80,9 @@ def levels_of(
     levels = [[FULL] * len(each) for each in sizes]
     for step in STEPS:
         costs = {(n, head): others[n] + rows[n] + _bytes(found, step) for (n, head), found in counts.items()}
-        if rest + sum(min(sizes[n][head], cost) for (n, head), cost in costs.items()) > EVERY_WEIGHT_BYTES:
-            if step != STEPS[-1]:
-                continue
+        everything = rest + sum(min(sizes[n][head], cost) for (n, head), cost in costs.items())
+        if everything > EVERY_WEIGHT_BYTES and step != STEPS[-1]:
+            continue
         for (n, head), cost in costs.items():
             levels[n][head] = step if cost < sizes[n][head] else FULL
         break

@@ -325,7 +325,6 @@ class Map:
             parts += [_planes(x[head][visible], wide) for x, wide in self.places if wide]
         return b"".join(parts)
 
-
     def coarse_block(self, head: int, levels: int) -> bytes:
         """Return the end of a block of single weights with fewer levels: the largest of each row, and the codes."""
         codes, largest = row_codes(self.mean[head], self.visible[head], levels)
