@@ -6,8 +6,9 @@ The weights of 512 tokens are those of the shipped language model, its positions
 heads three times; the others are of random q and k with a slant towards near keys and the first one, except that of
 512 tokens without a mask, whose q and k are random: the worst case, because noise does not compress. For the long
 cases one layer of eight heads is observed, on a sample of 512 rows and all keys, and stands for the others: blocks are
-compressed one by one, so that repeating them makes the page no smaller. Without the exact heads. Times are of headless Chromium: until the
-first eight thumbnails are drawn, until a head is open, and the frames while the wheel zooms and the map is dragged.
+compressed one by one, so that repeating them makes the page no smaller. No page has exact heads. Times are of headless
+Chromium: until the first eight thumbnails are drawn, until a head is open, and the frames while the wheel zooms and the
+map is dragged.
 """
 
 from __future__ import annotations

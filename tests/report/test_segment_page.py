@@ -77,3 +77,23 @@ def test_different_batch_entries_have_no_spans() -> None:
     assert spans_of(torch.tensor([[0, 0, 1], [0, 0, 1]])) == ((0, 0, 2), (1, 2, 3))
     assert spans_of(torch.tensor([[0, 0, 1], [0, 1, 1]])) == ()
     assert spans_of(torch.zeros(0, 3, dtype=torch.int64)) == ()
+
+
+@pytest.mark.parametrize("newlines", [False, True])
+def test_patches_of_images_are_saved_with_the_segments(newlines: bool, tmp_path: Path) -> None:
+    sizes = [3 * (5 + newlines), 2 * (2 + newlines)]
+    ids = [1, *[9] * sizes[0], 2, *[9] * sizes[1], 3]
+    segments = Segments.from_image_tokens(ids, 9, [(3, 5), (2, 2)], newlines=newlines)
+    q = torch.randn(1, 1, len(ids), 4)
+    stats = observe(q, q, what=Observe(segments=segments))
+    first, second = 1, 2 + sizes[0]
+    images = (
+        ("image 0", 5, tuple(first + n * (5 + newlines) for n in range(3))),
+        ("image 1", 2, tuple(second + n * (2 + newlines) for n in range(2))),
+    )
+    assert stats.segments is not None
+    assert stats.segments.images == images
+    stats.save(tmp_path / "a.safetensors")
+    loaded = HeadStats.load(tmp_path / "a.safetensors").segments
+    assert loaded is not None
+    assert loaded.images == images

@@ -128,3 +128,51 @@ def test_a_share_stands_beside_its_even_share_and_is_pale_if_it_is_near(look: An
     cells = page.locator(".segment-heads button")
     assert [cell.get_attribute("class") for cell in cells.all()] == ["dim", ""]
     assert "An even spread would give" in str(cells.first.get_attribute("title"))
+
+
+# ---------------------------------------------------------------- images in a prompt
+
+GRIDS = [(5, 7), (2, 3)]
+PROMPT = [1, 2, *[99] * 35, 3, *[99] * 6, 4, 5, 6]
+
+
+def prompted(bins: int) -> Recording:
+    """A prompt with two images; in head 1 each token attends to key 18, a patch of the first one."""
+    length = len(PROMPT)
+    segments = Segments.from_image_tokens(PROMPT, 99, GRIDS, names=["photo", "<i>tile</i>"])
+    k = torch.eye(length)[None, None].repeat(1, 2, 1, 1)
+    q = torch.zeros(1, 2, length, length)
+    q[0, 1, :, 18] = 400
+    what = Observe(segments=segments, map=bins, edges=2)
+    parts = observe(q, k, mask=masks.causal(), what=what).named("0").parts
+    return Recording(HeadStats(parts), About("m", {}, {}, {"0": "self"}, None, 1, 1))
+
+
+def test_weights_on_image_tokens_are_laid_out_as_images(look: Any) -> None:
+    length = len(PROMPT)
+    page = look(prompted(length), f"view=head&head=1&row={length - 1}&column=0")
+    pictures = page.locator(".image-tokens canvas[data-drawn]")
+    expect(pictures).to_have_count(2)
+    captions = page.locator(".image-tokens figcaption bdi")
+    expect(captions).to_have_text(["photo: 100\xa0% of the weight", "<i>tile</i>: 0\xa0% of the weight"])
+    box = pictures.first.bounding_box()
+    assert box is not None
+    row, column = divmod(18 - 2, 7)
+    place = {"x": (column + 0.5) * box["width"] / 7, "y": (row + 0.5) * box["height"] / 5}
+    pictures.first.hover(position=place)
+    shown = page.locator(".image-tokens figcaption").first
+    expect(shown).to_contain_text(f"row {row}, column {column}: 1.00")
+    pictures.first.click(position=place)
+    page.wait_for_url(f"**row={length - 1}&column=18*")
+    page.get_by_label("Attention on the images").select_option(label="all tokens of “photo”, on average")
+    page.wait_for_url("**patchesOf=0*")
+    # the queries from key 18 on attend to it, those before it evenly to the keys so far, two of which are no patches
+    even = [(n - 1) / (n + 1) for n in range(2, 18)]
+    expect(captions.first).to_contain_text(f"{100 * (sum(even) + 19) / 35:.0f}\xa0%")
+
+
+def test_a_pooled_map_states_that_it_cannot_be_laid_over_images(look: Any) -> None:
+    page = look(prompted(9), "view=head&head=1")
+    page.locator(".map canvas").wait_for()
+    assert f"Observe(map={len(PROMPT)})" in page.locator("#view").inner_text()
+    assert page.locator(".image-tokens").count() == 0

@@ -53,6 +53,7 @@ export interface SegmentFacts {
   mean: string; // base64 of 16 bits each: head, segment of the query, segment of the key; in units of 1 / 65,534, 65,535 = none
   rows: number[][]; // of each head and segment
   spans: [number, number, number][]; // segment, first key, first key after it; none where inputs differ
+  images: { name: string; columns: number; rows: number[] }[]; // of each row of patches the first key
   even: string | null; // as mean: the share if rows spread their weight evenly over the keys they may attend to
   evenExact: boolean; // not estimated from bins of several tokens
 }

@@ -8,6 +8,7 @@ import { Bar } from "./legend";
 import { Largest } from "./largest";
 import { MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
+import { ImageTokens } from "./image_tokens";
 import { Keys } from "./reading";
 import { useRoom } from "./screen";
 import type { State } from "./state";
@@ -81,6 +82,7 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
       {data.image && layer.map && !hasPatches(layer) && <p class="hint">{texts.head.notPatches}</p>}
       {data.image && hasPatches(layer) && layer.map && !single(layer) && <p class="hint">{texts.head.pooledPatches(layer.lengths![1])}</p>}
       {shown && found?.map && hasPatches(layer) && single(layer) && <Images {...{ layer, map: found.map, field: shown, state, theme, change }} />}
+      {shown && <ImageTokens {...{ layer, field: shown, state, theme, change }} />}
       <div class="panes">
         {shown && found && (
           <div ref={canvas} class="drawing">

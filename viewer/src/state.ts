@@ -36,6 +36,7 @@ export interface State {
   page: number | null; // of the text
   also: [number, number][]; // further heads with lines in the text
   toward: "from" | "to" | "both"; // lines from queries, to keys
+  patchesOf: number | null; // the segment whose tokens look at the images of a prompt; null = the selected token
   segmentFrom: number | null; // whose tokens attend; null = the last segment
   segmentTo: number;
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
@@ -95,6 +96,7 @@ export const FIRST: State = {
   page: null,
   also: [],
   toward: "from",
+  patchesOf: null,
   segmentFrom: null,
   segmentTo: 0,
   zoom: [1, 0.5, 0.5],
@@ -173,6 +175,7 @@ export function parse(hash: string): State {
     over: params.has("over") ? params.get("over") === "1" : FIRST.over,
     token: whole(params.get("token"), data.tokens?.labels.length ?? 0),
     page: whole(params.get("page"), data.tokens?.labels.length ?? 0),
+    patchesOf: whole(params.get("patchesOf"), 64),
     segmentFrom: whole(params.get("segmentFrom"), 64),
     segmentTo: whole(params.get("segmentTo"), 64) ?? 0,
     also: placesOf(params.get("also")),
@@ -198,7 +201,7 @@ export function address(state: State): string {
   for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "cell", "from", "many", "thumbs"] as const) {
     add(name, state[name], FIRST[name]);
   }
-  for (const name of ["token", "page", "toward", "segmentFrom", "segmentTo"] as const) add(name, state[name], FIRST[name]);
+  for (const name of ["token", "page", "toward", "segmentFrom", "segmentTo", "patchesOf"] as const) add(name, state[name], FIRST[name]);
   if (state.also.length > 0) params.set("also", state.also.map((each) => each.join(".")).join(","));
   if (!state.down) params.set("down", "0");
   if (!state.cards) params.set("cards", "0");

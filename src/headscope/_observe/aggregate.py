@@ -67,7 +67,7 @@ def layer_stats(
     masses, maxima = None, observed.received_max
     if what.segments is not None and observed.segments is not None:
         spans = spans_of(what.segments.ids) if what.segments.query_ids is None else ()
-        masses = SegmentMass(what.segments.names, *observed.segments, spans)
+        masses = SegmentMass(what.segments.names, *observed.segments, spans, what.segments._images if spans else ())
     if rows is None:
         assert observed.counted is not None  # one of them is present
         rows = observed.counted.sum((0, 2))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headscope.stats._part import Part
+from headscope.stats._segment_sources import ImageRows
 
 __all__ = ["SegmentMass", "spans_of"]
 
@@ -30,6 +31,7 @@ class SegmentMass(Part):
         count: the number of counted rows whose query is in each segment, int64 [H, S].
         spans: (segment, start, stop) of the keys, in order: segment n has the keys from start up to stop. Empty where
             batch entries or calls differ.
+        images: of each image in the prompt its name, columns of patches, and the first key of each row of patches.
 
     Examples:
         >>> import torch
@@ -44,6 +46,7 @@ class SegmentMass(Part):
     sum: Tensor
     count: Tensor
     spans: tuple[Span, ...] = ()
+    images: tuple[ImageRows, ...] = ()
 
     @property
     def mean(self) -> Tensor:
@@ -76,8 +79,9 @@ class SegmentMass(Part):
         total, count = first.sum, first.count
         for each in several[1:]:
             total, count = total + each.sum, count + each.count
-        alike = all(each.spans == first.spans for each in several)
-        return SegmentMass(first.names, total, count, first.spans if alike else ())
+        if any((each.spans, each.images) != (first.spans, first.images) for each in several):
+            return SegmentMass(first.names, total, count)
+        return SegmentMass(first.names, total, count, first.spans, first.images)
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return ``segments/query/key`` -> mean and count of a pair, [H] both, for tables and trackers."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headscope._support.arguments import as_whole, check_layout, kind, whole
-from headscope.stats._segment_sources import chat_spans, image_segments
+from headscope.stats._segment_sources import ImageRows, chat_spans, image_segments
 
 __all__ = ["Segments"]
 
@@ -52,6 +52,7 @@ class Segments:
     ) -> None:
         self._names = _checked_names(names)
         self._ids = _checked_ids("ids", ids, self._names)
+        self._images: tuple[ImageRows, ...] = ()  # where the patches of images are, for a picture of them
         self._query_ids = None if query_ids is None else _checked_ids("query_ids", query_ids, self._names)
 
     @property
@@ -263,11 +264,13 @@ class Segments:
             >>> Segments.from_image_tokens([5, 9, 9, 9, 9, 6], 9, (2, 2), parts=(2, 1))
             Segments(image [0, 0]: 2, image [1, 0]: 2, text: 2; 6 keys)
         """
-        labels, places = image_segments(ids, image_token, grid, parts, newlines, names)
+        labels, places, images = image_segments(ids, image_token, grid, parts, newlines, names)
         if text is not None:
             places = torch.where(places == -2, len(labels), places)
             labels = (*labels, text)
-        return Segments(labels, places.clamp(min=-1))
+        made = Segments(labels, places.clamp(min=-1))
+        made._images = images
+        return made
 
 
 def _checked_names(names: Collection[str]) -> tuple[str, ...]:

@@ -216,6 +216,7 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
         "first": part.first,
         "segments": None if part.segments is None else list(part.segments.names),
         "segment_spans": [] if part.segments is None else [list(span) for span in part.segments.spans],
+        "segment_images": [] if part.segments is None else [list(image) for image in part.segments.images],
         "received_max": part.received_max is not None,
         **({"weights": [[run.length, *run.heads] for run in part.weights]} if part.weights else {}),
         "nulls": [] if nulls is None else list(nulls.names),
@@ -336,7 +337,9 @@ def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tenso
 def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], file: TensorFile) -> LayerStats:
     """Read the result of ``_store_layer``."""
     later = {"lengths": None, "first": None, "qk": [], "qk_runs": None, "segments": None, "received_max": False}
-    entry = later | {"weights": [], "nulls": [], "segment_spans": []} | entry  # older files lack these
+    entry = (
+        later | {"weights": [], "nulls": [], "segment_spans": [], "segment_images": []} | entry
+    )  # older files lack these
     numbers = {what: read_whole(entry, what, 0) for what in _NUMBERS}
     looked_at = read_whole(entry, "looked_at", 0, numbers["of"])
     lengths = _read_lengths(entry, numbers["of"])
@@ -392,7 +395,7 @@ def _read_segments(entry: dict[str, Any], read: Callable[..., Tensor], rows: int
         names, size = Segments(read_list(entry, "segments", str), []).names, len(entry["segments"])
         total = read("segments/sum", "H", size, size, within=(0, None))
         count, spans = read("segments/count", "H", size, within=(0, rows + 1)), _read_spans(entry, size)
-        parts["segments"] = SegmentMass(names, total, count, spans)
+        parts["segments"] = SegmentMass(names, total, count, spans, _read_images(entry))
     if read_value(entry, "received_max", bool):
         parts["received_max"] = read("received_max", "H", "K", within=(0, None))
     return parts
@@ -407,6 +410,20 @@ def _read_spans(entry: dict[str, Any], size: int) -> tuple[tuple[int, int, int],
             raise ValueError(f"segment_spans: got {list(span)}, expected a segment below {size}, its start and its end")
         end = span[2]
     return tuple((n, start, stop) for n, start, stop in spans)
+
+
+def _read_images(entry: dict[str, Any]) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+    """Read where the patches of images are."""
+    images: list[tuple[str, int, tuple[int, ...]]] = []
+    for image in read_list(entry, "segment_images", list):
+        if len(image) != 3:
+            raise ValueError(
+                f"segment_images: got {len(image)} values, expected a name, columns and the starts of rows"
+            )
+        fields = dict(zip(("name", "columns", "rows"), image, strict=True))
+        rows = read_wholes(fields, "rows")
+        images.append((read_value(fields, "name", str), read_whole(fields, "columns", 1), rows))
+    return tuple(images)
 
 
 def _read_weights(

@@ -30,6 +30,10 @@ def segment_facts(part: LayerStats) -> dict[str, Any] | None:
         "mean": _coded(mass.mean.numpy()),
         "rows": mass.count.tolist(),
         "spans": [list(span) for span in mass.spans],
+        "images": [
+            {"name": visible(name, limit=60, blanks=False), "columns": columns, "rows": list(rows)}
+            for name, columns, rows in mass.images
+        ],
         "even": None if even is None else _coded(even),
         "evenExact": part.lengths is not None and part.map is not None and max(part.lengths) <= part.map.bins,
     }
