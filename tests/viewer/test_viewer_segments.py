@@ -110,6 +110,18 @@ def test_bands_along_both_axes_have_the_colours_of_the_legend(look: Any) -> None
         assert page.evaluate(read, [None, middle]) == swatches[segment]
 
 
+def test_thumbnails_have_the_bands_where_they_fit(look: Any) -> None:
+    page = look(banded(31, 31))
+    thumb = page.locator(".thumb canvas[data-drawn]").first
+    thumb.wait_for()
+    read = """(canvas, at) => {
+      const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+      copy.drawImage(canvas, 0, 0);
+      return [...copy.getImageData(1, at * canvas.height, 1, 1).data].slice(0, 3).join(",");
+    }"""
+    assert len({thumb.evaluate(read, at) for at in (0.2, 0.5, 0.9)}) == 3
+
+
 def test_a_share_stands_beside_its_even_share_and_is_pale_if_it_is_near(look: Any) -> None:
     recording = banded(31, 31)
     page = look(recording, "view=head&head=1")

@@ -19,7 +19,6 @@ from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
 from headscope.stats import Observe, SegmentMass
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments, Nulls
-from headscope.stats._segment_mass import spans_of
 
 
 class LazyLayer(Mapping[str, LayerStats]):
@@ -66,8 +65,7 @@ def layer_stats(
         received, eligible = (_filed(x, known.first_key) for x in (observed.received, observed.eligible))
     masses, maxima = None, observed.received_max
     if what.segments is not None and observed.segments is not None:
-        spans = spans_of(what.segments.ids) if what.segments.query_ids is None else ()
-        masses = SegmentMass(what.segments.names, *observed.segments, spans, what.segments._images if spans else ())
+        masses = SegmentMass.of(what.segments, *observed.segments)
     if rows is None:
         assert observed.counted is not None  # one of them is present
         rows = observed.counted.sum((0, 2))

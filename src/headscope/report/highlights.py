@@ -18,9 +18,8 @@ from headscope.report._figures import SheetFigures
 from headscope.report._texts import short_layers, visible
 from headscope.report.fixed_keys import FIXED_KEY, FixedKey, fixed_key_of_weights, fixed_keys
 from headscope.report.observed_model import ObservedModel
-from headscope.report.words import REGIONS
+from headscope.report.words import REGIONS, WEAK
 from headscope.stats import HeadStats, Match
-from headscope.stats._clear import CLEAR_SCORE
 
 __all__ = ["Highlight", "fixed_names", "recording_highlights", "sheet_highlights"]
 
@@ -302,7 +301,7 @@ def _select(named: Sequence[_Named], source: _Source) -> tuple[Highlight, ...]:
         highlights.append(Highlight("", 0, source.heads, source.unit))
     more = sorted((name for name in COUNTED if counts[name]), key=lambda name: -counts[name])
     room = MOST - len(highlights)
-    highlights += [Highlight(name, counts[name], source.heads, source.unit, score=CLEAR_SCORE) for name in more[:room]]
+    highlights += [Highlight(name, counts[name], source.heads, source.unit, score=WEAK) for name in more[:room]]
     return tuple(highlights)
 
 

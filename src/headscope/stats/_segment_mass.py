@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headscope.stats._part import Part
 from headscope.stats._segment_sources import ImageRows
+from headscope.stats._segments import Segments
 
 __all__ = ["SegmentMass", "spans_of"]
 
@@ -47,6 +48,12 @@ class SegmentMass(Part):
     count: Tensor
     spans: tuple[Span, ...] = ()
     images: tuple[ImageRows, ...] = ()
+
+    @staticmethod
+    def of(segments: Segments, total: Tensor, count: Tensor) -> SegmentMass:
+        """Return the mass of one call from its sums and counts; without ids of queries, with the places of the keys."""
+        spans = spans_of(segments.ids) if segments.query_ids is None else ()
+        return SegmentMass(segments.names, total, count, spans, segments.images if spans else ())
 
     @property
     def mean(self) -> Tensor:

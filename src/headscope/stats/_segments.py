@@ -52,7 +52,7 @@ class Segments:
     ) -> None:
         self._names = _checked_names(names)
         self._ids = _checked_ids("ids", ids, self._names)
-        self._images: tuple[ImageRows, ...] = ()  # where the patches of images are, for a picture of them
+        self._images: tuple[ImageRows, ...] = ()
         self._query_ids = None if query_ids is None else _checked_ids("query_ids", query_ids, self._names)
 
     @property
@@ -69,6 +69,11 @@ class Segments:
     def query_ids(self) -> Tensor | None:
         """A copy of the segment of each query, int64 [Q] or [B, Q]; None = that of the key at its position."""
         return None if self._query_ids is None else self._query_ids.clone()
+
+    @property
+    def images(self) -> tuple[ImageRows, ...]:
+        """Of each image of ``from_image_tokens`` its name, columns of patches, and the first token of each row."""
+        return self._images
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name}: {int((self._ids == n).sum()):,}" for n, name in enumerate(self._names))

@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from headscope.report._texts import visible
 from headscope.report._viewer.packing import standing
 from headscope.stats import SegmentMass
-from headscope.stats._layer import LayerStats
 
 __all__ = ["even_shares", "segment_facts"]
+
+
+class _Bins(Protocol):
+    @property
+    def count(self) -> Tensor: ...
+    @property
+    def bins(self) -> int: ...
+
+
+class Observed(Protocol):
+    """What an observed layer has."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def lengths(self) -> tuple[int, int] | None: ...
+    @property
+    def map(self) -> _Bins | None: ...
+    @property
+    def segments(self) -> SegmentMass | None: ...
+
 
 UNITS = 65_534
 NONE = 65_535
 
 
-def segment_facts(part: LayerStats) -> dict[str, Any] | None:
+def segment_facts(part: Observed) -> dict[str, Any] | None:
     """Return what the page shows of the segments of a layer; None if it has none."""
     mass = part.segments
     if mass is None:
@@ -39,7 +60,7 @@ def segment_facts(part: LayerStats) -> dict[str, Any] | None:
     }
 
 
-def even_shares(part: LayerStats, mass: SegmentMass) -> NDArray[np.float64] | None:
+def even_shares(part: Observed, mass: SegmentMass) -> NDArray[np.float64] | None:
     """Return the share of each segment if each row spread its weight evenly over its visible keys, [H, S, S].
 
     The visible pairs are those that the bins of the map count. Where a bin holds several queries or keys, they count as
