@@ -3,10 +3,12 @@
     python benchmarks/viewer.py [--chromium /usr/bin/chromium] [--write FOLDER]
 
 The weights of 512 tokens are those of the shipped language model, its positions stretched to that length, its 48
-heads three times; the others are of random q and k with a slant towards near keys and the first one. For the long
+heads three times; the others are of random q and k with a slant towards near keys and the first one, except that of
+512 tokens without a mask, whose q and k are random: the worst case, because noise does not compress. For the long
 cases one layer of eight heads is observed, on a sample of 512 rows and all keys, and stands for the others: blocks are
-compressed one by one, so that repeating them makes the page no smaller. Times are of headless Chromium: until the
-first eight thumbnails are drawn, until a head is open, and the frames while the wheel zooms and the map is dragged.
+compressed one by one, so that repeating them makes the page no smaller. No page has exact heads. Times are of headless
+Chromium: until the first eight thumbnails are drawn, until a head is open, and the frames while the wheel zooms and the
+map is dragged.
 """
 
 from __future__ import annotations
@@ -43,11 +45,14 @@ class Case(NamedTuple):
     most: float
     trained: bool = False
     strips: bool = False
+    masked: bool = True
 
 
 CASES = (
     Case("20 tokens", 4, 8, 20, 20, 1),
     Case("512 tokens, every cell", 12, 12, 512, 512, 10, trained=True),
+    Case("512 tokens, every cell, random q and k", 12, 12, 512, 512, 10, masked=False),
+    Case("4,096 tokens", 48, 64, 4096, 32, 24),
     Case("32,768 tokens, strips of 16 heads", 32, 32, 32_768, 64, 24, strips=True),
     Case("131,072 tokens", 32, 32, 131_072, 64, 24),
 )
@@ -61,6 +66,8 @@ def observed(case: Case, layer: int) -> HeadStats:
     long = case.tokens > 1024
     heads = min(case.heads, OBSERVED) if long else case.heads
     torch.manual_seed(layer)
+    if not case.masked:
+        return headscope.observe(*torch.randn(2, 1, heads, case.tokens, WIDTH), what=Observe(map=case.bins, edges=16))
     q, k = torch.randn(2, 1, heads, case.tokens, WIDTH).unbind()
     k[:, :, 0] += 3 * q.mean(2)  # a sink
     place = torch.arange(case.tokens)[:, None] * torch.tensor([0.02, 0.1, 0.5, 2.0])
@@ -85,7 +92,9 @@ def of_heads(parts: Sequence[LayerStats], heads: Sequence[int]) -> LayerStats:
     plain = {name: taken([getattr(part, name) for part in parts]) for name in names}
     moments = {name: taken([part.moments[name] for part in parts]) for name in parts[0].moments}
     tiles = {run: kept_heads(weights_of(each), index) for run, each in parts[0].tiles.items()}
-    return replace(parts[0], heads=len(heads), moments=moments, tiles=tiles, **plain)
+    sums = [part.nulls.sums for part in parts if part.nulls is not None]
+    nulls = replace(parts[0].nulls, sums=torch.cat(sums, -1)[..., index]) if parts[0].nulls is not None else None
+    return replace(parts[0], heads=len(heads), moments=moments, tiles=tiles, nulls=nulls, **plain)
 
 
 def kept_heads(kept: KeptWeights, index: torch.Tensor) -> KeptWeights:
@@ -128,7 +137,7 @@ def recording(case: Case) -> Recording:
 STARTED = """
   window.__usable = null;
   new MutationObserver(() => {
-    if (window.__usable === null && document.querySelectorAll(".thumb canvas[data-drawn]").length >= 8) {
+    if (window.__usable === null && document.querySelectorAll(".thumb [data-drawn]").length >= 8) {
       window.__usable = performance.now();
     }
   }).observe(document, {subtree: true, childList: true, attributes: true, attributeFilter: ["data-drawn"]});
@@ -150,7 +159,7 @@ def looked_at(path: Path, chromium: str) -> dict[str, float]:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.add_init_script(STARTED)
         page.goto(path.as_uri())
-        page.locator(".thumb canvas[data-drawn]").nth(7).wait_for()
+        page.locator(".thumb [data-drawn]").nth(7).wait_for()
         usable = page.evaluate("window.__usable")
         before = page.evaluate("performance.now()")
         page.locator(".thumb").nth(5).click()
@@ -218,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if asked.only not in (None, number):
                 continue
             print(case.name, file=sys.stderr, flush=True)
-            path = save_recording(recording(case), folder / f"viewer-{number}.html", title=case.name)
+            path = save_recording(recording(case), folder / f"viewer-{number}.html", title=case.name, exact=())
             said = {"name": case.name, "heads": f"{case.layers} × {case.heads}", "bins": case.bins}
             size = {"mb": path.stat().st_size / 1e6, "allowed_mb": case.most}
             lines.append({**said, **size, **looked_at(path, asked.chromium)})

@@ -7,6 +7,7 @@ import os
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from headscope.cli._shared import text_input
 from headscope.cli._shared.console import one_line
 from headscope.cli._shared.digits import SIDE, prepare, read_picture, with_picture
 from headscope.cli._shared.mistakes import Mistake
-from headscope.cli._shared.text_input import read_text
+from headscope.cli._shared.text_input import read_text, read_whole
 from support.commands import Ran, Run
 from support.paths import DATA
 
@@ -42,6 +43,21 @@ def drawn(height: int = 61, width: int = 47) -> Image.Image:
 def test_an_argument_is_read_as_it_is() -> None:
     given = read_text("naïve ☃ \x00 \n", None)
     assert (given.text, given.dropped) == ("naïve ☃ \x00 \n", 0)
+
+
+@pytest.mark.parametrize("read", [read_text, read_whole])
+def test_a_text_that_is_the_name_of_a_file_gets_a_hint(
+    read: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "notes.txt"
+    assert read(str(path), None).text == str(path)
+    assert capsys.readouterr().err == ""
+    path.write_text("some text", encoding="utf-8")
+    assert read(str(path), None).text == str(path)
+    (hint,) = capsys.readouterr().err.splitlines()
+    assert hint == f"the text is the name of a file; to read that file, use --file {path}"
+    assert read(None, str(path)).text == "some text"
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5])

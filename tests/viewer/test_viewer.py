@@ -206,15 +206,22 @@ def test_a_cell_is_pointed_at_and_pinned(look: Any, short: Recording) -> None:
     assert tip.inner_text().endswith(": masked")
     near(numbers(page.locator(".strip").first.locator("button").nth(3).get_attribute("title"))[-1], p[9, 3])
     near(numbers(page.locator(".strip").nth(1).locator("button").nth(12).get_attribute("title"))[-1], p[12, 5])
-    page.locator(".strip").first.locator("button").nth(5).hover()
-    assert page.locator(".pinned h4").all_inner_texts() == [
-        "😀 (5) attends to",
-        "😀 (5) is attended to by",
-    ]
-    near(numbers(page.locator(".strip").nth(1).locator("button").nth(8).get_attribute("title"))[-1], p[8, 5])
+    chip, titles = page.locator(".strip").first.locator("button").nth(5), page.locator(".pinned h4")
+    chip.hover()
+    best = int(np.nanargmax(p[5]))
+    previewed = titles.all_inner_texts()
+    assert previewed[0] == "😀 (5) attends to"
+    near(numbers(page.locator(".strip").nth(1).locator("button").nth(8).get_attribute("title"))[-1], p[8, best])
+    chip.click()  # what the preview showed is now selected
+    page.wait_for_url(re.compile(f"row=5&column={best}"))
+    assert titles.all_inner_texts() == previewed
+    chip.click()  # and no longer, although the pointer is still there
+    page.wait_for_url(lambda url: "row=" not in url)
+    assert titles.all_inner_texts() != previewed
+    chip.click()
     page.mouse.move(1, 1)
-    page.get_by_text("Strongest connections: 5, exact").click()
-    edge = short.stats[1].edges.of(2)[0]
+    page.get_by_text("Strongest connections").click()
+    edge = next(edge for edge in short.stats[1].edges.of(2) if (edge.i, edge.j) != (0, 0))
     assert page.locator(".largest button b").first.inner_text() == figure(edge.p)
     page.get_by_role("button", name="Clear the selection").click()
     assert page.locator(".pinned p b").count() == 0
@@ -464,14 +471,16 @@ def test_a_patch_is_chosen_on_an_image(look: Any, tmp_path: Path) -> None:
     caption = page.locator("figcaption").nth(1).inner_text()
     row = sheet.weights[1][0][3 * 7 + 4]
     best = int(row.argmax())
-    assert caption.startswith(f"What row 3, column 4 attends to. Most: row {best // 7}, column {best % 7}, ")
+    assert caption.startswith(
+        f"Where the framed patch row 3, column 4 attends. Most: row {best // 7}, column {best % 7}, "
+    )
     near(numbers(caption)[4], float(row.max()))
     page.locator(".patches").nth(1).hover()
     readout = page.locator(".pictures + .readout")
     assert readout.inner_text().startswith("row 3, column 4 → row 2, column 3: ")
     page.locator(".patches").nth(1).press("ArrowLeft")
     assert readout.inner_text() == "Hover over a patch to read its weight."
-    assert "What row 3, column 3 attends to." in page.locator("figcaption").nth(1).inner_text()
+    assert "Where the framed patch row 3, column 3 attends." in page.locator("figcaption").nth(1).inner_text()
     assert "The line marks × 1, an even spread." in page.locator(".beside").inner_text()
 
 
@@ -487,7 +496,7 @@ def test_a_sentence_names_the_region_that_a_head_looks_at(look: Any, tmp_path: P
     assert names[:2] == ["edges × 1.2", "–"]
     for head, sentence in enumerate(
         (
-            "Looks most at edges: 1.2 times as much as an even spread.",
+            "Looks at edges (1.2 × chance): so many times as much as an even spread would.",
             "Looks at none of the regions much more than an even spread does.",
         )
     ):
@@ -506,7 +515,7 @@ def test_keys_before_the_patches_are_no_patches(look: Any, tmp_path: Path) -> No
     assert [button.inner_text().split()[0] for button in buttons.all()] == ["CLS", "register"]
     near(numbers(buttons.first.inner_text())[-1], p[13, 0])
     buttons.nth(1).click()
-    assert page.locator("figcaption").nth(1).inner_text().startswith("What register 1 attends to.")
+    assert page.locator("figcaption").nth(1).inner_text().startswith("Where the framed register 1 attends.")
 
 
 def test_the_mean_picture_names_all_queries_that_it_averages(look: Any, tmp_path: Path) -> None:
@@ -538,7 +547,7 @@ def test_a_patch_whose_row_is_broken_looks_at_none(look: Any, tmp_path: Path) ->
     assert (
         captions.nth(1)
         .inner_text()
-        .startswith("What row 1, column 2 attends to. No patch has a weight here: all are masked")
+        .startswith("Where the framed patch row 1, column 2 attends. No patch has a weight here: all are masked")
     )
     page = look(path, "view=head&layer=0&head=1&row=0&column=0&sink=hidden")
     row = weights[0][1, 0]

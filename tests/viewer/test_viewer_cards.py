@@ -55,8 +55,22 @@ def test_cards_state_what_python_states(look: Any, cats: Recording) -> None:
     ]
     assert shown[1].startswith("2.0 looks at the previous token (99.6 %)")
     assert previous.pattern == "previous"
-    assert shown[2].startswith(f"{uniform.heads} of 48 heads spread their attention evenly")
-    assert shown[3].startswith(f"{first.heads} of 48 heads look mostly at the first token")
+    assert shown[2].startswith(f"{uniform.heads} of 48 heads come closest to an even spread")
+    assert shown[3].startswith(f"{first.heads} of 48 heads come closest to looking at the first token only")
+
+
+def test_cards_count_the_heads_that_captions_name(look: Any, cats: Recording) -> None:
+    page = look(cats)
+    captions = [text.split()[0] for text in page.locator(".thumb small").all_inner_texts()]
+    cards = [each.inner_text() for each in page.locator("button.card").all()]
+    for pattern, sentence in (
+        ("uniform", "come closest to an even spread"),
+        ("first", "come closest to looking at the"),
+    ):
+        (card,) = (text for text in cards if sentence in text)
+        assert int(card.split()[0]) == captions.count(pattern) > 1
+    assert f"{captions.count('induction') - 1} more heads" in cards[0]
+    assert all("match of at least 30" in text for text in cards if "come closest" in text)
 
 
 @pytest.mark.parametrize("keyboard", [False, True])
@@ -134,7 +148,7 @@ def test_without_a_head_beyond_chance_the_card_is_a_sentence(look: Any, tmp_path
     sheet = text_sheet("t", ["w"] * 17, [weights], causal=False)
     page = look(save(sheet, tmp_path / "even.html"))
     assert page.locator("p.card").inner_text() == "No head matches a pattern clearly better than chance"
-    assert "2 of 2 heads spread their attention evenly" in page.locator("button.card").inner_text()
+    assert "2 of 2 heads come closest to an even spread" in page.locator("button.card").inner_text()
 
 
 def test_an_image_has_cards_of_regions_and_no_filter(look: Any, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def share(text: str) -> float:
 def test_a_head_has_the_table_of_its_segments(look: Any, recording: Recording) -> None:
     page = look(recording, "view=head&layer=1&head=2")
     table = page.locator(".segments table")
-    assert table.locator("thead th").all_inner_texts() == ["query in", *NAMES]
+    assert [text.strip() for text in table.locator("thead th").all_inner_texts()] == ["query in", *NAMES]
     mass = recording.stats.parts["layers.1"].segments
     assert mass is not None
     for n, row in enumerate(table.locator("tbody tr").all()):
@@ -74,3 +74,117 @@ def test_without_segments_there_is_no_such_view(look: Any) -> None:
     q = torch.randn(1, 1, 5, 4)
     page = look(Recording(observe(q, q).named("l"), About("m", {}, {}, {"l": "self"}, None, 1, 1)))
     assert page.get_by_role("tab", name="Segments").count() == 0
+
+
+def banded(length: int, bins: int) -> Recording:
+    """Head 0 has even rows, head 1 attends to the first segment only."""
+    ids = torch.arange(length) * 3 // length
+    q, k = torch.zeros(2, 1, 2, length, 4)
+    k[0, 1, ids == 0, 0] = 100
+    q[0, 1, :, 0] = 1
+    what = Observe(segments=Segments(NAMES, ids), map=bins, edges=2)
+    parts = observe(q, k, mask=masks.causal(), what=what).named("0").parts
+    return Recording(HeadStats(parts), About("m", {}, {}, {"0": "self"}, None, 1, 1))
+
+
+def test_bands_along_both_axes_have_the_colours_of_the_legend(look: Any) -> None:
+    page = look(banded(31, 31), "view=head&head=1")
+    page.locator(".band-legend").wait_for()
+    assert page.locator(".band-legend bdi").all_inner_texts() == NAMES
+    swatches = [
+        [int(n) for n in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+        for colour in page.locator(".band-legend i").evaluate_all(
+            "all => all.map(e => getComputedStyle(e).backgroundColor)"
+        )
+    ]
+    read = """([x, y]) => {
+      const canvas = document.querySelector(".map canvas"), r = devicePixelRatio;
+      const plot = JSON.parse(canvas.dataset.plot);
+      const at = x === null ? [plot.x - 3, plot.y + y * plot.height] : [plot.x + x * plot.width, plot.y - 3];
+      const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+      copy.drawImage(canvas, 0, 0);
+      return [...copy.getImageData(at[0] * r, at[1] * r, 1, 1).data].slice(0, 3);
+    }"""
+    for segment, middle in enumerate((0.17, 0.5, 0.83)):
+        assert page.evaluate(read, [middle, None]) == swatches[segment]
+        assert page.evaluate(read, [None, middle]) == swatches[segment]
+
+
+def test_thumbnails_have_the_bands_where_they_fit(look: Any) -> None:
+    page = look(banded(31, 31))
+    thumb = page.locator(".thumb canvas[data-drawn]").first
+    thumb.wait_for()
+    read = """(canvas, at) => {
+      const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+      copy.drawImage(canvas, 0, 0);
+      return [...copy.getImageData(1, at * canvas.height, 1, 1).data].slice(0, 3).join(",");
+    }"""
+    assert len({thumb.evaluate(read, at) for at in (0.2, 0.5, 0.9)}) == 3
+
+
+def test_a_share_stands_beside_its_even_share_and_is_pale_if_it_is_near(look: Any) -> None:
+    recording = banded(31, 31)
+    page = look(recording, "view=head&head=1")
+    last = page.locator(".segments tbody tr").last.locator("td")
+    ids = torch.arange(31) * 3 // 31
+    rows = torch.arange(31)[ids == 2]
+    even = sum(float((ids == 0).sum()) / (int(row) + 1) for row in rows) / len(rows)
+    text = last.first.inner_text().replace("\xa0", " ")
+    assert text.split() == ["100", "%", "even:", f"{100 * even:.0f}", "%"]
+    assert "dim" not in str(last.first.get_attribute("class"))
+    page = look(recording, "view=head&head=0")
+    assert {cell.get_attribute("class") for cell in page.locator(".segments tbody tr").last.locator("td").all()} == {
+        "dim"
+    }
+    page = look(recording, "view=segments")
+    cells = page.locator(".segment-heads button")
+    assert [cell.get_attribute("class") for cell in cells.all()] == ["dim", ""]
+    assert "An even spread would give" in str(cells.first.get_attribute("title"))
+
+
+# ---------------------------------------------------------------- images in a prompt
+
+GRIDS = [(5, 7), (2, 3)]
+PROMPT = [1, 2, *[99] * 35, 3, *[99] * 6, 4, 5, 6]
+
+
+def prompted(bins: int) -> Recording:
+    """A prompt with two images; in head 1 each token attends to key 18, a patch of the first one."""
+    length = len(PROMPT)
+    segments = Segments.from_image_tokens(PROMPT, 99, GRIDS, names=["photo", "<i>tile</i>"])
+    k = torch.eye(length)[None, None].repeat(1, 2, 1, 1)
+    q = torch.zeros(1, 2, length, length)
+    q[0, 1, :, 18] = 400
+    what = Observe(segments=segments, map=bins, edges=2)
+    parts = observe(q, k, mask=masks.causal(), what=what).named("0").parts
+    return Recording(HeadStats(parts), About("m", {}, {}, {"0": "self"}, None, 1, 1))
+
+
+def test_weights_on_image_tokens_are_laid_out_as_images(look: Any) -> None:
+    length = len(PROMPT)
+    page = look(prompted(length), f"view=head&head=1&row={length - 1}&column=0")
+    pictures = page.locator(".image-tokens canvas[data-drawn]")
+    expect(pictures).to_have_count(2)
+    captions = page.locator(".image-tokens figcaption bdi")
+    expect(captions).to_have_text(["photo: 100\xa0% of the weight", "<i>tile</i>: 0\xa0% of the weight"])
+    box = pictures.first.bounding_box()
+    assert box is not None
+    row, column = divmod(18 - 2, 7)
+    place = {"x": (column + 0.5) * box["width"] / 7, "y": (row + 0.5) * box["height"] / 5}
+    pictures.first.hover(position=place)
+    shown = page.locator(".image-tokens figcaption").first
+    expect(shown).to_contain_text(f"row {row}, column {column}: 1.00")
+    pictures.first.click(position=place)
+    page.wait_for_url(f"**row={length - 1}&column=18*")
+    page.get_by_label("Attention on the images").select_option(label="all tokens of “photo”, on average")
+    page.wait_for_url("**patchesOf=0*")
+    # the queries from key 18 on attend to it, those before it evenly to the keys so far, two of which are no patches
+    even = [(n - 1) / (n + 1) for n in range(2, 18)]
+    expect(captions.first).to_contain_text(f"{100 * (sum(even) + 19) / 35:.0f}\xa0%")
+
+
+def test_a_pooled_map_states_that_it_cannot_be_laid_over_images(look: Any) -> None:
+    page = look(prompted(9), "view=head&head=1")
+    page.locator(".map canvas").wait_for()
+    assert f"Observe(map={len(PROMPT)})" in page.locator("#view").inner_text()
+    assert page.locator(".image-tokens").count() == 0

@@ -156,9 +156,9 @@ def test_the_strongest_weights_of_several_windows_have_words(lengths: tuple[int,
     texts = tuple(tuple(f"{letter}{n}" for n in range(length)) for letter, length in zip("ab", lengths, strict=True))
     stats = first.stats.merge(second.stats)
     page = look(Recording(stats, replace(first.about, forwards=2, ran=2, run_texts=texts)), "view=head&layer=1&head=2")
-    page.get_by_text("Strongest connections: 4, exact").click()
+    edges = [edge for edge in stats[1].edges.of(2) if (edge.i, edge.j) != (0, 0)]  # those are 1 in every window
+    page.get_by_text(re.compile(f"Strongest connections?:? ?{len(edges) if len(edges) > 1 else ''}.*exact")).click()
     lines = page.locator(".largest button bdi").all_inner_texts()
-    edges = stats[1].edges.of(2)
     assert lines == [
         f"query {edge.i} “{texts[edge.run][edge.i]}” → key {edge.j} “{texts[edge.run][edge.j]}” (run {edge.run})"
         for edge in edges

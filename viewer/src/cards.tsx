@@ -1,5 +1,7 @@
 // What to look at first: a card for each head that stands out against chance, and for the number of those that do not.
 
+import { useState } from "preact/hooks";
+import { Attended } from "./attended";
 import { data, hasTokens, type Highlight, type Layer, queryAt, token } from "./data";
 import type { Place } from "./grid";
 import type { State } from "./state";
@@ -12,19 +14,25 @@ interface Props {
   open: (place: Place, part: Partial<State>) => void;
 }
 
-export function Cards({ state, change, open }: Props) {
+export function Cards({ state, change, open, theme }: Props & { theme: string }) {
+  const [over, setOver] = useState<Place | null>(null); // the head of the card under the pointer or in focus
   if (data.highlights.length === 0) return null;
   if (!state.cards) {
     return <p class="cards-hidden"><button type="button" aria-expanded="false" onClick={() => change({ cards: true })}>{cards.show}</button></p>;
   }
   return (
-    <nav class="cards" aria-label={cards.title}>
-      <ul>
-        {data.highlights.map((each, n) => <li key={n}><Card {...{ state, change, open }} highlight={each} /></li>)}
+    <nav class={`cards${data.image ? " of-image" : ""}`} aria-label={cards.title}>
+      {data.image && <Attended {...{ state, theme, change }} place={over ?? state} />}
+      <ul onPointerLeave={() => setOver(null)}>
+        {data.highlights.map((each, n) => <li key={n} onPointerEnter={() => setOver(placeOf(each))} onFocusIn={() => setOver(placeOf(each))} onFocusOut={() => setOver(null)}><Card {...{ state, change, open }} highlight={each} /></li>)}
       </ul>
       <button type="button" class="hide" aria-expanded="true" aria-label={cards.hideLabel} title={cards.hideLabel} onClick={() => change({ cards: false })}>×</button>
     </nav>
   );
+}
+
+function placeOf({ layer, head }: Highlight): Place | null {
+  return layer === null || head === null ? null : { layer, head };
 }
 
 function Card({ highlight, state, change, open }: Props & { highlight: Highlight }) {

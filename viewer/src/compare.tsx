@@ -25,10 +25,11 @@ export function Compare({ state: asked, theme, change: changed }: Props) {
   const less = useMemo(() => (fieldA && fieldB ? difference(fieldA, fieldB) : null), [fieldA, fieldB]);
   const zoom: Zoom = useMemo(() => ({ at: state.zoom, change: (at) => change({ zoom: at }) }), [state.zoom, change]);
   const pin = (row: number | null, column: number | null) => change({ row, column });
-  const rest = { scale: state.scale, colours: state.colours, zoom, theme, pin, row: state.row, column: state.column, most: 380 };
   const unpinned = alike(layerA, layerB) ? {} : { pin: () => undefined, row: null, column: null }; // the selection is a bin of head A
   const [nameA, nameB] = [nameOf(state.layer, state.head), nameOf(state.otherLayer, state.otherHead)];
   const file = `headscope-${state.layer}.${state.head}-and-${state.otherLayer}.${state.otherHead}`;
+  const room = Math.max(320, innerHeight - 180); // so that the maps fit the window
+  const rest = { scale: state.scale, colours: state.colours, zoom, theme, pin, row: state.row, column: state.column, most: 900, room };
   return (
     <section aria-labelledby="compare-title">
       <h2 id="compare-title">{compare.title}</h2>
@@ -42,7 +43,7 @@ export function Compare({ state: asked, theme, change: changed }: Props) {
         <div>
           <Choice label={compare.b} layer={asked.otherLayer} head={asked.otherHead} choose={(otherLayer, otherHead) => changed({ otherLayer, otherHead })} />
           {b && fieldB && <MapView {...rest} {...unpinned} layer={layerB} head={b} field={fieldB} title={nameB} exports={`${file}-other`} />}
-          {fieldB && <Legend layer={layerB} field={fieldB} state={state} />}
+          {fieldB && <Legend layer={layerB} head={state.otherHead} field={fieldB} state={state} />}
         </div>
         <div>
           <p class="choice">{compare.difference}</p>

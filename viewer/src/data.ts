@@ -11,6 +11,7 @@ export interface MapFacts {
   ranges: boolean; // whether the positions of a bin are known
   masks: number[];
   widths: [number, number, number, number]; // bytes of query, key, run, batch entry of a bin's max
+  levels: number[] | null; // of each head: fewer than FULL where the weights of a row are shares of its largest
 }
 
 export interface StripsFacts {
@@ -51,6 +52,10 @@ export interface SegmentFacts {
   names: string[];
   mean: string; // base64 of 16 bits each: head, segment of the query, segment of the key; in units of 1 / 65,534, 65,535 = none
   rows: number[][]; // of each head and segment
+  spans: [number, number, number][]; // segment, first key, first key after it; none where inputs differ
+  images: { name: string; columns: number; rows: number[] }[]; // of each row of patches the first key
+  even: string | null; // as mean: the share if rows spread their weight evenly over the keys they may attend to
+  evenExact: boolean; // not estimated from bins of several tokens
 }
 
 /** The image whose patches the keys are. */
@@ -259,6 +264,22 @@ function undo(codes: Uint32Array, at: Int32Array, columns: number, cells: number
   }
 }
 
+export const FULL = 255; // levels of 8 bits
+
+/** A map whose weights have fewer levels: each is a share of the largest of its row. */
+function readCoarse(reader: Reader, at: Int32Array, { rows, columns }: MapFacts, levels: number, most: number): Float32Array {
+  const largest = Float32Array.from(reader.planes(rows, 2), (code) => most * (code / 0xffff) ** 2);
+  const base = levels + 1;
+  const many = Math.floor(Math.log(256.5) / Math.log(base)); // codes in a byte
+  const bytes = reader.planes(Math.ceil(at.length / many), 1);
+  const found = new Float32Array(rows * columns).fill(NaN);
+  for (let n = 0; n < at.length; n++) {
+    const code = Math.floor(bytes[Math.floor(n / many)] / base ** (n % many)) % base;
+    found[at[n]] = largest[Math.floor(at[n] / columns)] * (code / levels) ** 2;
+  }
+  return found;
+}
+
 function readMap(reader: Reader, facts: MapFacts, head: number, tops: Float32Array, firstShare: Float32Array): HeadMap {
   const { rows, columns } = facts;
   const cells = rows * columns;
@@ -271,7 +292,8 @@ function readMap(reader: Reader, facts: MapFacts, head: number, tops: Float32Arr
     for (let n = 0; n < at.length; n++) found[at[n]] = largest * (codes[n] / top) ** 2;
     return found;
   };
-  const mean = values(tops[0]);
+  const levels = facts.levels?.[head] ?? FULL;
+  const mean = levels < FULL ? readCoarse(reader, at, facts, levels, tops[0]) : values(tops[0]);
   if (facts.exact) return { rows, columns, mean, max: mean, places: null, firstShare };
   const max = values(tops[1]);
   const [query, key, run, entry] = facts.widths.map((width) => {

@@ -42,6 +42,7 @@ export interface Scene {
   cell: [number, number] | null; // the selected query and key, where they are known
   tile: { pictures: Pictures; queries: [number, number]; keys: [number, number]; lengths: [number, number] } | null; // finer than the map
   inks: Inks;
+  bands: string[] | null; // the colours of segments, for bands along the axes
   ratio: number; // pixels of the screen for each pixel of the page
 }
 
@@ -76,6 +77,7 @@ export function draw(surface: Surface, scene: Scene): void {
     selection(surface, scene);
   });
   surface.frame(plot, inks.quiet, 1);
+  if (scene.bands) for (const which of ["query", "key"] as const) bands(surface, scene, which, scene.bands);
   axis(surface, scene, "query");
   axis(surface, scene, "key");
   if (hasReceived(scene.layer) && !field.signed) profile(surface, scene, "key");
@@ -122,6 +124,24 @@ function selection(surface: Surface, { geometry: { plot }, sight, field, row: bi
   }
 }
 
+const BAND = 5; // pixels
+
+/** The segments along an axis, in colours. */
+function bands(surface: Surface, { layer, geometry: { plot }, sight }: Scene, which: "query" | "key", colours: string[]): void {
+  const length = layer.lengths![which === "query" ? 0 : 1];
+  const side = plot.width * sight.k;
+  const offset = which === "query" ? plot.y + sight.y : plot.x + sight.x;
+  const low = which === "query" ? plot.y : plot.x;
+  const shift = which === "query" ? queryAt(layer, 0) : 0;
+  for (const [segment, start, stop] of layer.segments!.spans) {
+    const from = Math.max(low, offset + ((start - shift) / length) * side);
+    const to = Math.min(low + plot.width, offset + ((stop - shift) / length) * side);
+    if (to <= from) continue;
+    const fill = colours[segment % colours.length];
+    surface.box(which === "query" ? { x: plot.x - BAND - 1, y: from, width: BAND, height: to - from } : { x: from, y: plot.y - BAND - 1, width: to - from, height: BAND }, fill);
+  }
+}
+
 // ---------------------------------------------------------------- axes
 
 const LEAST = 13; // pixels between labels
@@ -145,8 +165,8 @@ function axis(surface: Surface, scene: Scene, which: "query" | "key"): void {
     const text = tokens ? label(layer, which, n) : whole(n);
     const chosen = binOf(n, bins, length) === (which === "query" ? scene.row : scene.column);
     const options = { fill: chosen ? inks.accent : inks.ink, size: 11 } as const;
-    if (which === "query") surface.text(fitted(text, plot.x - 26), plot.x - 6, at, { ...options, anchor: "end" });
-    else if (tokens) surface.text(fitted(text, plot.y - profileBottom(scene) - 12), at, plot.y - 6, { ...options, anchor: "start", upright: true });
+    if (which === "query") surface.text(fitted(text, plot.x - 26), plot.x - 6 - (scene.bands ? BAND : 0), at, { ...options, anchor: "end" });
+    else if (tokens) surface.text(fitted(text, plot.y - profileBottom(scene) - 12), at, plot.y - 6 - (scene.bands ? BAND : 0), { ...options, anchor: "start", upright: true });
     else surface.text(text, at, plot.y - 10, { ...options, anchor: "middle" });
   }
   const quiet = { fill: inks.quiet, size: 11 } as const;

@@ -3,11 +3,12 @@
 
 import type { ComponentChildren, RefObject } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
-import { data, type Head, hasPatches, head as decoded, type HeadMap, passing } from "./data";
+import { hasBands, segmentInks } from "./bands";
+import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer, passing, queryAt } from "./data";
 import { fitted } from "./draw";
 import { type Colours, colour, field, Pictures } from "./field";
 import { save } from "./map";
-import { drawPatches, received, rowOf, topOf } from "./picture";
+import { drawPatches, queryOf, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
@@ -57,10 +58,10 @@ export function bestPattern({ layer, head }: Place): string {
   return best[1] < NAMED ? NO_VALUE : grid.match(best[0], best[1]);
 }
 
-const NAMED = 0.3; // the score from which a head has a name
+export const NAMED = 0.3; // the score from which a head has a name
 
 /** Whether the best match of a head is a weak one, or what chance gives. */
-function weak({ layer, head }: Place): boolean {
+export function isWeak({ layer, head }: Place): boolean {
   const look = data.image?.looks[layer]?.[head];
   const [name, score] = data.patterns[layer]?.[head]?.[0] ?? ["", 0];
   return look ? !isClear(look) : score < NAMED || name === "uniform";
@@ -84,13 +85,21 @@ export function Grid({ state, theme, open }: Props) {
     event.preventDefault();
     buttons[to].focus();
   };
+  /** The number of a layer or head opens that one; of the opened head the other number stays. */
+  const label = (event: MouseEvent) => {
+    const axis = (event.target as Element).closest<HTMLElement>(".axis");
+    if (!axis) return;
+    const layer = Number(axis.dataset.layer ?? state.layer);
+    const head = Number(axis.dataset.head ?? state.head);
+    open({ layer, head: Math.min(head, data.layers[layer].heads - 1) });
+  };
   const stop = found.find((place) => isOpened(place, state)) ?? found[0]; // where Tab leads to
   const thumb = (place: Place) => <Thumb key={`${place.layer}.${place.head}`} {...{ place, state, theme, open }} stop={place === stop} />;
   const rows = state.sort ? [] : data.layers.map((_, layer) => found.filter((place) => place.layer === layer));
   const many = WIDEST > 16;
   const marked = useMarks(element);
   return (
-    <Frame element={element} onKeyDown={key} {...marked} class={`grid${state.sort ? "" : " axes"}${many ? " many" : ""}`}>
+    <Frame element={element} onKeyDown={key} onClick={(event: MouseEvent) => label(event)} {...marked} class={`grid${state.sort ? "" : " axes"}${many ? " many" : ""}`}>
       {found.length === 0 && <p class="hint">{grid.none}</p>}
       {state.sort ? (
         <div class="heads">{found.map(thumb)}</div>
@@ -239,7 +248,7 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
     >
       {mapped ? PAINTED ? <img ref={canvas} alt="" /> : <canvas ref={canvas} /> : <Tile place={place} name={name} colours={state.colours} />}
       <span class="number">{state.sort ? `${data.layers[layer].short}·${head}` : head}</span>
-      {state.sort ? <b>{figure(value)}</b> : pattern && <small class={weak(place) ? "weak" : ""}>{pattern}</small>}
+      {state.sort ? <b>{figure(value)}</b> : pattern && <small class={isWeak(place) ? "weak" : ""}>{pattern}</small>}
     </button>
   );
 }
@@ -286,7 +295,7 @@ function small(surface: Surface, map: HeadMap, layer: number, state: State, side
   const image = data.image;
   if (image && state.thumbs !== "map" && hasPatches(data.layers[layer]) && map.columns === data.layers[layer].lengths![1]) {
     const [rows, columns] = image.grid;
-    const chosen = state.row ?? image.special + Math.floor(rows / 2) * columns + Math.floor(columns / 2);
+    const chosen = queryOf(state, state.layer, state.head);
     const values = state.thumbs === "patch" ? rowOf(of, Math.min(chosen, of.rows - 1)) : received(of);
     const canvas = document.createElement("canvas");
     const size: [number, number] = [Math.round((side * columns) / Math.max(rows, columns)), Math.round((side * rows) / Math.max(rows, columns))];
@@ -298,7 +307,24 @@ function small(surface: Surface, map: HeadMap, layer: number, state: State, side
     return;
   }
   const canvas = new Pictures(of, state.scale, state.colours).fit(side);
-  surface.image(canvas, { x: 0, y: 0, width: canvas.width, height: canvas.height }, { x, y, width: side, height: side });
+  const band = hasBands(data.layers[layer]) && side >= BANDED ? Math.round(side / 30) : 0; // pixels of the segments along both axes
+  if (band) segmentEdges(surface, data.layers[layer], side, band, [x, y]);
+  surface.image(canvas, { x: 0, y: 0, width: canvas.width, height: canvas.height }, { x: x + band, y: y + band, width: side - band, height: side - band });
+}
+
+const BANDED = 80; // pixels of a thumbnail from which it has bands
+
+/** The segments of queries and keys, left of a small map and above it. */
+function segmentEdges(surface: Surface, layer: Layer, side: number, band: number, [x, y]: [number, number]): void {
+  const colours = segmentInks();
+  const length = side - band;
+  for (const [segment, start, stop] of layer.segments!.spans) {
+    const part = (axis: number, shift: number) => [start, stop].map((at) => band + (Math.max(0, at - shift) / layer.lengths![axis]) * length);
+    const fill = colours[segment % colours.length];
+    const [[top, bottom], [left, right]] = [part(0, queryAt(layer, 0)), part(1, 0)];
+    surface.box({ x, y: y + top, width: band, height: bottom - top }, fill);
+    surface.box({ x: x + left, y, width: right - left, height: band }, fill);
+  }
 }
 
 // ---------------------------------------------------------------- all of them as one picture

@@ -1,21 +1,26 @@
 // One head opened large: its map, the selected cell, the tokens, its strongest connections and its statistics.
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { data, type Head, hasPatches, hasTexts, hasTokens, head as decoded, known, type Layer, queryAt, range, token } from "./data";
-import { type Colours, colour, type Field, field, place, type Scale } from "./field";
+import { data, FULL, type Head, hasPatches, head as decoded, known, type Layer, queryAt, readable } from "./data";
+import { type Field, field } from "./field";
+import { BandLegend } from "./bands";
 import { Bar } from "./legend";
-import { Cell, Exact, MapView, type Zoom } from "./map";
+import { Largest } from "./largest";
+import { MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
+import { ImageTokens } from "./image_tokens";
+import { Keys } from "./reading";
 import { useRoom } from "./screen";
 import type { State } from "./state";
 import { SegmentTable } from "./segments";
+import { Pinned, strongestOf } from "./selection";
 import { hasStrips, Strips as Band, Top } from "./strips";
 import { Meanings } from "./table";
 import { asField, isExact, served, type Tile } from "./tiles";
 import * as texts from "./texts";
 import { counted, figure, fill, percent, whole } from "./texts";
 import { Why } from "./why";
-import { bin, binAt, binning, isClear, mapValue, nameOf, pair } from "./words";
+import { binning, isClear, nameOf } from "./words";
 
 interface Props {
   state: State;
@@ -58,7 +63,7 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
     [found, state.pool, state.sink],
   );
   const [over, setOver] = useState<number | null>(null); // a token under the pointer or in focus
-  const marked = over === null ? state : tokenBins(layer, over, state);
+  const marked = over === null ? state : strongestOf(layer, over, state); // as a click would select
   const zoom: Zoom = useMemo(() => ({ at: state.zoom, change: (at) => change({ zoom: at }) }), [state.zoom, change]);
   useLayoutEffect(() => drawn?.({ layer: state.layer, head: state.head }), [state.layer, state.head]);
   const section = useRef<HTMLElement>(null);
@@ -77,11 +82,13 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
       {data.image && layer.map && !hasPatches(layer) && <p class="hint">{texts.head.notPatches}</p>}
       {data.image && hasPatches(layer) && layer.map && !single(layer) && <p class="hint">{texts.head.pooledPatches(layer.lengths![1])}</p>}
       {shown && found?.map && hasPatches(layer) && single(layer) && <Images {...{ layer, map: found.map, field: shown, state, theme, change }} />}
+      {shown && <ImageTokens {...{ layer, field: shown, state, theme, change }} />}
       <div class="panes">
         {shown && found && (
           <div ref={canvas} class="drawing">
             {hasPatches(layer) && <h3>{texts.head.fullMap}</h3>}
             <Legend {...{ layer, field: tile ? asField(tile, state.pool) : shown, state, tile }} />
+            <BandLegend layer={layer} />
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
               number={state.head} row={marked.row} column={marked.column} cell={over === null ? state.cell : null} inSight={setTile} most={1400} room={room} title={title}
@@ -91,8 +98,11 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
         )}
         <div class="beside" tabIndex={0} role="region" aria-label={texts.head.beside}>
           {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change, over, setOver }} />}
+          {shown && found && listed(layer) && (
+            <Keys place={[state.layer, state.head]} head={found} at={queryAt(layer, marked.row ?? shown.rows - 1)} colour="--profile" title={texts.head.largestKeys} go={(key) => change({ row: marked.row ?? shown.rows - 1, column: key })} />
+          )}
           {shown && found && <Why {...{ layer, state, change }} />}
-          {found?.top && state.row !== null && <Top key={`${state.row} ${state.cell}`} layer={layer} top={found.top} row={state.row} cell={state.cell} />}
+          {found?.top && !listed(layer) && state.row !== null && <Top key={`${state.row} ${state.cell}`} layer={layer} top={found.top} row={state.row} cell={state.cell} />}
           {found && <Largest {...{ layer, head: found, change }} />}
           {data.image && <Regions layer={state.layer} head={state.head} />}
           <SegmentTable layer={layer} head={state.head} colours={state.colours} />
@@ -104,8 +114,13 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
   );
 }
 
+/** Whether the keys of each query are listed with the tokens around them. */
+function listed(layer: Layer): boolean {
+  return readable(layer) && layer.map!.exact;
+}
+
 /** Whether each key and query has a bin of its own. */
-function single({ map, lengths }: Layer): boolean {
+export function single({ map, lengths }: Layer): boolean {
   return map !== null && lengths !== null && map.rows === lengths[0] && map.columns === lengths[1];
 }
 
@@ -118,7 +133,7 @@ const UNIT = data.image?.special === 0 ? "patch" : "token";
 function Region({ look }: { look: [string, number] | null | undefined }) {
   const { mostRegion, noRegion } = texts.image;
   if (!isClear(look)) return <p class="likeness">{noRegion}</p>;
-  return <p class="likeness" title={data.image!.regionWords[look[0]].meaning}>{fill(mostRegion(look[1]), { region: <b>{look[0]}</b> })}</p>;
+  return <p class="likeness" title={data.image!.regionWords[look[0]].meaning}>{fill(mostRegion(look[1]), { region: <b>{texts.cards.regions[look[0]] ?? look[0]}</b> })}</p>;
 }
 
 /** The pattern that the head matches best, in a sentence. */
@@ -179,15 +194,17 @@ export function opened(state: State, layer: number, head: number): Partial<State
 
 // ---------------------------------------------------------------- under the map
 
-export function Legend({ layer, field: of, state, tile }: { layer: Layer; field: Field; state: State; tile?: Tile | null }) {
+export function Legend({ layer, field: of, state, tile, head = state.head }: { layer: Layer; head?: number; field: Field; state: State; tile?: Tile | null }) {
   const low = of.signed ? figure(-of.top) : state.scale === "log" ? texts.legend.atMost(figure(of.top / 1e4)) : figure(0);
   const scale = of.signed ? "linear" : state.scale;
   const what = of.signed ? "difference" : (tile ? isExact(tile) : layer.map!.exact) ? "weight" : of.pool;
   const codes = 2 ** data.bits - 1;
+  const levels = layer.map!.levels?.[head] ?? FULL;
+  const [bits, rough] = levels < FULL ? [texts.legend.levels(levels), texts.legend.coarse(levels)] : [texts.legend.bits(data.bits, codes), data.bits === 8 && texts.legend.rough];
   return (
     <p class="hint legend">
       <Bar what={texts.legend.what(what, scale)} low={low} high={of.above ? texts.legend.orMore(figure(of.top)) : figure(of.top)} colours={state.colours} signed={of.signed} />
-      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={texts.legend.bits(data.bits, codes)}>{[binning(layer, of.pool), data.bits === 8 && texts.legend.rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
+      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[binning(layer, of.pool), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
     </p>
   );
 }
@@ -198,215 +215,7 @@ function noDetail(layer: Layer, state: State): boolean {
   return pooled && state.zoom[0] > 1 && !served(layer, state.head);
 }
 
-/** The bins of a token as query and as key; the row stays where the token is not a query. */
-function tokenBins(layer: Layer, at: number, otherwise: { row: number | null }): { row: number | null; column: number | null } {
-  const column = binAt(layer, "key", at);
-  const row = at >= queryAt(layer, 0) ? binAt(layer, "query", at - queryAt(layer, 0)) : otherwise.row;
-  return { row, column };
-}
-
-interface Pointed {
-  layer: Layer;
-  field: Field;
-  state: State;
-  change: Props["change"];
-  over: number | null;
-  setOver: (at: number | null) => void;
-}
-
-function Pinned({ head, ...rest }: Pointed & { head: Head }) {
-  const { layer, field: of, state, change } = rest;
-  const { row, column } = state;
-  const clear = () => {
-    document.querySelector<HTMLElement>(".map canvas")!.focus({ preventScroll: true }); // the button disappears
-    change({ row: null, column: null });
-  };
-  return (
-    <div class="pinned">
-      <h3><SelectedTitle layer={layer} row={row} column={column} /></h3>
-      {row === null || column === null ? (
-        <p class="hint">{texts.selected.none(chips(layer, state))}</p>
-      ) : (
-        <p aria-live="polite">
-          {state.cell && <Exact layer={layer} head={state.head} at={state.cell} />}
-          <Cell {...{ layer, head, field: of, row, column }} />{" "}
-          <button type="button" aria-label={texts.selected.clearLabel} onClick={clear}>{texts.selected.clear}</button>
-        </p>
-      )}
-      {layer.map!.ranges && (chips(layer, state) ? <Strips {...rest} /> : <Ranks {...{ layer, field: of, state, change }} />)}
-    </div>
-  );
-}
-
-/** "Selected", with the token or patch if both query and key of the cell are that one. */
-function SelectedTitle({ layer, row, column }: { layer: Layer; row: number | null; column: number | null }) {
-  const alone = row !== null && single(layer) && queryAt(layer, row) === column;
-  const name = alone && hasTokens(layer) ? token(column!, true) : null;
-  if (name === null) return <>{texts.selected.title}</>;
-  return <>{fill(data.image ? texts.selected.patch : texts.selected.token, { token: data.image ? name : <Named name={name} at={column!} /> })}</>;
-}
-
-function Named({ name, at }: { name: string; at: number }) {
-  return <>{fill(texts.NAMED, { name: <bdi>{name}</bdi>, at: whole(at) })}</>;
-}
-
-/** The heading of a list of tokens or bins: "␣on (25) attends to", "keys 8–15 are attended to by". */
-function Attends({ layer, axis, at }: { layer: Layer; axis: "query" | "key"; at: number | null }) {
-  const { attends, attended, attendsToNone, attendedByNone } = texts.selected;
-  if (at === null) return <>{axis === "query" ? attendsToNone : attendedByNone}</>;
-  const bins = axis === "query" ? layer.map!.rows : layer.map!.columns;
-  const [start, stop] = layer.map!.ranges ? range(at, bins, layer.lengths![axis === "query" ? 0 : 1]) : [at, at + 1];
-  const many = stop - start > 1;
-  const where = axis === "query" ? queryAt(layer, start) : start;
-  const name = !many && hasTokens(layer) ? token(where, true) : null;
-  const shown = name === null ? <bdi>{bin(layer, axis, at)}</bdi> : data.image ? <bdi>{name}</bdi> : <Named name={name} at={start} />;
-  return <>{fill(axis === "query" ? attends(many) : attended(many), { name: shown })}</>;
-}
-
-const CHIPS = 160;
-
-/** Whether the visible tokens are few enough to list them all. */
-function chips(layer: Layer, state: State): boolean {
-  return hasTexts(layer) && Math.max(...layer.lengths!) / state.zoom[0] <= CHIPS;
-}
-
-/** The bins of the selected row and column with the largest values, where there are too many keys to list them all. */
-function Ranks({ layer, field: of, state, change }: { layer: Layer; field: Field; state: State; change: Props["change"] }) {
-  const { row, column } = state;
-  if (row === null || column === null) return null;
-  const list = (length: number, value: (at: number) => number) =>
-    Array.from({ length }, (_, at) => [at, value(at)]).filter(([, p]) => p === p && p > 0).sort((a, b) => b[1] - a[1]).slice(0, 6);
-  const keys = list(of.columns, (at) => of.values[row * of.columns + at]);
-  const queries = list(of.rows, (at) => of.values[at * of.columns + column]);
-  const line = (axis: "query" | "key") => ([at, p]: number[]) => (
-    <li key={at}>
-      <button type="button" onClick={() => change(axis === "key" ? { column: at } : { row: at })}><bdi>{bin(layer, axis, at)}</bdi></button>
-      <span class="meter" aria-hidden="true"><i style={{ width: `${Math.min(100, (100 * p) / of.top)}%` }} /></span>
-      <span>{mapValue(p)}</span>
-    </li>
-  );
-  return (
-    <>
-      <h4><Attends layer={layer} axis="query" at={row} /></h4>
-      <ol class="ranks">{keys.map(line("key"))}</ol>
-      <h4><Attends layer={layer} axis="key" at={column} /></h4>
-      <ol class="ranks">{queries.map(line("query"))}</ol>
-      <p class="hint">{texts.strongest.cells(layer.map!.exact, of.pool)} {hasTexts(layer) && texts.strongest.zoomForTokens}</p>
-    </>
-  );
-}
-
-/** The visible tokens, coloured by the weights of a query, and by the weights on a key. */
-function Strips({ layer, field: of, state, change, over, setOver }: Pointed) {
-  const [k, x, y] = state.zoom;
-  const keys = layer.lengths![1];
-  const from = (middle: number) => Math.min(1 - 1 / k, Math.max(0, middle - 0.5 / k));
-  const start = (middle: number) => Math.floor(from(middle) * keys);
-  const stop = (middle: number) => Math.min(keys, Math.ceil((from(middle) + 1 / k) * keys), start(middle) + CHIPS);
-  const hoverRow = over === null ? null : binAt(layer, "query", over - queryAt(layer, 0));
-  const row = hoverRow !== null && over! >= queryAt(layer, 0) ? hoverRow : state.row ?? layer.map!.rows - 1;
-  const column = over === null ? state.column ?? layer.map!.columns - 1 : binAt(layer, "key", over);
-  const strip = (which: "key" | "query") => {
-    const middle = which === "key" ? x : y;
-    return (
-      <div class="strip" onMouseLeave={() => setOver(null)}>
-        {Array.from({ length: stop(middle) - start(middle) }, (_, n) => start(middle) + n).map((at) => (
-          <Chip key={at} {...{ at, layer, field: of, scale: state.scale, colours: state.colours }}
-            row={which === "key" ? row : binAt(layer, "query", at - queryAt(layer, 0))}
-            column={which === "key" ? binAt(layer, "key", at) : column}
-            missing={which === "query" && at < queryAt(layer, 0)}
-            over={setOver}
-            pin={() => change(pinOf(layer, at, state))} />
-        ))}
-      </div>
-    );
-  };
-  return (
-    <>
-      <h4><Attends layer={layer} axis="query" at={row} /></h4>
-      {strip("key")}
-      <h4><Attends layer={layer} axis="key" at={column} /></h4>
-      {strip("query")}
-      <p class="hint">{texts.selected.hint} {!layer.map!.exact && texts.selected.pooledHint}</p>
-    </>
-  );
-}
-
-/** The state with a token selected: in the text, and in the map as a query with the key that it attends to most. */
-export function selected(at: number, state: State): Partial<State> {
-  const layer = data.layers[state.layer];
-  return { token: at, page: null, ...(layer.map?.ranges && hasTexts(layer) ? strongestOf(layer, at, state) : {}) };
-}
-
-/** The bins of a token as a query and of its strongest key; of a token that is no query, its bin as a key. */
-function strongestOf(layer: Layer, at: number, state: State): { row: number | null; column: number | null } {
-  const bins = tokenBins(layer, at, { row: null });
-  const map = known(state.layer, state.head)?.map;
-  if (!map || bins.row === null) return bins;
-  const values = state.pool === "max" ? map.max : map.mean;
-  let column = bins.column;
-  let most = -1;
-  for (let n = state.sink ? 1 : 0; n < map.columns; n++) {
-    const value = values[bins.row * map.columns + n];
-    if (value > most) [most, column] = [value, n];
-  }
-  return { row: bins.row, column };
-}
-
-function pinOf(layer: Layer, at: number, state: State): Partial<State> {
-  const { row, column } = strongestOf(layer, at, state);
-  return state.row === row && state.column === column ? { row: null, column: null } : { row, column };
-}
-
-interface ChipProps {
-  at: number;
-  layer: Layer;
-  field: Field;
-  scale: Scale;
-  colours: Colours;
-  row: number | null;
-  column: number | null;
-  missing: boolean;
-  over: (at: number | null) => void;
-  pin: () => void;
-}
-
-function Chip({ at, field: of, scale, colours, row, column, missing, over, pin }: ChipProps) {
-  const value = row === null || column === null || missing ? NaN : of.values[row * of.columns + column];
-  const shown = value === value ? colour(place(value, of, scale), colours) : null;
-  const style = shown ? { background: shown.fill, color: shown.white ? "white" : "black" } : {};
-  return (
-    <button type="button" style={style} title={texts.names.chip(at, token(at, true)!, shown ? mapValue(value) : "")}
-      onMouseEnter={() => over(at)} onFocus={() => over(at)} onBlur={() => over(null)} onClick={pin}>
-      <bdi>{token(at)}</bdi>
-    </button>
-  );
-}
-
 // ---------------------------------------------------------------- right of the map
-
-function Largest({ layer, head, change }: { layer: Layer; head: Head; change: Props["change"] }) {
-  if (head.edges.length === 0) return null;
-  const zoomTo = (query: number, key: number) => {
-    const [row, column] = [binAt(layer, "query", query), binAt(layer, "key", key)];
-    if (row === null || column === null) return;
-    change({ row, column });
-  };
-  return (
-    <details>
-      <summary>{texts.strongest.summary(head.edges.length)}</summary>
-      <ol class="largest">
-        {head.edges.map((edge) => (
-          <li key={`${edge.run}.${edge.entry}.${edge.query}.${edge.key}`}>
-            <button type="button" onClick={() => zoomTo(edge.query, edge.key)}>
-              <b>{figure(edge.p)}</b> <bdi>{pair(layer, edge.query, edge.key, edge.run, edge.entry)}</bdi>
-            </button>
-          </li>
-        ))}
-      </ol>
-    </details>
-  );
-}
 
 export function Figures({ layer, head }: { layer: number; head: number }) {
   const statistics = data.statistics[layer];

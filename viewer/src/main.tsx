@@ -11,12 +11,13 @@ import { all, chosen, Exports, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
 import { useHost } from "./host";
 import { Found } from "./found";
+import { keyName, queryOf } from "./picture";
 import { Reading } from "./reading";
 import { SegmentView } from "./segments";
 import { isDark, useScreen } from "./screen";
 import { address, parse, type State } from "./state";
 import { Table } from "./table";
-import { controls, grid } from "./texts";
+import { controls, grid, image } from "./texts";
 import { Trace } from "./trace";
 import "./style.css";
 
@@ -105,7 +106,7 @@ function App() {
       <main id="viewer" data-source={__SOURCE__}>
         {NOTES.map((note, n) => <p class="note" key={n}>{note}</p>)}
         <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view}`}>
-          {state.view === "heads" && <Cards {...{ state, change, open }} />}
+          {state.view === "heads" && <Cards {...{ state, change, open }} theme={drawn} />}
           {state.view === "heads" && (
             <section aria-labelledby="heads-title">
               <h2 id="heads-title" class="unseen">{grid.title}</h2>
@@ -132,9 +133,10 @@ function headingOf(name: string): string {
 
 /** The sentence above the heads. */
 function gridHint(state: State): string {
-  const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale]);
+  const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && data.layers.some(({ map }) => map && !map.exact));
   const [found, heads] = [chosen(state).length, all().length];
-  return [grid.click, scale, found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
+  const shown = data.image && HAS_MAPS && (state.thumbs === "patch" ? image.shownOf.patch(keyName(queryOf(state, state.layer, state.head))) : image.shownOf[state.thumbs]);
+  return [grid.click, shown, scale, found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
 }
 
 /** A text of the page as it is without the script. */

@@ -7,6 +7,7 @@ import { type Head, type Layer, range } from "./data";
 import { draw, geometry, type Inks, type Scene, type Sight } from "./draw";
 import { type Colours, type Field, Pictures, type Scale } from "./field";
 import { useWidth } from "./screen";
+import { hasBands, segmentInks } from "./bands";
 import { CanvasSurface, SvgSurface } from "./surface";
 import { asField, isExact, served, tile as askTile, type Tile, why } from "./tiles";
 import * as texts from "./texts";
@@ -61,6 +62,19 @@ export function save(name: string, content: Blob): void {
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+const LABELS = 20; // pixels of the name of an axis, which is not a label
+
+/** The largest value of a row or column: its column, or its row. */
+function largestOf(of: Field, at: { row: number } | { column: number }): number {
+  let [best, most] = [0, -1];
+  const count = "row" in at ? of.columns : of.rows;
+  for (let n = 0; n < count; n++) {
+    const value = "row" in at ? of.values[at.row * of.columns + n] : of.values[n * of.columns + at.column];
+    if (value > most) [best, most] = [n, value];
+  }
+  return best;
 }
 
 export function MapView(props: Props) {
@@ -123,6 +137,7 @@ export function MapView(props: Props) {
   const ratio = window.devicePixelRatio || 1;
   scene.current = {
     layer, head, field, pictures, geometry: places, inks: colours, ratio,
+    bands: hasBands(layer) ? segmentInks() : null,
     sight: sightOf(at, side), row: props.row, column: props.column, cell: props.cell ?? null, tile: finer,
   };
 
@@ -183,7 +198,21 @@ export function MapView(props: Props) {
     const inside = x >= plot.x && y >= plot.y && x <= plot.x + side && y <= plot.y + side;
     return inside && column < field.columns && row < field.rows && row >= 0 && column >= 0 ? { layer, row, column, across, down, x: event.clientX, y: event.clientY } : null;
   };
+  /** The row or column whose label is under the pointer, left of the map or above it. */
+  const labelled = (event: MouseEvent): { row: number } | { column: number } | null => {
+    const box = canvas.current!.getBoundingClientRect();
+    const { plot } = places;
+    const { sight } = scene.current!;
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    const [across, down] = [(x - plot.x - sight.x) / sight.k / side, (y - plot.y - sight.y) / sight.k / side];
+    if (x > LABELS && x < plot.x && y >= plot.y && y < plot.y + side) return { row: Math.min(field.rows - 1, Math.floor(down * field.rows)) };
+    if (y > LABELS && y < plot.y && x >= plot.x && x < plot.x + side) return { column: Math.min(field.columns - 1, Math.floor(across * field.columns)) };
+    return null;
+  };
   const click = (event: MouseEvent) => {
+    const label = labelled(event);
+    if (label && "row" in label) return pin(label.row, largestOf(field, { row: label.row }));
+    if (label) return pin(props.row ?? largestOf(field, label), label.column);
     const hit = cell(event);
     if (!hit) return;
     const at = tile && cellOf(tile, hit.across, hit.down);
@@ -193,7 +222,10 @@ export function MapView(props: Props) {
   };
   const moved = (row: number, column: number) =>
     pin(Math.min(field.rows - 1, Math.max(0, row)), Math.min(field.columns - 1, Math.max(0, column)));
-  const closer = (by: number) => zoom.change([Math.min(closest, Math.max(1, at[0] * by)), at[1], at[2]]);
+  const closer = (by: number) => {
+    const [x, y] = by > 1 && props.row !== null && props.column !== null ? [(props.column + 0.5) / field.columns, (props.row + 0.5) / field.rows] : [at[1], at[2]];
+    zoom.change([Math.min(closest, Math.max(1, at[0] * by)), x, y]); // to the selection, if there is one
+  };
   const pressed = (event: KeyboardEvent) => {
     const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (step && event.shiftKey) moved((props.row ?? 0) + step[0], (props.column ?? 0) + step[1]);
@@ -223,7 +255,10 @@ export function MapView(props: Props) {
         style={{ touchAction: at[0] > 1 ? "none" : "pan-y" }}
         aria-label={texts.map.label(title)}
         onClick={click}
-        onMouseMove={(event) => setOver(event.buttons ? null : cell(event))}
+        onMouseMove={(event) => {
+          setOver(event.buttons ? null : cell(event));
+          canvas.current!.style.cursor = labelled(event) ? "pointer" : "";
+        }}
         onMouseLeave={() => setOver(null)}
         onKeyDown={pressed}
       />

@@ -6,13 +6,13 @@ import { colour, type Colours, type Field, place, type Scale } from "./field";
 import { save } from "./map";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { files, fill, image as texts } from "./texts";
+import { files, fill, image as texts, regionNames } from "./texts";
 import { mapValue, nameOf } from "./words";
 
 const made: Record<string, HTMLCanvasElement> = {};
 
 /** The image, a canvas with one pixel for each of its own; in grey where colours lie over it. */
-function theImage(grey: boolean): HTMLCanvasElement {
+export function theImage(grey: boolean): HTMLCanvasElement {
   const known = made[String(grey)];
   if (known) return known;
   const { width, height } = data.image!;
@@ -96,6 +96,30 @@ export function drawPatches(surface: Surface, { values, top, scale, colours, ove
   surface.frame({ x: x + 1.5, y: y + 1.5, width: across - 3, height: down - 3 }, "#fff", 1.5);
 }
 
+const MOST_COVERED = 0.9; // of the image, by the colour of the largest weight
+
+/** The image with where a query attends over it, in orange: no weight leaves the image as it is. A frame marks the query. */
+export function drawAttended(surface: Surface, weights: Float32Array | null, query: number, [width, height]: [number, number]): void {
+  const { grid: [rows, columns], special } = data.image!;
+  const box = { x: 0, y: 0, width, height };
+  const image = theImage(weights !== null);
+  surface.image(image, { x: 0, y: 0, width: image.width, height: image.height }, box);
+  const [across, down] = [width / columns, height / rows];
+  if (weights) {
+    const top = topOf(weights);
+    for (let n = 0; n < rows * columns; n++) {
+      const share = weights[n + special] / top;
+      if (!(share > 0)) continue;
+      const [x, y] = [Math.round((n % columns) * across), Math.round(Math.floor(n / columns) * down)];
+      const size = { width: Math.round(((n % columns) + 1) * across) - x, height: Math.round((Math.floor(n / columns) + 1) * down) - y };
+      surface.box({ x, y, ...size }, `rgb(255 120 0 / ${(MOST_COVERED * Math.min(1, share)).toFixed(3)})`);
+    }
+  }
+  if (query < special) return;
+  const [x, y] = [((query - special) % columns) * across, Math.floor((query - special) / columns) * down];
+  for (const [ink, thick] of [["#000", 4], ["#fff", 2]] as const) surface.frame({ x: x + 1, y: y + 1, width: across - 2, height: down - 2 }, ink, thick);
+}
+
 /** Where object and ground meet. */
 function outline(surface: Surface, across: number, down: number, thick: number): void {
   const { grid: [rows, columns], outline: inside } = data.image!;
@@ -125,14 +149,14 @@ interface Props {
 }
 
 export function Images({ layer, field: of, state, theme, change }: Props) {
-  const { special, grid } = data.image!;
-  const chosen = state.row ?? special + Math.floor(grid[0] / 2) * grid[1] + Math.floor(grid[1] / 2);
+  const { special } = data.image!;
+  const chosen = queryOf(state, layer.index, state.head);
   const [over, setOver] = useState("");
   useLayoutEffect(() => setOver(""), [layer.index, state.head, chosen]); // the number was that of another
   const row = rowOf(of, chosen);
   const column = columnOf(of, chosen);
   const mean = received(of);
-  const name = token(chosen, true)!;
+  const name = keyName(chosen);
   const pin = (at: number) => change({ row: at, column: at });
   const say = (text: string | null) => setOver(text ?? "");
   const rest = { state, theme, pin, chosen, head: [layer.index, state.head] as [number, number] };
@@ -148,9 +172,9 @@ export function Images({ layer, field: of, state, theme, change }: Props) {
         <Pane {...rest} values={null} caption={texts.original} picture="image"
           say={(at) => say(at === null ? null : token(at, true))} />
         <Pane {...rest} values={row} caption={fill(texts.looks, { name: <b>{name}</b>, most: best(row) })} picture="looks"
-          say={(at) => say(at === null ? null : texts.pair(name, token(at, true)!, mapValue(row[at])))} />
+          say={(at) => say(at === null ? null : texts.pair(token(chosen, true)!, token(at, true)!, mapValue(row[at])))} />
         <Pane {...rest} values={column} caption={fill(texts.lookedAt, { name: <b>{name}</b> })} picture="looked-at"
-          say={(at) => say(at === null ? null : texts.pair(token(at, true)!, name, mapValue(column[at])))} />
+          say={(at) => say(at === null ? null : texts.pair(token(at, true)!, token(chosen, true)!, mapValue(column[at])))} />
         <Pane {...rest} values={mean} caption={fill(texts.average(special), { most: best(mean) })} picture="all"
           say={(at) => say(at === null ? null : texts.averageOf(token(at, true)!, mapValue(mean[at])))} />
       </div>
@@ -231,6 +255,19 @@ function Pane({ state, theme, chosen, values, caption, picture, head, pin, say }
   );
 }
 
+/** The query that a head over the image shows: the selected one, else that of its card, else the patch in the middle. */
+export function queryOf(state: State, layer: number, head: number): number {
+  const { special, grid } = data.image!;
+  const card = data.highlights.find((each) => each.layer === layer && each.head === head)?.cell?.[0];
+  return state.row ?? card ?? special + Math.floor(grid[0] / 2) * grid[1] + Math.floor(grid[1] / 2);
+}
+
+/** A key in a sentence: "patch row 3, column 5", "CLS". */
+export function keyName(at: number): string {
+  const name = token(at, true)!;
+  return at < data.image!.special ? name : texts.patchNamed(name);
+}
+
 /** Regions of the image and how much weight falls on each, compared with an even spread. */
 export function Regions({ layer, head }: { layer: number; head: number }) {
   const { regionWords } = data.image!;
@@ -246,7 +283,7 @@ export function Regions({ layer, head }: { layer: number; head: number }) {
           const ratio = data.statistics[layer][name].mean[head]!;
           return (
             <li key={name} title={regionWords[name].meaning}>
-              <span>{regionWords[name].heading}</span>
+              <span>{regionNames[name] ?? regionWords[name].heading}</span>
               <span class="meter" aria-hidden="true"><i style={{ width: `${(100 * ratio) / most}%` }} /><u style={{ left: `${100 / most}%` }} /></span>
               <span>{texts.ratio(ratio)}</span>
             </li>

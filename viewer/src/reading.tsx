@@ -2,11 +2,11 @@
 
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { data, type Head, head as decoded, type Layer, NONE, queryAt, readable, token } from "./data";
-import { all } from "./grid";
-import { selected } from "./head";
+import { all, bestPattern } from "./grid";
+import { selected } from "./selection";
 import { useWidth } from "./screen";
 import type { State } from "./state";
-import { fill, figure, names, percent, reading as texts, whole } from "./texts";
+import { fill, figure, names, NO_VALUE, percent, reading as texts, whole } from "./texts";
 import { nameOf } from "./words";
 
 const PAGE = 200; // tokens in sight at once
@@ -89,6 +89,11 @@ export function Reading({ state, theme, change }: Props) {
   );
 }
 
+/** A head with the pattern that it matches. */
+function described(layer: number, head: number): string {
+  return [nameOf(layer, head), bestPattern({ layer, head })].filter((part) => part && part !== NO_VALUE).join(" · ");
+}
+
 function exact(places: Place[]): boolean {
   return places.every(([layer]) => data.layers[layer].map?.exact);
 }
@@ -113,9 +118,9 @@ function Choice({ state, places, change }: { state: State; places: Place[]; chan
               const [to, number] = event.currentTarget.value.split(".").map(Number);
               change({ layer: to, head: number, row: null, column: null });
             }}>
-              {[{ layer, head }, ...others].sort((a, b) => a.layer - b.layer || a.head - b.head).map((each) => <option key={`${each.layer}.${each.head}`} value={`${each.layer}.${each.head}`}>{nameOf(each.layer, each.head)}</option>)}
+              {[{ layer, head }, ...others].sort((a, b) => a.layer - b.layer || a.head - b.head).map((each) => <option key={`${each.layer}.${each.head}`} value={`${each.layer}.${each.head}`}>{described(each.layer, each.head)}</option>)}
             </select>
-          ) : nameOf(layer, head)}
+          ) : described(layer, head)}
           {n > 0 && <button type="button" aria-label={texts.remove(nameOf(layer, head))} onClick={() => change({ also: state.also.filter(([l, h]) => l !== layer || h !== head) })}>×</button>}
         </span>
       ))}
@@ -127,7 +132,7 @@ function Choice({ state, places, change }: { state: State; places: Place[]; chan
             change({ also: [...state.also, [layer, head]] });
           }}>
             <option value="">{texts.addOne}</option>
-            {others.map(({ layer, head }) => <option key={`${layer}.${head}`} value={`${layer}.${head}`}>{nameOf(layer, head)}</option>)}
+            {others.map(({ layer, head }) => <option key={`${layer}.${head}`} value={`${layer}.${head}`}>{described(layer, head)}</option>)}
           </select>
         </label>
       )}
@@ -231,12 +236,12 @@ function curve(a: Spot, b: Spot, n: number): string {
 }
 
 /** The keys with the largest weights of a token, wherever in the text they are, with the tokens around them. */
-function Keys({ place: [layer, number], head, at, go, colour }: { place: Place; head: Head; at: number; go: (to: number) => void; colour: string }) {
+export function Keys({ place: [layer, number], head, at, go, colour, title }: { place: Place; head: Head; at: number; go: (to: number) => void; colour: string; title?: string }) {
   const found = pairsOf(data.layers[layer], head, at, true).filter(({ p }) => p >= SMALLEST).sort((a, b) => b.p - a.p).slice(0, LISTED);
   const around = (from: number, to: number) => Array.from({ length: Math.max(0, to - from) }, (_, n) => token(from + n) ?? "").join("");
   return (
     <>
-      <h3 style={{ borderLeft: `4px solid var(${colour})`, paddingLeft: "0.4rem" }}>{fill(texts.attends, { head: nameOf(layer, number), token: <bdi>{names.inQuotes(token(at, true)!)}</bdi>, at: whole(at) })}</h3>
+      <h3 style={{ borderLeft: `4px solid var(${colour})`, paddingLeft: "0.4rem" }}>{fill(title ?? texts.attends, { head: nameOf(layer, number), token: <bdi>{names.inQuotes(token(at, true)!)}</bdi>, at: whole(at) })}</h3>
       {found.length === 0 ? <p class="hint">{texts.noQuery}</p> : (
         <ol class="ranks context">
           {found.map(({ key, p }) => (

@@ -1,12 +1,13 @@
 // One box that finds heads, positions and tokens.
 
-import { useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { data, HAS_READING, token } from "./data";
 import { all } from "./grid";
-import { opened, selected } from "./head";
+import { opened } from "./head";
+import { selected } from "./selection";
 import type { State } from "./state";
 import { names, search as texts } from "./texts";
-import { nameOf } from "./words";
+import { binAt, nameOf } from "./words";
 
 const SHOWN = 8;
 const CONTEXT = 2; // tokens before and after a token that fits
@@ -16,56 +17,89 @@ interface Hit {
   to: Partial<State>;
 }
 
-/** The heads, positions and tokens that fit what was typed; the number of all that fit. */
-function hitsOf(typed: string, state: State): { hits: Hit[]; count: number } {
+/** The heads, positions and tokens that fit what was typed; a hit is made when it is shown. */
+function hitsOf(typed: string, state: State): (() => Hit)[] {
   const text = typed.trim();
-  if (text === "") return { hits: [], count: 0 };
-  const hits: Hit[] = [];
-  const length = data.tokens?.labels.length ?? 0;
+  if (text === "") return [];
+  const hits: (() => Hit)[] = [];
   const point = /^(\d+)\.(\d+)$/.exec(text);
   for (const { layer, head } of all()) {
     const name = nameOf(layer, head);
     if (point ? layer === +point[1] && head === +point[2] : name.toLowerCase() === text.toLowerCase()) {
-      hits.push({ text: name, to: { view: "head", ...opened(state, layer, head) } });
+      hits.push(() => ({ text: name, to: { view: "head", ...opened(state, layer, head) } }));
     }
   }
+  const found = indexed();
   if (/^\d[\d,]*$/.test(text)) {
     const at = Number(text.replaceAll(",", ""));
-    if (at < length) hits.push({ text: texts.token(at, around(at)), to: goTo(at, state) });
+    if (at < found.ends.length) hits.push(() => hitAt(at, state));
   }
-  let count = hits.length;
-  for (const at of startsOf(text.toLowerCase())) {
-    count++;
-    if (hits.length < SHOWN) hits.push({ text: texts.token(at, around(at)), to: goTo(at, state) });
-  }
-  return { hits, count };
+  for (const at of startsOf(text.toLowerCase(), found)) hits.push(() => hitAt(at, state));
+  return hits;
+}
+
+/** A token, in the text or in a window of it. */
+function hitAt(at: number, state: State): Hit {
+  if (data.tokens) return { text: texts.token(at, around(at, 0, data.tokens.labels.length, (n) => token(n) ?? "")), to: goTo(at, state) };
+  const { labels, ids } = data.runTokens!;
+  let [run, before] = [0, 0];
+  while (at >= before + ids[run].length) before += ids[run++].length;
+  const position = at - before;
+  return { text: texts.inWindow(run, position, around(position, 0, ids[run].length, (n) => labels[ids[run][n]])), to: toBin(position, ids[run].length, state) };
 }
 
 const SPACE = "␣"; // as labels show it
 
+interface Index {
+  text: string; // of all tokens
+  ends: Uint32Array; // where each token ends
+}
+
+let index: Index | null = null;
+
+/** The text, or the texts of all windows, made once: it may have a million tokens. */
+function indexed(): Index {
+  if (index) return index;
+  const plain = (label: string) => label.replaceAll(SPACE, " ").toLowerCase();
+  const pieces: string[] = data.tokens
+    ? data.tokens.labels.map((label, at) => plain(data.tokens!.longer[at] ?? label))
+    : (data.runTokens?.ids ?? []).flatMap((ids) => ids.map((id, n) => plain(data.runTokens!.labels[id]) + (n === ids.length - 1 ? "\n" : "")));
+  const ends = new Uint32Array(pieces.length);
+  let end = 0;
+  pieces.forEach((piece, n) => (ends[n] = end += piece.length));
+  return (index = { text: pieces.join(""), ends });
+}
+
 /** The tokens in which a text begins: it may go over several, as words do. */
-function startsOf(wanted: string): number[] {
-  const tokens = data.tokens?.labels.map((label, at) => (data.tokens!.longer[at] ?? label).replaceAll(SPACE, " ").toLowerCase()) ?? [];
-  const whole = tokens.join("");
-  const found = new Set<number>();
-  let [token, end] = [0, tokens[0]?.length ?? 0]; // the token at a place, and where it ends
-  for (let at = whole.indexOf(wanted); at >= 0; at = whole.indexOf(wanted, at + 1)) {
-    while (at >= end) end += tokens[++token].length;
-    found.add(token);
+function startsOf(wanted: string, { text, ends }: Index): number[] {
+  const found: number[] = [];
+  let token = 0;
+  for (let at = text.indexOf(wanted); at >= 0; at = text.indexOf(wanted, at + 1)) {
+    while (at >= ends[token]) token++;
+    if (found[found.length - 1] !== token) found.push(token);
   }
-  return [...found];
+  return found;
 }
 
 /** A token, with those around it. */
-function around(at: number): string {
-  const labels = Array.from({ length: 2 * CONTEXT + 1 }, (_, n) => (n === CONTEXT ? names.inQuotes(token(at) ?? "") : (token(at + n - CONTEXT) ?? "")));
-  return labels.join(" ").trim();
+function around(at: number, first: number, stop: number, text: (at: number) => string): string {
+  const labels = Array.from({ length: 2 * CONTEXT + 1 }, (_, n) => at + n - CONTEXT).filter((n) => n >= first && n < stop);
+  return labels.map((n) => (n === at ? names.inQuotes(text(n)) : text(n))).join(" ").trim();
 }
 
 /** A token is shown where the text is: in the reading view if there is one, else in the map of the head. */
 function goTo(at: number, state: State): Partial<State> {
   return { ...selected(at, state), view: state.view === "head" ? "head" : HAS_READING ? "reading" : "head" };
 }
+
+/** A position in a window is shown in the map of the head, which pools all windows. */
+function toBin(at: number, length: number, state: State): Partial<State> {
+  const layer = data.layers[state.layer];
+  const share = (bins: number | undefined) => (bins ? Math.floor((at * bins) / length) : null); // where windows have different lengths
+  return { view: "head", row: binAt(layer, "query", at) ?? share(layer.map?.rows), column: binAt(layer, "key", at) ?? share(layer.map?.columns) };
+}
+
+const hasText = data.tokens !== null || data.runTokens !== null;
 
 interface Props {
   state: State;
@@ -86,16 +120,19 @@ export function Search({ state, change }: Props) {
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
   }, []);
-  const { hits, count } = open ? hitsOf(typed, state) : { hits: [], count: 0 };
-  const choose = (hit: Hit | undefined) => {
-    if (!hit) return;
+  const [chosen, setChosen] = useState<number | null>(null); // the hit that was chosen last
+  const every = useMemo(() => hitsOf(typed, state), [typed, state]);
+  const hits = open ? every.slice(0, SHOWN).map((hit) => hit()) : [];
+  const choose = (n: number) => {
+    if (n >= every.length) return;
     setOpen(false);
-    change(hit.to);
+    setChosen(n);
+    change(every[n]().to);
   };
   const pressed = (event: KeyboardEvent) => {
     const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (by) setAt((before) => Math.max(0, Math.min(hits.length - 1, before + by)));
-    else if (event.key === "Enter") choose(hits[at]);
+    else if (event.key === "Enter") choose(open || chosen === null ? at : (chosen + 1) % every.length);
     else if (event.key === "Escape") setOpen(false);
     else return;
     event.preventDefault();
@@ -103,15 +140,16 @@ export function Search({ state, change }: Props) {
   };
   return (
     <div class="search" role="search" onKeyDown={pressed}>
-      <input ref={input} type="text" aria-label={texts.label} placeholder={data.tokens ? texts.placeholder : texts.onlyHeads} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list"
-        onInput={(event) => { setTyped(event.currentTarget.value); setAt(0); setOpen(true); }} onFocus={() => setOpen(true)} onBlur={() => setTimeout(() => setOpen(false), 150)} />
+      <input ref={input} type="text" aria-label={texts.label} placeholder={hasText ? texts.placeholder : texts.onlyHeads} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list"
+        onInput={(event) => { setTyped(event.currentTarget.value); setAt(0); setChosen(null); setOpen(true); }} onFocus={() => setOpen(true)} onBlur={() => setTimeout(() => { setOpen(false); setChosen(null); }, 150)} />
       <ul id="found" role="listbox" aria-label={texts.results} hidden={hits.length === 0}>
         {hits.map((hit, n) => (
-          <li key={n} role="option" aria-selected={n === at} onMouseDown={(event) => event.preventDefault()} onClick={() => choose(hit)}><bdi>{hit.text}</bdi></li>
+          <li key={n} role="option" aria-selected={n === at} onMouseDown={(event) => event.preventDefault()} onClick={() => choose(n)}><bdi>{hit.text}</bdi></li>
         ))}
-        {count > hits.length && <li class="hint" aria-disabled="true">{texts.more(count - hits.length)}</li>}
+        {every.length > hits.length && <li class="hint" aria-disabled="true">{texts.more(every.length - hits.length)}</li>}
       </ul>
-      {open && typed.trim() !== "" && count === 0 && <span class="hint none" role="status">{data.tokens ? texts.none : texts.noTokens}</span>}
+      {open && typed.trim() !== "" && every.length === 0 && <span class="hint none" role="status">{hasText ? texts.none : texts.noTokens}</span>}
+      {!open && chosen !== null && every.length > 1 && <span class="hint none nth" role="status">{texts.nth(chosen + 1, every.length)} <bdi>{every[chosen]?.().text}</bdi></span>}
     </div>
   );
 }

@@ -1,5 +1,6 @@
 // How much weight flows between the named segments of the input: for one head as a table, for all heads as a picture.
 
+import { hasBands, Swatch } from "./bands";
 import { data, type Layer } from "./data";
 import { all, type Place } from "./grid";
 import { colour } from "./field";
@@ -10,15 +11,19 @@ import { layerName, nameOf } from "./words";
 const NONE = 0xffff;
 const LISTED = 10;
 
-const decoded = new Map<number, Uint16Array>();
+const decoded = new Map<string, Uint16Array>();
 
-/** The share of the weight of the rows of a segment that is on keys of a segment, as a mean; null where there are no such rows. */
-function share(layer: Layer, head: number, from: number, to: number): number | null {
+/** The share of the weight of the rows of a segment that is on keys of a segment, as a mean; or what an even spread would give. Null
+ * where there are no such rows, or where it is unknown. */
+function share(layer: Layer, head: number, from: number, to: number, which: "mean" | "even" = "mean"): number | null {
   const size = layer.segments!.names.length;
-  let codes = decoded.get(layer.index);
+  const text = layer.segments![which];
+  if (text === null) return null;
+  const key = `${which}${layer.index}`;
+  let codes = decoded.get(key);
   if (!codes) {
-    const bytes = Uint8Array.from(atob(layer.segments!.mean), (each) => each.charCodeAt(0));
-    decoded.set(layer.index, (codes = new Uint16Array(bytes.buffer)));
+    const bytes = Uint8Array.from(atob(text), (each) => each.charCodeAt(0));
+    decoded.set(key, (codes = new Uint16Array(bytes.buffer)));
   }
   const code = codes[(head * size + from) * size + to];
   return code === NONE ? null : code / (NONE - 1);
@@ -26,8 +31,17 @@ function share(layer: Layer, head: number, from: number, to: number): number | n
 
 const FIRST_LAYER = data.layers.find((layer) => layer.segments !== null);
 
-function cell(value: number | null, colours: State["colours"]) {
-  if (value === null) return {};
+const CLEAR = 1.2; // times the even share, or that part of it: as for regions of an image
+const LEAST_DIFFERENCE = 0.01;
+
+/** Whether a share differs clearly from what an even spread gives; true where that is unknown. */
+function isTelling(value: number | null, even: number | null): boolean {
+  if (value === null || even === null) return value !== null;
+  return Math.abs(value - even) >= LEAST_DIFFERENCE && (value >= CLEAR * even || value * CLEAR <= even);
+}
+
+function cell(value: number | null, even: number | null, colours: State["colours"]) {
+  if (value === null || !isTelling(value, even)) return {};
   const { fill, white } = colour(value, colours);
   return { background: fill, color: white ? "white" : "black" };
 }
@@ -41,21 +55,25 @@ export function SegmentTable({ layer, head, colours }: { layer: Layer; head: num
       <h3>{texts.title}</h3>
       <div class="scroll" tabIndex={0} role="region" aria-label={texts.tableOf(nameOf(layer.index, head))}>
         <table>
-          <thead><tr><th scope="col">{texts.corner}</th>{names.map((name, to) => <th scope="col" key={to}><bdi>{name}</bdi></th>)}</tr></thead>
+          <thead><tr><th scope="col">{texts.corner}</th>{names.map((name, to) => <th scope="col" key={to}>{hasBands(layer) && <Swatch segment={to} />} <bdi>{name}</bdi></th>)}</tr></thead>
           <tbody>
             {names.map((name, from) => (
               <tr key={from}>
-                <th scope="row"><bdi>{name}</bdi></th>
+                <th scope="row">{hasBands(layer) && <Swatch segment={from} />} <bdi>{name}</bdi></th>
                 {names.map((_, to) => {
-                  const value = share(layer, head, from, to);
-                  return <td key={to} style={cell(value, colours)}>{value === null ? NO_VALUE : percent(value)}</td>;
+                  const [value, even] = [share(layer, head, from, to), share(layer, head, from, to, "even")];
+                  return (
+                    <td key={to} style={cell(value, even, colours)} class={isTelling(value, even) ? "" : "dim"}>
+                      {value === null ? NO_VALUE : percent(value)}{value !== null && even !== null && <small>{texts.even(percent(even), layer.segments!.evenExact)}</small>}
+                    </td>
+                  );
                 })}
               </tr>
             ))}
           </tbody>
         </table>
       </div>
-      <p class="hint">{texts.hint}</p>
+      <p class="hint">{texts.hint} {layer.segments.even !== null && texts.evenHint}</p>
     </div>
   );
 }
@@ -72,6 +90,8 @@ export function SegmentView({ state, change, open }: Props) {
   const [from, to] = [Math.min(state.segmentFrom ?? names.length - 1, names.length - 1), Math.min(state.segmentTo, names.length - 1)];
   const places = all().filter(({ layer }) => sameNames(data.layers[layer], names));
   const value = ({ layer, head }: Place) => share(data.layers[layer], head, from, to);
+  const evenOf = ({ layer, head }: Place) => share(data.layers[layer], head, from, to, "even");
+  const evens = places.map(evenOf).filter((each) => each !== null);
   const best = places.map((place) => ({ place, value: value(place) })).filter((each) => each.value !== null).sort((a, b) => b.value! - a.value!).slice(0, LISTED);
   const picker = (label: string, at: number, choose: (at: number) => void) => (
     <label>{label}{" "}
@@ -87,7 +107,7 @@ export function SegmentView({ state, change, open }: Props) {
         {picker(texts.from, from, (at) => change({ segmentFrom: at }))}
         {picker(texts.to, to, (at) => change({ segmentTo: at }))}
       </p>
-      <p class="hint">{texts.viewHint}</p>
+      <p class="hint">{texts.viewHint} {evens.length > 0 && texts.viewEven(percent(evens.reduce((a, b) => a + b, 0) / evens.length))}</p>
       <div class="segment-columns">
         <div class="scroll" tabIndex={0} role="region" aria-label={texts.allHeads}>
           <table class="segment-heads">
@@ -104,9 +124,10 @@ export function SegmentView({ state, change, open }: Props) {
                   {Array.from({ length: layer.heads }, (_, head) => {
                     const p = value({ layer: layer.index, head });
                     const text = p === null ? NO_VALUE : percent(p);
+                    const even = evenOf({ layer: layer.index, head });
                     return (
                       <td key={head}>
-                        <button type="button" style={cell(p, state.colours)} aria-label={texts.cell(nameOf(layer.index, head), text)} onClick={() => open({ layer: layer.index, head })}>{text}</button>
+                        <button type="button" style={cell(p, even, state.colours)} class={isTelling(p, even) ? "" : "dim"} title={even === null ? undefined : texts.evenTip(percent(even))} aria-label={texts.cell(nameOf(layer.index, head), text)} onClick={() => open({ layer: layer.index, head })}>{text}</button>
                       </td>
                     );
                   })}
@@ -119,7 +140,7 @@ export function SegmentView({ state, change, open }: Props) {
           <h3>{texts.most(names[from], names[to])}</h3>
           <ol class="ranks">
             {best.map(({ place, value: p }) => (
-              <li key={`${place.layer}.${place.head}`}>
+              <li key={`${place.layer}.${place.head}`} class={isTelling(p, evenOf(place)) ? "" : "dim"}>
                 <button type="button" onClick={() => open(place)}>{nameOf(place.layer, place.head)}</button>
                 <span class="meter" aria-hidden="true"><i style={{ width: `${100 * p!}%` }} /></span>
                 <span>{percent(p!)}</span>

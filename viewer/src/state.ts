@@ -36,6 +36,7 @@ export interface State {
   page: number | null; // of the text
   also: [number, number][]; // further heads with lines in the text
   toward: "from" | "to" | "both"; // lines from queries, to keys
+  patchesOf: number | null; // the segment whose tokens look at the images of a prompt; null = the selected token
   segmentFrom: number | null; // whose tokens attend; null = the last segment
   segmentTo: number;
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
@@ -45,10 +46,15 @@ export interface State {
 const small = data.layers.some(({ map, lengths }) =>
   map && ((!map.exact && lengths?.[1] !== map.columns) || (!data.image && map.columns > 64)));
 
+/** Over several inputs the means of most heads look even, those of an induction head, too: the largest weights tell them apart. */
+const merged = data.layers.some(({ map, runs }) => map && !map.exact && runs > 1);
+
 const DULL = ["uniform", "first", "local"];
 
-/** The head to open first where nobody chose one: the one that matches an informative pattern best. */
+/** The head to open first where nobody chose one: that of the first card, else the one that matches an informative pattern best. */
 function telling(): [number, number] {
+  const card = data.highlights.find(({ layer, head }) => layer !== null && head !== null);
+  if (card) return [card.layer!, card.head!];
   let [best, place]: [number, [number, number]] = [-1, [0, 0]];
   data.layers.forEach((layer, at) => {
     for (let head = 0; head < layer.heads; head++) {
@@ -68,8 +74,8 @@ export const FIRST: State = {
   head: HEAD,
   otherLayer: 0,
   otherHead: data.layers[0].heads > 1 && LAYER === 0 && HEAD === 0 ? 1 : 0,
-  pool: "mean",
-  scale: small ? "log" : "linear",
+  pool: merged ? "max" : "mean",
+  scale: small && !merged ? "log" : "linear",
   colours: "blues",
   sink: false,
   sort: "",
@@ -90,6 +96,7 @@ export const FIRST: State = {
   page: null,
   also: [],
   toward: "from",
+  patchesOf: null,
   segmentFrom: null,
   segmentTo: 0,
   zoom: [1, 0.5, 0.5],
@@ -168,6 +175,7 @@ export function parse(hash: string): State {
     over: params.has("over") ? params.get("over") === "1" : FIRST.over,
     token: whole(params.get("token"), data.tokens?.labels.length ?? 0),
     page: whole(params.get("page"), data.tokens?.labels.length ?? 0),
+    patchesOf: whole(params.get("patchesOf"), 64),
     segmentFrom: whole(params.get("segmentFrom"), 64),
     segmentTo: whole(params.get("segmentTo"), 64) ?? 0,
     also: placesOf(params.get("also")),
@@ -193,7 +201,7 @@ export function address(state: State): string {
   for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "cell", "from", "many", "thumbs"] as const) {
     add(name, state[name], FIRST[name]);
   }
-  for (const name of ["token", "page", "toward", "segmentFrom", "segmentTo"] as const) add(name, state[name], FIRST[name]);
+  for (const name of ["token", "page", "toward", "segmentFrom", "segmentTo", "patchesOf"] as const) add(name, state[name], FIRST[name]);
   if (state.also.length > 0) params.set("also", state.also.map((each) => each.join(".")).join(","));
   if (!state.down) params.set("down", "0");
   if (!state.cards) params.set("cards", "0");

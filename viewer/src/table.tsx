@@ -1,7 +1,7 @@
 // Every head with its means, sortable by any column, and as CSV.
 
 import { data } from "./data";
-import { chosen, type Place } from "./grid";
+import { chosen, isWeak, NAMED, type Place } from "./grid";
 import { save } from "./map";
 import type { State } from "./state";
 import { figure, files, head as headTexts, NO_VALUE, table } from "./texts";
@@ -40,6 +40,12 @@ export function Meanings({ names }: { names: { heading: string; meaning: string 
   );
 }
 
+/** The pattern of a head, from the score on from which captions name it. */
+function nameOfPattern({ layer, head }: Place): string {
+  const best = data.patterns[layer]?.[head]?.[0];
+  return best && best[1] >= NAMED ? best[0] : NO_VALUE;
+}
+
 export function Table({ state, change, open }: Props) {
   const places = chosen(state);
   const columns = [{ name: "score", heading: table.score, meaning: table.scoreMeaning }, ...data.names];
@@ -72,7 +78,7 @@ export function Table({ state, change, open }: Props) {
             {places.map((place) => (
               <tr key={`${place.layer}.${place.head}`}>
                 <th scope="row"><button type="button" onClick={() => open(place)}>{nameOf(place.layer, place.head)}</button></th>
-                <td class="text">{data.patterns[place.layer]?.[place.head]?.[0]?.[0] ?? NO_VALUE}</td>
+                <td class={`text${isWeak(place) ? " dim" : ""}`}>{nameOfPattern(place)}</td>
                 {columns.map(({ name }) => <td key={name}>{figure(statistic(place.layer, place.head, name))}</td>)}
               </tr>
             ))}

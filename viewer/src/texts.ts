@@ -52,6 +52,19 @@ export const segments = {
   title: "Segments",
   corner: "query in",
   hint: "How much of the weight of a segment's tokens (row) is on the tokens of each segment (column), on average. A row adds up to less than 100 % where keys are in no segment.",
+  bands: "Bands along the axes:",
+  images: "Attention on the images in the prompt, from",
+  selectedToken: (query: string) => `${query} (the selected token)`,
+  segmentTokens: (name: string) => `all tokens of “${name}”, on average`,
+  imageShare: (name: string, share: string) => `${name}: ${share} of the weight`,
+  imageLabel: (name: string) => `${name}: weight on each patch`,
+  imageHint: "Each cell is a patch. All images share one colour scale. Click a patch to select it.",
+  imagePooled: (keys: number) => `The map pools several tokens in a cell, so it cannot be laid over the patches of the images in the prompt. Record with Observe(map=${keys}) to do so.`,
+  patch: (row: number, column: number, weight: string) => `row ${row}, column ${column}: ${weight}`,
+  even: (share: string, exact: boolean) => ` even: ${exact ? "" : "≈ "}${share}`,
+  evenHint: "even = the share if each token spread its weight evenly over all tokens that it may attend to. Shares within a fifth of that are pale.",
+  evenTip: (share: string) => `An even spread would give ${share}.`,
+  viewEven: (share: string) => `An even spread would give ${share}; heads within a fifth of that are pale.`,
   viewHint: "Each cell is a head: the share of the weight of the first segment's tokens that is on the second one. Click a head to open it.",
   from: "How much do the tokens of",
   to: "attend to",
@@ -69,6 +82,8 @@ export const search = {
   results: "What fits",
   token: (at: number, around: string) => `${whole(at)}: ${around}`,
   more: (count: number) => `and ${whole(count)} more`,
+  inWindow: (window: number, at: number, around: string) => `window ${whole(window)}, token ${whole(at)}: ${around}`,
+  nth: (n: number, of: number) => `${whole(n)} of ${whole(of)}, Enter: next.`,
   none: "Nothing fits.",
   onlyHeads: "Find a head: 3.3",
   noTokens: "Heads only, such as 3.3: the page does not hold one text, token by token.",
@@ -178,20 +193,23 @@ export const cards = {
   more: (heads: number) => `${whole(heads)} more ${plural(heads, "head")}`,
   count: (heads: string, of: string, does: string) => `${heads} of ${of} ${of === "1" ? "head" : "heads"} ${does}`,
   counts: {
-    local: (one, unit) => `${one ? "looks" : "look"} at nearby ${plural(2, unit)}`,
-    first: (one, unit) => `${one ? "looks" : "look"} mostly at the first ${unit}`,
-    uniform: (one) => (one ? "spreads its attention evenly" : "spread their attention evenly"),
+    local: (one, unit) => `${one ? "comes" : "come"} closest to looking at nearby ${plural(2, unit)}`,
+    first: (one, unit) => `${one ? "comes" : "come"} closest to looking at the first ${unit} only`,
+    uniform: (one) => `${one ? "comes" : "come"} closest to an even spread`,
   } as Record<string, (one: boolean, unit: string) => string>,
   none: "No head matches a pattern clearly better than chance",
   only: (least: string) => `match of at least ${least} · show only these`,
   all: "show all heads",
 };
 
+/** Regions of an image in one word, as under a picture and in a list. */
+export const regionNames: Record<string, string> = { boundary: "outline" };
+
 // ---------------------------------------------------------------- all heads
 
 export const grid = {
   title: "All heads",
-  ownScale: (what: "image" | "map", scale: string) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys. Each map has its own ${scale} colour scale.`,
+  ownScale: (what: "image" | "map", scale: string, largest: boolean) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys.${largest ? " Each cell shows its largest weight." : ""} Each map has its own ${scale} colour scale.`,
   click: "Click a head to open it.",
   noMap: (statistic: string) => `Each tile shows the mean of ${statistic}. No map was recorded; Observe(map=64) records one.`,
   layer: "layer",
@@ -207,7 +225,7 @@ export const grid = {
   thumb: (name: string, pattern: string, statistic: string) => [name, pattern, statistic].filter(Boolean).join(", "),
   tip: (name: string, pattern: string) => (pattern ? `${name}: ${pattern}` : name),
   match: (pattern: string, score: number) => `${pattern} ${percent(score)}`,
-  region: (region: string, ratio: number) => `${region} × ${ratio.toFixed(1)}`,
+  region: (region: string, ratio: number) => `${regionNames[region] ?? region} × ${ratio.toFixed(1)}`,
   drawing: (at: number, of: number) => `Drawing head ${whole(at)} of ${whole(of)}`,
 };
 
@@ -279,6 +297,7 @@ export const head = {
   pooledPatches: (keys: number) => `Each cell of this map pools several patches, so the map cannot be laid over the image. Record with Observe(map=${keys}) to do so.`,
   fullMap: "Full map: patches in reading order",
   beside: "Selection and statistics",
+  largestKeys: "The largest weights of {token} ({at})",
   statistics: "Statistics",
   statisticsOf: "Statistics of this head",
   patternMatch: "Pattern match: {list}.",
@@ -290,6 +309,7 @@ export const head = {
 
 export const strongest = {
   summary: (count: number) => (count === 1 ? "Strongest connection, exact" : `Strongest connections: ${count}, exact`),
+  ofCells: (count: number) => `Strongest connections: ${count}, the largest weights of different cells`,
   keys: (each: number) => (each === 1 ? "Strongest key of query {query} {token}" : "Strongest keys of query {query} {token}"),
   queryLabel: "Query",
   key: "{weight} key {key}",
@@ -341,6 +361,7 @@ function four(value: number): string {
 export const reason = {
   title: "Why this weight?",
   choose: "Select one cell of the map to see how its weight is computed. Zoom in first if a cell covers several tokens.",
+  served: "A page from a server does not hold q and k. A saved page shows how a weight is computed: recording.save_html(path, exact=[(layer, head)]).",
   others: "This page can compute the weights of {heads}.",
   pair: "{query} → {key}",
   of: (input: string) => ` (${input})`,
@@ -413,6 +434,8 @@ export const legend = {
   bits: (bits: number, codes: number) =>
     `Stored in ${bits} bits: value = largest × (c / ${whole(codes)})², with an error of at most ${(1 / codes).toPrecision(1)} of the largest.`,
   rough: "Values with ≈ are stored in 8 bits.",
+  coarse: (levels: number) => `Values with ≈ are within ${percent(1 / levels)} of the largest of their row: so many weights take too many bytes.`,
+  levels: (levels: number) => `Stored in ${levels + 1} levels: value = largest of its row × (c / ${levels})².`,
   noDetail: "Zooming in adds no detail.",
   oneWeight: "Each cell is one weight.",
   proportional: (rows: number, columns: number) =>
@@ -435,8 +458,14 @@ export const image = {
   titles: { image: "Image", looks: "What the selected patch attends to", "looked-at": "What attends to the selected patch", all: "Average" },
   label: (title: string, head: string) => `${title}, ${head}. Arrow keys select a patch.`,
   original: "Image. Click a patch to select it, or use the arrow keys.",
-  looks: "What {name} attends to. {most}",
-  lookedAt: "What attends to {name}.",
+  looks: "Where the framed {name} attends. {most}",
+  lookedAt: "Which patches attend to the framed {name}.",
+  patchNamed: (place: string) => `patch ${place}`,
+  shownOf: { received: "Each picture shows how much attention each patch receives, on average over all queries.", patch: (name: string) => `Each picture shows where ${name} (framed) attends.`, map: "Rows are queries, columns are keys, patches in reading order." },
+  first: "Image. The frame marks the selected query, {name}. Click another patch to select it.",
+  firstHead: "Head {head}: where the framed {name} attends. The more orange, the more attention. {most}",
+  firstMost: "Most: {key} ({share}).",
+  firstTitle: (name: string, head: string) => `Where ${name} attends in head ${head}`,
   average: (special: number) => (special > 0 ? "Mean over all queries, CLS and registers included. {most}" : "Mean over all patches. {most}"),
   most: (patch: string, weight: string, ratio: number) => `Most: ${patch}, ${weight}, ${ratio.toFixed(1)} × an even spread.`,
   noWeight: "No patch has a weight here: all are masked, or the row contains NaN or infinity.",
@@ -451,7 +480,7 @@ export const image = {
   scale: "Each picture has its own colour scale, from 0 to its largest patch.",
   outline: "The line is the outline of the object.",
   regions: "What it looks at",
-  mostRegion: (ratio: number) => `Looks most at {region}: ${ratio.toFixed(1)} times as much as an even spread.`,
+  mostRegion: (ratio: number) => `Looks at {region} (${ratio.toFixed(1)} × chance): so many times as much as an even spread would.`,
   noRegion: "Looks at none of the regions much more than an even spread does.",
   ratio: (ratio: number) => `× ${ratio.toFixed(2)}`,
   even: "The line marks × 1, an even spread. Regions overlap.",

@@ -28,7 +28,7 @@ function selected(layer: Layer, { cell, row, column }: State, lengths: [number, 
 
 export function Why({ layer, state, change }: Props) {
   const about = embedded(layer, state.head);
-  if (data.exact.length === 0) return null;
+  if (data.exact.length === 0) return data.served ? <Absent /> : null;
   if (!about) return <Others {...{ state, change }} />;
   const at = selected(layer, state, about.lengths);
   return (
@@ -36,6 +36,16 @@ export function Why({ layer, state, change }: Props) {
       <h3 id="why-title">{texts.title}</h3>
       {at ? <Steps {...{ layer, about, at }} /> : <p class="hint">{texts.choose}</p>}
       <p class="hint stored">{texts.stored(about.k.kind, about.bits, about.error)}</p>
+    </section>
+  );
+}
+
+/** Why a page from a server has no steps: it does not hold q and k. */
+function Absent() {
+  return (
+    <section class="why" aria-labelledby="why-title">
+      <h3 id="why-title">{texts.title}</h3>
+      <p class="hint">{texts.served}</p>
     </section>
   );
 }

@@ -65,7 +65,7 @@ def layer_stats(
         received, eligible = (_filed(x, known.first_key) for x in (observed.received, observed.eligible))
     masses, maxima = None, observed.received_max
     if what.segments is not None and observed.segments is not None:
-        masses = SegmentMass(what.segments.names, *observed.segments)
+        masses = SegmentMass.of(what.segments, *observed.segments)
     if rows is None:
         assert observed.counted is not None  # one of them is present
         rows = observed.counted.sum((0, 2))

@@ -18,7 +18,7 @@ from headscope.report._figures import SheetFigures
 from headscope.report._texts import short_layers, visible
 from headscope.report.fixed_keys import FIXED_KEY, FixedKey, fixed_key_of_weights, fixed_keys
 from headscope.report.observed_model import ObservedModel
-from headscope.report.words import REGIONS, STRONG
+from headscope.report.words import REGIONS, WEAK
 from headscope.stats import HeadStats, Match
 
 __all__ = ["Highlight", "fixed_names", "recording_highlights", "sheet_highlights"]
@@ -33,7 +33,7 @@ SHARP = ("induction", "duplicate", "previous", "next", *REGIONS, FIXED_KEY, "sel
 """The patterns for which the best head stands, the most informative first; among regions the largest ratio is first."""
 
 COUNTED = ("local", "first", "uniform")
-"""The patterns of which only the number of heads is interesting, those with a score of at least ``STRONG``."""
+"""The patterns of which only the number of heads is interesting."""
 
 LONGEST = 16  # characters of a token
 
@@ -61,7 +61,7 @@ class Highlight:
         >>> head.sentence
         '2.0 looks at the previous token (97%)'
         >>> Highlight("uniform", heads=5, of=8).sentence
-        '5 of 8 heads spread their attention evenly'
+        '5 of 8 heads come closest to an even spread'
     """
 
     pattern: str
@@ -114,9 +114,9 @@ _HEAD_WORDS = {
     "self": "looks at the {unit} itself",
 }
 _COUNT_WORDS = {
-    "local": ("looks at nearby {unit}s", "look at nearby {unit}s"),
-    "first": ("looks mostly at the first {unit}", "look mostly at the first {unit}"),
-    "uniform": ("spreads its attention evenly", "spread their attention evenly"),
+    "local": ("comes closest to looking at nearby {unit}s", "come closest to looking at nearby {unit}s"),
+    "first": ("comes closest to looking at the first {unit} only", "come closest to looking at the first {unit} only"),
+    "uniform": ("comes closest to an even spread", "come closest to an even spread"),
 }
 _REGION_WORDS = {
     "centre": "the centre of the object", "edges": "edges", "boundary": "the outline of the object",
@@ -177,7 +177,7 @@ def recording_highlights(recording: ObservedModel, *, unit: str = "token") -> tu
         >>> with watch(model) as recording:
         ...     _ = model(torch.zeros(1, 12, 8))
         >>> [each.sentence for each in recording_highlights(recording)]
-        ['No head matches a pattern clearly better than chance', '2 of 2 heads spread their attention evenly']
+        ['No head matches a pattern clearly better than chance', '2 of 2 heads come closest to an even spread']
     """
     stats, about = recording.stats, recording.about
     if "chance" not in stats.names:
@@ -289,7 +289,7 @@ def _texts(tokens: Sequence[str], query: int, key: int, *, blanks: bool = True) 
 
 def _select(named: Sequence[_Named], source: _Source) -> tuple[Highlight, ...]:
     """Return the best head of each informative pattern, then the numbers of the other heads."""
-    counts = Counter(each.pattern for each in named if each.pattern not in COUNTED or each.score >= STRONG)
+    counts = Counter(each.pattern for each in named)
     best: dict[str, _Named] = {}
     for each in named:
         if each.pattern not in COUNTED and (each.pattern not in best or each.score > best[each.pattern].score):
@@ -301,7 +301,7 @@ def _select(named: Sequence[_Named], source: _Source) -> tuple[Highlight, ...]:
         highlights.append(Highlight("", 0, source.heads, source.unit))
     more = sorted((name for name in COUNTED if counts[name]), key=lambda name: -counts[name])
     room = MOST - len(highlights)
-    highlights += [Highlight(name, counts[name], source.heads, source.unit, score=STRONG) for name in more[:room]]
+    highlights += [Highlight(name, counts[name], source.heads, source.unit, score=WEAK) for name in more[:room]]
     return tuple(highlights)
 
 

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from headscope.stats._part import Part
+from headscope.stats._segment_sources import ImageRows
+from headscope.stats._segments import Segments
 
-__all__ = ["SegmentMass"]
+__all__ = ["SegmentMass", "spans_of"]
+
+Span = tuple[int, int, int]
+"""A segment, its first key, and the first key after it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +30,9 @@ class SegmentMass(Part):
         names: of the segments, S of them.
         sum: the sum of the weights, float64 [H, S, S].
         count: the number of counted rows whose query is in each segment, int64 [H, S].
+        spans: (segment, start, stop) of the keys, in order: segment n has the keys from start up to stop. Empty where
+            batch entries or calls differ.
+        images: of each image in the prompt its name, columns of patches, and the first key of each row of patches.
 
     Examples:
         >>> import torch
@@ -38,6 +46,14 @@ class SegmentMass(Part):
     names: tuple[str, ...]
     sum: Tensor
     count: Tensor
+    spans: tuple[Span, ...] = ()
+    images: tuple[ImageRows, ...] = ()
+
+    @staticmethod
+    def of(segments: Segments, total: Tensor, count: Tensor) -> SegmentMass:
+        """Return the mass of one call from its sums and counts; without ids of queries, with the places of the keys."""
+        spans = spans_of(segments.ids) if segments.query_ids is None else ()
+        return SegmentMass(segments.names, total, count, spans, segments.images if spans else ())
 
     @property
     def mean(self) -> Tensor:
@@ -70,7 +86,9 @@ class SegmentMass(Part):
         total, count = first.sum, first.count
         for each in several[1:]:
             total, count = total + each.sum, count + each.count
-        return SegmentMass(first.names, total, count)
+        if any((each.spans, each.images) != (first.spans, first.images) for each in several):
+            return SegmentMass(first.names, total, count)
+        return SegmentMass(first.names, total, count, first.spans, first.images)
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return ``segments/query/key`` -> mean and count of a pair, [H] both, for tables and trackers."""
@@ -79,6 +97,25 @@ class SegmentMass(Part):
             f"segments/{query}/{key}": (mean[:, a, b], self.count[:, a])
             for (a, query), (b, key) in product(enumerate(self.names), repeat=2)
         }
+
+
+def spans_of(ids: Tensor) -> tuple[Span, ...]:
+    """Return the spans of the ids of keys, [K] or [B, K]; () where the batch entries differ.
+
+    Examples:
+        >>> import torch
+        >>> from headscope.stats._segment_mass import spans_of
+        >>> spans_of(torch.tensor([0, 0, -1, 1, 0]))
+        ((0, 0, 2), (1, 3, 4), (0, 4, 5))
+    """
+    if ids.ndim == 2:
+        if len(ids) == 0 or bool((ids != ids[:1]).any()):
+            return ()
+        ids = ids[0]
+    values, counts = torch.unique_consecutive(ids, return_counts=True)
+    stops = counts.cumsum(0).tolist()
+    starts = [0, *stops[:-1]]
+    return tuple(span for span in zip(values.tolist(), starts, stops, strict=True) if span[0] >= 0)
 
 
 def longer_sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -13,6 +13,9 @@ from headscope._support.arguments import as_whole, kind, whole
 
 Span = tuple[int, int]
 
+ImageRows = tuple[str, int, tuple[int, ...]]
+"""An image in a prompt: its name, its columns of patches, and the position of the first patch of each row."""
+
 
 def chat_spans(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, options: Mapping[str, Any]
@@ -78,8 +81,10 @@ def image_segments(
     parts: Span | Sequence[Span],
     newlines: bool,
     names: Collection[str] | None,
-) -> tuple[tuple[str, ...], Tensor]:
-    """Return the names of the regions of all images, and the region of each token: -1 = newline, -2 = text.
+) -> tuple[tuple[str, ...], Tensor, tuple[ImageRows, ...]]:
+    """Return the names of the regions of all images, the region of each token, and the places of their patches.
+
+    The region is -1 for a newline and -2 for text.
 
     Raises:
         TypeError, ValueError: see ``Segments.from_image_tokens``.
@@ -125,7 +130,13 @@ def image_segments(
     places = torch.full((len(tokens),), -2, device="cpu")
     if pieces:
         places[where] = torch.cat(pieces)
-    return tuple(every), places
+    images: list[ImageRows] = []
+    begin = 0
+    for label, (rows, columns) in zip(labels, grids, strict=True):
+        width = columns + newlines
+        images.append((label, columns, tuple(where[begin : begin + rows * width : width].tolist())))
+        begin += rows * width
+    return tuple(every), places, tuple(images)
 
 
 def _check_runs(where: Tensor, grids: Sequence[Span], labels: Sequence[str], newlines: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headscope._support.arguments import as_whole, check_layout, kind, whole
-from headscope.stats._segment_sources import chat_spans, image_segments
+from headscope.stats._segment_sources import ImageRows, chat_spans, image_segments
 
 __all__ = ["Segments"]
 
@@ -52,6 +52,7 @@ class Segments:
     ) -> None:
         self._names = _checked_names(names)
         self._ids = _checked_ids("ids", ids, self._names)
+        self._images: tuple[ImageRows, ...] = ()
         self._query_ids = None if query_ids is None else _checked_ids("query_ids", query_ids, self._names)
 
     @property
@@ -68,6 +69,11 @@ class Segments:
     def query_ids(self) -> Tensor | None:
         """A copy of the segment of each query, int64 [Q] or [B, Q]; None = that of the key at its position."""
         return None if self._query_ids is None else self._query_ids.clone()
+
+    @property
+    def images(self) -> tuple[ImageRows, ...]:
+        """Of each image of ``from_image_tokens`` its name, columns of patches, and the first token of each row."""
+        return self._images
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name}: {int((self._ids == n).sum()):,}" for n, name in enumerate(self._names))
@@ -263,11 +269,13 @@ class Segments:
             >>> Segments.from_image_tokens([5, 9, 9, 9, 9, 6], 9, (2, 2), parts=(2, 1))
             Segments(image [0, 0]: 2, image [1, 0]: 2, text: 2; 6 keys)
         """
-        labels, places = image_segments(ids, image_token, grid, parts, newlines, names)
+        labels, places, images = image_segments(ids, image_token, grid, parts, newlines, names)
         if text is not None:
             places = torch.where(places == -2, len(labels), places)
             labels = (*labels, text)
-        return Segments(labels, places.clamp(min=-1))
+        made = Segments(labels, places.clamp(min=-1))
+        made._images = images
+        return made
 
 
 def _checked_names(names: Collection[str]) -> tuple[str, ...]:

@@ -48,8 +48,7 @@ from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats._nulls import Nulls, check_nulls
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
-from headscope.stats._segment_mass import SegmentMass
-from headscope.stats._segments import Segments
+from headscope.stats._segment_file import LATER, read_segments, segment_entry, segment_tensors
 from headscope.stats._tensor_reader import NoTensorsError, TensorFile
 
 VERSION = 2
@@ -197,8 +196,7 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
     for which, (_, whats) in _PARTS.items():
         if (value := getattr(part, which)) is not None:
             tensors |= {f"{under}/{which}/{what}": getattr(value, what) for what in whats}
-    if part.segments is not None:
-        tensors |= {f"{under}/segments/{what}": getattr(part.segments, what) for what in ("sum", "count")}
+    tensors |= segment_tensors(part.segments, under)
     if part.received_max is not None:
         tensors[f"{under}/received_max"] = part.received_max
     for run, rows in enumerate(part.kept):
@@ -214,7 +212,7 @@ def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Ten
         "kept": [list(rows.values) for rows in part.kept],
         "lengths": part.lengths,
         "first": part.first,
-        "segments": None if part.segments is None else list(part.segments.names),
+        **segment_entry(part.segments),
         "received_max": part.received_max is not None,
         **({"weights": [[run.length, *run.heads] for run in part.weights]} if part.weights else {}),
         "nulls": [] if nulls is None else list(nulls.names),
@@ -335,7 +333,7 @@ def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tenso
 def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], file: TensorFile) -> LayerStats:
     """Read the result of ``_store_layer``."""
     later = {"lengths": None, "first": None, "qk": [], "qk_runs": None, "segments": None, "received_max": False}
-    entry = later | {"weights": [], "nulls": []} | entry  # older files lack these
+    entry = later | {"weights": [], "nulls": [], **LATER} | entry  # older files lack these
     numbers = {what: read_whole(entry, what, 0) for what in _NUMBERS}
     looked_at = read_whole(entry, "looked_at", 0, numbers["of"])
     lengths = _read_lengths(entry, numbers["of"])
@@ -361,7 +359,7 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
     }
     if read_value(entry, "received", bool):
         parts |= {what: read(what, "H", "K", within=(0, None)) for what in ("received", "eligible")}
-    parts |= _read_segments(entry, read, int(rows.max()) if len(rows) else 0)
+    parts |= read_segments(entry, read, int(rows.max()) if len(rows) else 0)
     check_parts(under, parts)
     retained = tuple(
         _read_kept(names, under, run, read, queries, keys) for run, names in enumerate(read_list(entry, "kept", list))
@@ -382,18 +380,6 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
         weights=_read_weights(read_list(entry, "weights", list), under, read, numbers),
         nulls=_read_nulls(entry, read),
     )  # fmt: skip
-
-
-def _read_segments(entry: dict[str, Any], read: Callable[..., Tensor], rows: int) -> dict[str, Any]:
-    """Read the mass of segments and the largest weight of each key; ``rows``: the most counted rows of a head."""
-    parts: dict[str, Any] = {}
-    if read_value(entry, "segments", list, NoneType) is not None:
-        names, size = Segments(read_list(entry, "segments", str), []).names, len(entry["segments"])
-        total = read("segments/sum", "H", size, size, within=(0, None))
-        parts["segments"] = SegmentMass(names, total, read("segments/count", "H", size, within=(0, rows + 1)))
-    if read_value(entry, "received_max", bool):
-        parts["received_max"] = read("received_max", "H", "K", within=(0, None))
-    return parts
 
 
 def _read_weights(

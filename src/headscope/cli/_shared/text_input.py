@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, TextIO, cast
 
 from headscope._support.text import visible
+from headscope.cli._shared.console import say
 from headscope.cli._shared.mistakes import Mistake
 
 CHUNK = 1 << 20  # bytes read at once
@@ -70,6 +71,8 @@ def _source(argument: str | None, file: str | None) -> tuple[Iterable[bytes], st
     if argument == "-" or file == "-":
         return _stdin(), "stdin"
     if argument is not None:
+        if os.path.isfile(argument):
+            say(f"the text is the name of a file; to read that file, use --file {argument}")
         return [os.fsencode(argument)], "text"
     assert file is not None
     if not file:

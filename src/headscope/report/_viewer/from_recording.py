@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -13,20 +12,21 @@ from torch import Tensor
 from headscope import decisions
 from headscope._analysis.answers import short_layers
 from headscope._support.arguments import as_whole, check_type, whole
-from headscope.report._texts import broken_layers, visible
+from headscope.report._texts import broken_layers
 from headscope.report._viewer import texts
 from headscope.report._viewer.exact_heads import exact_heads
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Strips, sources
 from headscope.report._viewer.packing import exact as holds_every_weight
 from headscope.report._viewer.places import Place, places_of
+from headscope.report._viewer.segments import segment_facts
 from headscope.report._viewer.strips import empty_strips, strips_of
 from headscope.report.fixed_keys import FIXED_KEY
 from headscope.report.highlights import fixed_names, recording_highlights
 from headscope.report.observed_model import Errors, ObservedModel, TracedSteps
 from headscope.report.regions import pixels_of
 from headscope.report.words import STATISTICS, WEAK
-from headscope.stats import Observe, SegmentMass
+from headscope.stats import Observe
 from headscope.stats._kept_weights import KeptWeights, weights_if_any, weights_of
 from headscope.stats._layer import LayerStats
 from headscope.stats._origin import Part
@@ -130,18 +130,8 @@ def _facts(part: LayerStats, kind: str) -> dict[str, Any]:
         "of": part.of,
         "rows": part.rows.tolist(),
         "broken": part.broken.tolist(),
-        "segments": _segments(part.segments),
+        "segments": segment_facts(part),
     }
-
-
-def _segments(mass: SegmentMass | None) -> dict[str, Any] | None:
-    """Return the weight between segments in 16 bits: units of 1 / 65,534, and 65,535 for none."""
-    if mass is None:
-        return None
-    mean = mass.mean.clamp(0, 1)
-    codes = (mean * 65534).round().nan_to_num(65535).numpy().astype("<u2")
-    names = [visible(name, limit=60, blanks=False) for name in mass.names]
-    return {"names": names, "mean": base64.b64encode(codes.tobytes()).decode("ascii"), "rows": mass.count.tolist()}
 
 
 def _patterns(recording: ObservedModel, unit: str) -> list[list[list[Scored]]]:

@@ -13,7 +13,10 @@ description of its layer gives:
     float32 [edges], uint32 [4, edges]   the largest weights: p, then run, batch entry, query, key
     uint16 [queries, k], uint32 [queries, k]   the largest weights of each query and their keys, as planes: codes as of
                        bins with a largest of 1, and NONE for a missing key
-    mean, max          codes of the visible bins, row by row: value = largest * (code / top)**2
+    uint16 [rows]      if the head has fewer levels (see ``levels``): planes of the codes of the largest of each row
+                       of bins; then the codes as ``levels.joined`` writes them
+    mean, max          codes of the visible bins, row by row: value = largest * (code / top)**2; with fewer levels that
+                       is the largest of the row, and top the number of levels
     argmax             the place of the max of each visible bin: query, key, run, batch entry, each where it can differ;
                        query and key count from the first of the bin where the bins' ranges are known
 
@@ -27,7 +30,6 @@ holds the weights on the keys at the distances ``low`` to ``high`` from the quer
 
 from __future__ import annotations
 
-import base64
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -37,6 +39,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headscope.report._viewer.block_bytes import deflated, floats, planes, text, width_of
+from headscope.report._viewer.levels import FULL, joined, levels_of, row_codes
 from headscope.stats._layer import HeadMap, LayerStats
 
 __all__ = [
@@ -139,64 +143,72 @@ def pack(layer_sources: Sequence[Source]) -> Packed:
     """
     bits = 16 if sum(2 * each.map.codes for each in layer_sources if each.map is not None) <= FINE_BYTES else 8
     heads = sum(each.heads for each in layer_sources)
+    compressed, levels = _compressed(layer_sources, bits)
     layers: list[dict[str, Any]] = []
     masks: dict[bytes, int] = {}
     blocks: list[list[tuple[int, int]]] = []
     content = bytearray()
 
-    def put(block: bytes, differs: bool = False) -> tuple[int, int]:
-        packed = _deflated(block, differs)
+    def put(packed: bytes) -> tuple[int, int]:
         place = (len(content), len(packed))
         content.extend(packed + b"\0" * (-len(packed) % 3))
         return place
 
-    for part in layer_sources:
+    for n, part in enumerate(layer_sources):
         rows, bins, strips = part.rows, part.map, part.strips
-        description = rows.description() | {"map": None if bins is None else bins.description(masks), "strips": None}
+        facts = None if bins is None else {**bins.description(masks), "levels": levels[n]}
+        description = rows.description() | {"map": facts, "strips": None}
         places: list[tuple[int, int]] = []
-        for head in range(part.heads):
-            differs = bins is not None and bits == 8 and bins.differs(head)
-            block = rows.block(head)
-            if bins is not None:
-                block = bins.largest(head, differs) + block + bins.block(head, bits, differs)
-            places.append(put(block, differs))
+        for block in compressed[n]:
+            places.append(put(block))
             if len(content) > MOST_BYTES:
                 raise ValueError(
                     f"recording: the maps of {heads:,} heads do not fit on one page, which holds "
                     f"{MOST_BYTES / 2**20:.0f} MiB; record with a smaller map=, or fewer layers"
                 )
         if strips is not None:
-            of_heads = {str(head): put(np.ascontiguousarray(codes).tobytes()) for head, codes in strips.codes.items()}
+            of_heads = {
+                str(head): put(deflated(np.ascontiguousarray(codes).tobytes())) for head, codes in strips.codes.items()
+            }
             sizes = {name: getattr(strips, name) for name in ("lengths", "offset", "low", "high", "first")}
             description["strips"] = {**sizes, "heads": of_heads}
         layers.append(description)
         blocks.append(places)
-    return Packed(layers, [_text(mask) for mask in masks], blocks, _text(bytes(content)), bits)
+    return Packed(layers, [text(mask) for mask in masks], blocks, text(bytes(content)), bits)
 
 
-def _deflated(block: bytes, differs: bool = False) -> bytes:
-    """Return a compressed block; small differences rarely repeat, so that a search for repeats costs time and bytes."""
-    coder = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_FILTERED if differs else zlib.Z_DEFAULT_STRATEGY)
-    return coder.compress(block) + coder.flush()
+def _compressed(parts: Sequence[Source], bits: int) -> tuple[list[list[bytes]], list[list[int] | None]]:
+    """Return the block of each head of each layer, and how many levels its weights have; None: all of them.
+
+    Where a page with every weight would be too large, heads that compress badly have fewer levels.
+    """
+    blocks = [[_block(part, head, bits, FULL) for head in range(part.heads)] for part in parts]
+    sizes = [[len(block) for block in each] for each in blocks]
+    maps = [part.map if part.map is not None and part.map.exact else None for part in parts]
+    others = [max((len(deflated(_start(part, head))) for head in range(part.heads)), default=0) for part in parts]
+    levels = levels_of(sizes, others, [None if each is None else (each.mean, each.visible) for each in maps], bits)
+    for n, each in enumerate(levels):
+        for head, top in enumerate(each or ()):
+            if top < FULL:
+                blocks[n][head] = _block(parts[n], head, bits, top)
+    return blocks, levels
 
 
-def _text(content: bytes) -> str:
-    return base64.b64encode(content).decode("ascii")
+def _block(part: Source, head: int, bits: int, levels: int) -> bytes:
+    """Return the compressed block of a head, whose weights have so many levels."""
+    bins = part.map
+    if bins is None:
+        return deflated(part.rows.block(head))
+    differs = bits == 8 and levels == FULL and bins.differs(head)
+    start = _start(part, head, differs)
+    if levels < FULL:
+        return deflated(start, ends=False) + deflated(bins.coarse_block(head, levels), zlib.Z_HUFFMAN_ONLY)
+    return deflated(start + bins.block(head, bits, differs), zlib.Z_FILTERED if differs else zlib.Z_DEFAULT_STRATEGY)
 
 
-def _floats(values: Array) -> bytes:
-    return values.astype("<f4").tobytes()
-
-
-def _planes(values: Array, width: int) -> bytes:
-    """Return whole numbers as planes of bytes, the lowest first."""
-    wide = values.astype("<u4" if width == 4 else f"<u{width}")
-    return np.ascontiguousarray(wide.reshape(-1).view(np.uint8).reshape(-1, width).T).tobytes()
-
-
-def _width(largest: int) -> int:
-    """Return how many bytes hold numbers up to ``largest``; 0 if all are 0."""
-    return 0 if largest == 0 else 1 if largest < 2**8 else 2 if largest < 2**16 else 4
+def _start(part: Source, head: int, differs: bool = False) -> bytes:
+    """Return a block without its weights."""
+    return (b"" if part.map is None else part.map.largest(head, differs)) + part.rows.block(head)
 
 
 # ---------------------------------------------------------------- the map
@@ -229,18 +241,21 @@ class Map:
         n, lengths = head_map.bins, part.lengths
         rows, columns = standing(n, lengths)
         cut = np.ix_(np.arange(part.heads), rows, columns)
-        total, count, most = (x.cpu().double().numpy()[cut] for x in (head_map.sum, head_map.count, head_map.max))
-        at: Array = head_map.argmax.cpu().numpy()[cut]
+        total, count = (x.cpu().double().numpy()[cut] for x in (head_map.sum, head_map.count))
         visible = count > 0
         mean = np.divide(total, count, out=np.full_like(total, math.nan), where=visible)
         weight = np.where(visible, total, 0).sum(-1)
         first = np.divide(total[..., :1].sum(-1), weight, out=np.full_like(weight, math.nan), where=weight > 0)
+        if exact(part):  # the largest weight of a bin is its only one, at its only place
+            return Map(mean, mean, visible, [], first, True, True)
+        most: Array = head_map.max.cpu().double().numpy()[cut]
+        at: Array = head_map.argmax.cpu().numpy()[cut]
         run, entry, query, key = np.moveaxis(at, -1, 0)
         if lengths is not None:
             query = query - (rows * lengths[0] // n if lengths[0] > n else np.arange(len(rows)))[:, None]
             key = key - (columns * lengths[1] // n if lengths[1] > n else np.arange(len(columns)))
-        places = [(x, _width(int(x[visible].max(initial=0)))) for x in (query, key, run, entry)]
-        return Map(mean, most, visible, places, first, exact(part), lengths is not None)
+        places = [(x, width_of(int(x[visible].max(initial=0)))) for x in (query, key, run, entry)]
+        return Map(mean, most, visible, places, first, False, lengths is not None)
 
     @property
     def codes(self) -> int:
@@ -263,7 +278,7 @@ class Map:
         """Return the start of a block: the largest mean and max, and the share of the first column."""
         visible = self.visible[head]
         tops = [float(x[head][visible].max(initial=0.0)) for x in (self.mean, self.max)]
-        return _floats(np.array([*tops, float(differs)])) + _floats(self.first_share[head])
+        return floats(np.array([*tops, float(differs)])) + floats(self.first_share[head])
 
     def differs(self, head: int) -> bool:
         """Return whether differences from the bin above compress better than the codes of 8 bits, by entropy."""
@@ -277,10 +292,15 @@ class Map:
         parts: list[bytes] = []
         for values in (self.mean,) if self.exact else (self.mean, self.max):
             codes = _codes(values[head][visible], bits)
-            parts.append(_planes(_differences(codes.astype(np.uint8), visible) if differs else codes, width))
+            parts.append(planes(_differences(codes.astype(np.uint8), visible) if differs else codes, width))
         if not self.exact:
-            parts += [_planes(x[head][visible], wide) for x, wide in self.places if wide]
+            parts += [planes(x[head][visible], wide) for x, wide in self.places if wide]
         return b"".join(parts)
+
+    def coarse_block(self, head: int, levels: int) -> bytes:
+        """Return the end of a block of single weights with fewer levels: the largest of each row, and the codes."""
+        codes, largest = row_codes(self.mean[head], self.visible[head], levels)
+        return planes(largest, 2) + joined(codes, levels)
 
 
 def exact(part: LayerStats) -> bool:
@@ -382,15 +402,15 @@ class Rows:
         at = np.where(self.at[head] < 0, NONE, self.at[head]).T.astype("<u4")
         profiles = (self.received[head], self.entropy[head])
         largest = [float(np.nanmax(profile, initial=0.0)) for profile in profiles]
-        parts = [_floats(np.array(largest))]
+        parts = [floats(np.array(largest))]
         for profile, most in zip(profiles, largest, strict=True):
             codes = np.rint(profile / (most or 1.0) * (NOTHING - 1))
-            parts.append(_planes(np.where(np.isnan(profile), NOTHING, codes), 2))
-        parts += [_floats(self.p[head]), at.tobytes()]
+            parts.append(planes(np.where(np.isnan(profile), NOTHING, codes), 2))
+        parts += [floats(self.p[head]), at.tobytes()]
         top = self.top_p[head].astype(np.float64)
         root = np.sqrt(np.nan_to_num(top).clip(0, 1))
-        parts.append(_planes(np.rint(root * 0xFFFF), 2))
-        parts.append(_planes(np.where(np.isnan(top) | (self.top_at[head] < 0), NONE, self.top_at[head]), 4))
+        parts.append(planes(np.rint(root * 0xFFFF), 2))
+        parts.append(planes(np.where(np.isnan(top) | (self.top_at[head] < 0), NONE, self.top_at[head]), 4))
         return b"".join(parts)
 
 
