@@ -3,6 +3,7 @@
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { data, type Head, hasPatches, hasTexts, hasTokens, head as decoded, known, type Layer, queryAt, range, token } from "./data";
 import { type Colours, colour, type Field, field, place, type Scale } from "./field";
+import { bestPattern } from "./grid";
 import { Bar } from "./legend";
 import { Cell, Exact, MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
@@ -85,7 +86,7 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
               number={state.head} row={marked.row} column={marked.column} cell={over === null ? state.cell : null} inSight={setTile} most={1400} room={room} title={title}
-              exports={`headscope-layer-${state.layer}-head-${state.head}`}
+              exports={`headscope-layer-${state.layer}-head-${state.head}`} about={bestPattern(state)}
             />
           </div>
         )}
