@@ -146,7 +146,6 @@ def save_figure(page: Page, of: str, kind: str = "SVG") -> Path:
         button.click()
     with page.expect_download() as download:
         page.locator(".choices").get_by_role("button", name=kind).click()
-    page.keyboard.press("Escape")
     path = Path(download.value.path())
     return path.rename(path.with_name(download.value.suggested_filename))
 

@@ -5,17 +5,17 @@ import { type Figure, type Kind, type Paper, pictured } from "./figure";
 import { save } from "./map";
 import { figures as texts } from "./texts";
 
-const SIZE = [190, 200]; // pixels of the open menu, about
+const SIZE = [190, 240]; // pixels of the open menu, about
 let onDark = false; // the last choice of the reader, for all figures
 
+type Spot = { left: string; top: string } | { left: string; bottom: string };
+
 /** Where the menu is on the screen: below its button, or above it where the window ends. */
-function beside(button: HTMLElement): { left: string; top: string } {
+function beside(button: HTMLElement): Spot {
   const box = button.getBoundingClientRect();
+  const left = `${Math.max(4, Math.min(box.left, document.documentElement.clientWidth - SIZE[0] - 8))}px`;
   const below = box.bottom + SIZE[1] < innerHeight || box.top < SIZE[1];
-  return {
-    left: `${Math.max(4, Math.min(box.left, document.documentElement.clientWidth - SIZE[0] - 8))}px`,
-    top: below ? `${box.bottom + 4}px` : `${box.top - SIZE[1]}px`,
-  };
+  return below ? { left, top: `${box.bottom + 4}px` } : { left, bottom: `${innerHeight - box.top + 4}px` };
 }
 
 interface Props {
@@ -25,7 +25,7 @@ interface Props {
 }
 
 export function FigureMenu({ of, make, busy }: Props) {
-  const [place, setPlace] = useState<{ left: string; top: string } | null>(null); // null: closed
+  const [place, setPlace] = useState<Spot | null>(null); // null: closed
   const [dark, setDark] = useState(onDark);
   const [note, setNote] = useState("");
   const element = useRef<HTMLSpanElement>(null);
@@ -61,6 +61,8 @@ export function FigureMenu({ of, make, busy }: Props) {
   const run = async (work: () => Promise<string>) => {
     if (drawing.current) return;
     drawing.current = true;
+    close();
+    button.current!.focus({ preventScroll: true }); // the chosen item is gone
     try {
       setNote(await work());
     } catch (error) {

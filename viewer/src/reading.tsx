@@ -1,5 +1,6 @@
 // The text itself, with a line for each weight between two tokens; of several heads in several colours.
 
+import type { ComponentChildren } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { data, type Head, head as decoded, type Layer, NONE, queryAt, readable, token } from "./data";
 import { type Figure, measured, origin, type Paper, SMALL } from "./figure";
@@ -81,8 +82,7 @@ export function Reading({ state, theme, change }: Props) {
     <section aria-labelledby="reading-title" class="reading">
       <h2 id="reading-title">{texts.title}</h2>
       <p class="hint">{at === null ? texts.hintAll(percent(OVERVIEW)) : texts.hint} {exact(places) ? "" : texts.largestOnly}</p>
-      <Choice {...{ state, places, change }} />
-      {heads && <p class="tools"><FigureMenu of={figures.reading} make={figureOn} /></p>}
+      <Choice {...{ state, places, change }}>{heads && <FigureMenu of={figures.reading} make={figureOn} />}</Choice>
       {length > PAGE && <Pages {...{ page, length, change }} />}
       <div class="reading-columns">
         <Text {...{ start, stop, at, kept, pairs, theme, setOver }} keep={(to) => change(to === kept ? { token: null, page } : selected(to, state))} />
@@ -109,7 +109,7 @@ function linesOf(layer: Layer, head: Head, at: number | null, toward: State["tow
   return Array.from({ length: stop - start }, (_, n) => pairsOf(layer, head, start + n, true)).flat().filter(({ p, query, key }) => p >= OVERVIEW && key !== query && key > 0);
 }
 
-function Choice({ state, places, change }: { state: State; places: Place[]; change: Props["change"] }) {
+function Choice({ state, places, change, children }: { state: State; places: Place[]; change: Props["change"]; children: ComponentChildren }) {
   const others = all().filter(({ layer, head }) => readable(data.layers[layer]) && !places.some(([l, h]) => l === layer && h === head));
   return (
     <p class="switches">
@@ -143,6 +143,7 @@ function Choice({ state, places, change }: { state: State; places: Place[]; chan
           {Object.entries(texts.directions).map(([name, text]) => <option key={name} value={name}>{text}</option>)}
         </select>
       </label>
+      {children}
     </p>
   );
 }
