@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -136,6 +137,22 @@ def open_menu(page: Page, name: str = "View") -> Page:
     if button.get_attribute("aria-expanded") == "false":
         button.click()
     return page
+
+
+def save_figure(page: Page, of: str, kind: str = "SVG") -> Path:
+    """Save the figure of something: the path of the file. Kinds are PNG 2×, PNG 3× and SVG."""
+    button = page.get_by_role("button", name=f"Figure of {of}", exact=True)
+    if button.get_attribute("aria-expanded") == "false":
+        button.click()
+    with page.expect_download() as download:
+        page.locator(".choices").get_by_role("button", name=kind).click()
+    path = Path(download.value.path())
+    return path.rename(path.with_name(download.value.suggested_filename))
+
+
+def texts_of(svg: Path) -> list[str]:
+    """The texts of an SVG, in its order."""
+    return [each.text or "" for each in ElementTree.parse(svg).iter() if each.tag.endswith("}text")]
 
 
 def weight(recording: Recording, layer: int, head: int) -> np.ndarray[Any, Any]:

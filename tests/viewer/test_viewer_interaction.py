@@ -324,28 +324,30 @@ def test_what_is_drawn_follows_the_screen(look: Any, short: Recording) -> None:
     assert dark < 60 < 200 < light
 
 
-def test_a_picture_of_all_heads_has_one_theme(look: Any, short: Recording) -> None:
+def test_a_figure_of_all_heads_has_one_theme(look: Any, short: Recording) -> None:
     page = look(short, scheme="light")
     thumbs(page)
+    page.get_by_role("button", name="Figure of all heads").click()
     with page.expect_download() as download:
         page.evaluate(
             """() => {
-              document.querySelector("[aria-label='SVG of all heads']").click();
+              [...document.querySelectorAll(".choices button")].find((each) => each.textContent === "SVG").click();
               document.documentElement.dataset.theme = "dark";
             }"""
         )
     svg = ElementTree.fromstring(Path(download.value.path()).read_text(encoding="utf-8"))
-    rects = [element.get("fill") for element in svg.iter() if element.tag.endswith("rect")]
-    assert len(rects) == 7
-    assert len(set(rects)) == 2, "the ground, and one for every head"
+    rects = [element for element in svg.iter() if element.tag.endswith("rect")]
+    assert rects[0].get("fill") == "#ffffff"
+    maps = [element.get("fill") for element in rects if element.get("width") == element.get("height") == "96"]
+    assert maps == ["#e9e6ec"] * 6, "one for every head"
 
 
 def test_buttons_and_pictures_are_told_apart_by_name(look: Any, short: Recording) -> None:
     page = look(short, "view=compare&layer=0&head=1&other=1&otherhead=2")
     page.locator(".map canvas").nth(2).wait_for()
-    names = [button.get_attribute("aria-label") for button in page.locator(".tools button", has_text="PNG").all()]
+    names = [button.get_attribute("aria-label") for button in page.locator(".tools .figure-menu > button").all()]
     one, other = "layer 0, head 1", "layer 1, head 2"
-    assert names == [f"PNG of the map of {name}" for name in (one, other, f"{one} − {other}")]
+    assert names == [f"Figure of the map of {name}" for name in (one, other, f"{one} − {other}")]
     page = look(recorded(7, None, Observe()))
     for thumb in page.locator(".thumb").all():
         assert thumb.get_attribute("aria-label").endswith(thumb.locator(".tile").inner_text())

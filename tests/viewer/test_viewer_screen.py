@@ -15,7 +15,20 @@ from headscope import Observe, observe, trace, watch
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 from support import seed_modules
-from support.browser import Page, chromium, in_a_browser, long, look, numbers, place, recorded, short, thumbs
+from support.browser import (
+    Page,
+    chromium,
+    in_a_browser,
+    long,
+    look,
+    numbers,
+    place,
+    recorded,
+    save_figure,
+    short,
+    texts_of,
+    thumbs,
+)
 
 pytestmark = in_a_browser
 
@@ -97,14 +110,11 @@ def test_names_of_layers_break_at_dots(look: Any) -> None:
 def test_numbers_along_the_map_are_whole(look: Any) -> None:
     q, k = torch.randn(1, 1, 12_000, 4), torch.randn(1, 1, 16, 4)
     parts = observe(q, k, kind="cross", what=Observe(map=16)).named("0").parts
-    page = look(of_layers(parts, "cross"), "view=head", width=360)
+    page = look(of_layers(parts, "cross"), "view=head&layer=0&head=0", width=360)
     page.locator(".map canvas").wait_for()
-    with page.expect_download() as download:
-        page.locator(".map").get_by_role("button", name="SVG").click()
-    svg = ElementTree.fromstring(Path(download.value.path()).read_text(encoding="utf-8"))
-    said = [element.text or "" for element in svg.iter() if element.tag.endswith("text")]
-    assert "10,000" in said
-    assert not any("…" in text for text in said)
+    texts = texts_of(save_figure(page, "the map of layer 0, head 0"))
+    assert "10,000" in texts
+    assert not any("…" in text for text in texts)
 
 
 def test_figures_beside_a_map_are_all_in_sight(look: Any, long: Recording) -> None:

@@ -34,7 +34,9 @@ from support.browser import (
     open_menu,
     place,
     recorded,
+    save_figure,
     short,
+    texts_of,
     thumbs,
     weight,
 )
@@ -206,31 +208,26 @@ def test_the_picture_of_all_heads_tells_how_far_it_is(look: Any, short: Recordin
           new MutationObserver(tell).observe(shown, { subtree: true, childList: true, characterData: true });
         }"""
     )
-    with page.expect_download():
-        page.get_by_role("button", name="PNG of all heads").click()
+    save_figure(page, "all heads", "PNG 2×")
     told = page.evaluate("told")
     assert any(re.fullmatch(r"Drawing head \d of 6", text) for text in told), told
 
 
-def test_pictures_have_a_ground_and_labels_that_fit(look: Any, long: Recording) -> None:
+def test_figures_have_a_ground_and_labels_that_fit(look: Any, long: Recording) -> None:
     page = look(long, "view=head&layer=0&head=2")
     page.locator("canvas.band[data-drawn]").wait_for()
-    with page.expect_download() as download:
-        page.get_by_role("button", name="PNG of the nearby tokens").click()
-    with Image.open(download.value.path()) as image:
+    with Image.open(save_figure(page, "the nearby tokens", "PNG 2×")) as image:
         assert image.convert("RGBA").getpixel((1, 1)) == (255, 255, 255, 255)
     part = recorded(7, None, Observe(map=7)).stats.parts["layers.0.attention"]
-    names = ["encoder.layers.0.self_attention", "decoder.layers.1.cross_attention"]
+    names = ["encoder.layers.0.self_attention_of_a_long_name", "decoder.layers.1.cross_attention_of_a_long_name"]
     parts = dict.fromkeys(names, part)
     page = look(Recording(HeadStats(parts), About("m", {}, {}, dict.fromkeys(parts, "self"), None, 1, 1)))
     thumbs(page)
-    with page.expect_download() as download:
-        page.get_by_role("button", name="SVG of all heads").click()
-    labels = re.findall(r">([^<]*·\d)<", Path(download.value.path()).read_text(encoding="utf-8"))
+    labels = [text for text in texts_of(save_figure(page, "all heads")) if "coder" in text]
     wide = """(texts) => {
       const ruler = document.createElement("canvas").getContext("2d");
-      ruler.font = "11px system-ui";
+      ruler.font = "10px sans-serif";
       return texts.map((text) => ruler.measureText(text).width);
     }"""
-    assert len(labels) == 6
-    assert max(page.evaluate(wide, labels)) <= 96
+    assert len(labels) == 2
+    assert max(page.evaluate(wide, labels)) <= 91

@@ -97,6 +97,7 @@ export interface TableFacts {
 export type What = "mean" | "std" | "min" | "max" | "count";
 
 export interface Data {
+  about: [string, string]; // the model and the input; empty where they are not known
   layers: Layer[];
   masks: string[];
   bits: number;

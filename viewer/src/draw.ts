@@ -189,7 +189,7 @@ function hasReceived({ received, map }: Layer): boolean {
 }
 
 /** Whether a bin is one position. */
-function singles(layer: Layer, which: "query" | "key"): boolean {
+export function singles(layer: Layer, which: "query" | "key"): boolean {
   const map = layer.map;
   if (!map?.ranges || !layer.lengths) return false;
   return which === "query" ? layer.lengths[0] === map.rows : layer.lengths[1] === map.columns;

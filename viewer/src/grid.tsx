@@ -4,16 +4,16 @@
 import type { ComponentChildren, RefObject } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { hasBands, segmentInks } from "./bands";
-import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer, passing, queryAt } from "./data";
-import { fitted } from "./draw";
+import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer, passing, queryAt, token } from "./data";
 import { type Colours, colour, field, Pictures } from "./field";
-import { save } from "./map";
+import { type Body, coloursOn, type Figure, fitted, measured, origin, type Paper, SMALL, ticksOf } from "./figure";
+import { FigureMenu } from "./figure_menu";
 import { drawPatches, queryOf, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
-import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { figure, files, grid, NO_VALUE } from "./texts";
-import { isClear, layerName, nameOf, parts, statistic } from "./words";
+import { CanvasSurface, type Surface } from "./surface";
+import { averageOver, controls, figure, figures, grid, image, NO_VALUE } from "./texts";
+import { binning, isClear, layerName, nameOf, parts, statistic } from "./words";
 
 export interface Place {
   layer: number;
@@ -290,23 +290,25 @@ function fill(element: HTMLCanvasElement | HTMLImageElement, side: number, map: 
   element.dataset.drawn = "yes";
 }
 
-function small(surface: Surface, map: HeadMap, layer: number, state: State, side: number, [x, y]: [number, number]): void {
+/** `ratio`: pixels of the picture for each unit of `side`. */
+function small(surface: Surface, map: HeadMap, layer: number, state: State, side: number, [x, y]: [number, number], ratio = 1): void {
   const of = field(map, state.pool, state.sink, data.layers[layer].map!.exact);
-  const image = data.image;
-  if (image && state.thumbs !== "map" && hasPatches(data.layers[layer]) && map.columns === data.layers[layer].lengths![1]) {
-    const [rows, columns] = image.grid;
-    const chosen = queryOf(state, state.layer, state.head);
+  if (showsImage(state, layer, map)) {
+    const [rows, columns] = data.image!.grid;
+    const chosen = patchOf(state);
     const values = state.thumbs === "patch" ? rowOf(of, Math.min(chosen, of.rows - 1)) : received(of);
     const canvas = document.createElement("canvas");
     const size: [number, number] = [Math.round((side * columns) / Math.max(rows, columns)), Math.round((side * rows) / Math.max(rows, columns))];
-    [canvas.width, canvas.height] = size;
+    [canvas.width, canvas.height] = size.map((each) => each * ratio);
+    const context = canvas.getContext("2d")!;
+    context.scale(ratio, ratio);
     const { scale, colours, over } = state;
     const patches = { values, top: topOf(values), scale, colours, over, size, chosen: state.thumbs === "patch" ? chosen : null };
-    drawPatches(new CanvasSurface(canvas.getContext("2d")!), patches);
-    surface.image(canvas, { x: 0, y: 0, width: size[0], height: size[1] }, { x: x + (side - size[0]) / 2, y: y + (side - size[1]) / 2, width: size[0], height: size[1] });
+    drawPatches(new CanvasSurface(context), patches);
+    surface.image(canvas, { x: 0, y: 0, width: canvas.width, height: canvas.height }, { x: x + (side - size[0]) / 2, y: y + (side - size[1]) / 2, width: size[0], height: size[1] });
     return;
   }
-  const canvas = new Pictures(of, state.scale, state.colours).fit(side);
+  const canvas = new Pictures(of, state.scale, state.colours).fit(side * ratio);
   const band = hasBands(data.layers[layer]) && side >= BANDED ? Math.round(side / 30) : 0; // pixels of the segments along both axes
   if (band) segmentEdges(surface, data.layers[layer], side, band, [x, y]);
   surface.image(canvas, { x: 0, y: 0, width: canvas.width, height: canvas.height }, { x: x + band, y: y + band, width: side - band, height: side - band });
@@ -327,48 +329,88 @@ function segmentEdges(surface: Surface, layer: Layer, side: number, band: number
   }
 }
 
-// ---------------------------------------------------------------- all of them as one picture
-
-const GAP = 6;
-const LINE = 16;
-
-/** Buttons that export all heads as one picture, with the progress of the drawing. */
-export function Exports({ state }: { state: State }) {
-  const [drawn, setDrawn] = useState(0);
-  const start = async (kind: "png" | "svg") => {
-    await exported(kind, state, setDrawn);
-    setDrawn(0);
-  };
-  const button = (kind: "png" | "svg", name: string) =>
-    <button type="button" aria-label={files.of(name, files.allHeads)} aria-disabled={drawn > 0} onClick={() => !drawn && void start(kind)}>{name}</button>;
-  return <>{button("png", files.png)} {button("svg", files.svg)} <span role="status">{drawn > 0 && grid.drawing(drawn, chosen(state).length)}</span></>;
+/** Whether the small pictures of a layer are over the image. */
+function showsImage(state: State, layer: number, map: HeadMap): boolean {
+  return data.image !== null && state.thumbs !== "map" && hasPatches(data.layers[layer]) && map.columns === data.layers[layer].lengths![1];
 }
 
-/** Every head that is shown, in lines as they are on the screen, as PNG or SVG; `progress` is called with the number of each head. */
-async function exported(kind: "png" | "svg", state: State, progress: (drawn: number) => void): Promise<void> {
+/** The query whose weights small pictures show. */
+const patchOf = (state: State) => queryOf(state, state.layer, state.head);
+
+// ---------------------------------------------------------------- all of them as one figure
+
+const GAP = 6;
+const LINE = 14;
+
+/** The menu that saves all heads as one figure, with the progress of the drawing. */
+export function Exports({ state }: { state: State }) {
+  const [drawn, setDrawn] = useState(0);
+  const make = (paper: Paper) => gridFigure({ ...state, colours: coloursOn(state.colours, paper.dark) }, paper, (n) => setDrawn(n < found.length ? n : 0));
   const found = chosen(state);
-  const side = found.length > 200 ? 48 : 96;
-  const across = state.sort ? Math.min(found.length, 16) : WIDEST;
-  const lines = state.sort ? [] : [...new Set(found.map((place) => place.layer))];
-  const at = (place: Place, n: number): [number, number] => (state.sort ? [n % across, Math.floor(n / across)] : [place.head, lines.indexOf(place.layer)]);
-  const high = state.sort ? Math.ceil(found.length / across) : lines.length;
-  const [width, height] = [across * (side + GAP) + GAP, high * (side + LINE + GAP) + GAP];
-  const canvas = document.createElement("canvas");
-  [canvas.width, canvas.height] = [width, height];
-  const svg = new SvgSurface();
-  const surface: Surface = kind === "svg" ? svg : new CanvasSurface(canvas.getContext("2d")!);
-  const style = getComputedStyle(document.documentElement);
-  const [panel, hidden, ink] = ["--panel", "--hidden", "--ink"].map((each) => style.getPropertyValue(each)); // now: the theme may change while heads are decoded
-  surface.box({ x: 0, y: 0, width, height }, panel);
-  for (const [n, place] of found.entries()) {
-    progress(n + 1);
-    const [column, line] = at(place, n);
-    const [x, y] = [GAP + column * (side + GAP), GAP + line * (side + LINE + GAP)];
-    surface.box({ x, y, width: side, height: side }, hidden);
-    const { map } = await passing(place.layer, place.head);
-    if (map) small(surface, map, place.layer, state, side, [x, y]);
-    surface.text(`${fitted(data.layers[place.layer].short, side - 24)}·${place.head}`, x + side / 2, y + side + LINE / 2, { fill: ink, anchor: "middle", size: 11 });
-  }
-  if (kind === "svg") save("headscope-heads.svg", new Blob([svg.written(width, height, document.title)], { type: "image/svg+xml" }));
-  else canvas.toBlob((blob) => blob && save("headscope-heads.png", blob));
+  return <FigureMenu of={figures.allHeads} make={make} busy={drawn > 0 ? grid.drawing(drawn, found.length) : ""} />;
+}
+
+/** Every head that is shown, in lines as they are on the screen; `progress` is called with the number of each head. */
+function gridFigure(state: State, paper: Paper, progress: (drawn: number) => void): Figure {
+  const found = chosen(state);
+  const { scale } = state;
+  const first = data.layers[found[0]?.layer ?? 0];
+  const pictures = data.image !== null && state.thumbs !== "map";
+  return {
+    name: "headscope-heads",
+    title: figures.heads(found.length, state.sort && (data.names.find(({ name }) => name === state.sort)?.heading ?? controls.score)),
+    caption: [
+      ...origin(),
+      pictures ? (state.thumbs === "patch" ? figures.eachPatch(token(patchOf(state), true)!) : figures.eachPicture(averageOver(data.image!.special))) : figures.eachMap,
+      pictures ? grid.ownScale("image", "", false) : figures.ownScales,
+      pictures ? "" : binning(first, state.pool),
+      figures.scale(scale),
+      state.sink ? figures.sink : "",
+      figures.match(data.image ? "×%" : "%"),
+      data.image && data.image.outline.length > 0 ? image.outline : "",
+    ],
+    body: gridBody(state, found, paper, progress),
+    bar: { label: figures.shareOfLargest(pictures, scale), colours: state.colours, signed: false, ticks: ticksOf({ top: 1, signed: false, above: false }, scale) },
+  };
+}
+
+function gridBody(state: State, found: Place[], { inks, ratio }: Paper, progress: (drawn: number) => void): Body {
+  const side = found.length > 2000 ? 24 : found.length > 200 ? 48 : 96;
+  const layers = state.sort ? [] : [...new Set(found.map((place) => place.layer))];
+  const across = state.sort ? Math.min(Math.max(1, found.length), found.length > 200 ? 16 : 8) : WIDEST;
+  const lines = state.sort ? Math.ceil(found.length / across) : layers.length;
+  const named = side === 96 || !!state.sort; // a line of text below each map
+  const down = side + GAP + (named ? LINE : 0);
+  const names = layers.map((layer) => fitted(data.layers[layer].short, 90));
+  const left = state.sort ? 0 : 18 + Math.ceil(Math.max(0, ...names.map((name) => measured(name)))) + 8;
+  const top = state.sort ? 0 : 32;
+  const plot = { x: left, y: top, width: across * (side + GAP) - GAP, height: Math.max(side, lines * down - GAP) };
+  const label = { fill: inks.ink, anchor: "middle", size: SMALL } as const;
+  return {
+    plot, width: left + plot.width + 2, height: top + plot.height,
+    async draw(surface, x, y) {
+      if (!state.sort) {
+        surface.text(grid.head, x + left + plot.width / 2, y + 6, label);
+        surface.text(grid.layer, x + 6, y + top + plot.height / 2, { ...label, upright: true });
+        for (let head = 0; head < WIDEST; head++) surface.text(String(head), x + left + head * (side + GAP) + side / 2, y + top - 9, label);
+        names.forEach((name, line) => surface.text(name, x + left - 8, y + top + line * down + side / 2, { ...label, anchor: "end" }));
+      }
+      for (const [n, place] of found.entries()) {
+        progress(n + 1);
+        const [column, line] = state.sort ? [n % across, Math.floor(n / across)] : [place.head, layers.indexOf(place.layer)];
+        const at: [number, number] = [x + left + column * (side + GAP), y + top + line * down];
+        const { map } = await passing(place.layer, place.head);
+        surface.box({ x: at[0], y: at[1], width: side, height: side }, inks.hidden);
+        if (map) small(surface, map, place.layer, state, side, at, ratio);
+        if (named) surface.text(nameBelow(place, state, side), at[0] + side / 2, at[1] + side + LINE / 2, label);
+      }
+    },
+  };
+}
+
+/** What stands below a map: in an order of their own the head, and the pattern that it clearly matches. */
+function nameBelow(place: Place, state: State, side: number): string {
+  const number = state.sort ? `${data.layers[place.layer].short}·${place.head}` : "";
+  const pattern = side < 96 || isWeak(place) ? "" : bestPattern(place);
+  return fitted([number, pattern].filter(Boolean).join(" "), side + GAP - 2);
 }

@@ -1,9 +1,10 @@
 // One head opened large: its map, the selected cell, the tokens, its strongest connections and its statistics.
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { BandLegend } from "./bands";
 import { data, FULL, type Head, hasPatches, head as decoded, known, type Layer, queryAt, readable } from "./data";
 import { type Field, field } from "./field";
-import { BandLegend } from "./bands";
+import { bestPattern } from "./grid";
 import { Bar } from "./legend";
 import { Largest } from "./largest";
 import { MapView, type Zoom } from "./map";
@@ -92,7 +93,7 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
               number={state.head} row={marked.row} column={marked.column} cell={over === null ? state.cell : null} inSight={setTile} most={1400} room={room} title={title}
-              exports={`headscope-layer-${state.layer}-head-${state.head}`}
+              exports={`headscope-layer-${state.layer}-head-${state.head}`} about={bestPattern(state)}
             />
           </div>
         )}

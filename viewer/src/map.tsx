@@ -8,7 +8,9 @@ import { draw, geometry, type Inks, type Scene, type Sight } from "./draw";
 import { type Colours, type Field, Pictures, type Scale } from "./field";
 import { useWidth } from "./screen";
 import { hasBands, segmentInks } from "./bands";
-import { CanvasSurface, SvgSurface } from "./surface";
+import { FigureMenu } from "./figure_menu";
+import { mapFigure } from "./figures";
+import { CanvasSurface } from "./surface";
 import { asField, isExact, served, tile as askTile, type Tile, why } from "./tiles";
 import * as texts from "./texts";
 import { figure, fill } from "./texts";
@@ -38,6 +40,7 @@ interface Props {
   title: string;
   theme: string;
   exports?: string; // the name of files
+  about?: string; // what the head does, for the title of its figure
 }
 
 /** The colours of the page. */
@@ -238,13 +241,6 @@ export function MapView(props: Props) {
     event.stopPropagation();
   };
 
-  const png = () => canvas.current!.toBlob((blob) => blob && save(`${props.exports}.png`, blob));
-  const svg = () => {
-    const surface = new SvgSurface();
-    draw(surface, scene.current!);
-    save(`${props.exports}.svg`, new Blob([surface.written(places.width, places.height, title)], { type: "image/svg+xml" }));
-  };
-
   return (
     <div class="map" ref={frame}>
       <canvas
@@ -267,7 +263,7 @@ export function MapView(props: Props) {
       {tile && <Closeness layer={layer} head={props.number} />}
       {props.exports && (
         <p class="tools">
-          <button type="button" aria-label={texts.files.of(texts.files.png, texts.files.map(title))} onClick={png}>{texts.files.png}</button> <button type="button" aria-label={texts.files.of(texts.files.svg, texts.files.map(title))} onClick={svg}>{texts.files.svg}</button>{" "}
+          <FigureMenu of={texts.figures.map(title)} make={(paper) => mapFigure({ name: props.exports!, title, about: props.about ?? "", layer, field, scale: props.scale, colours: props.colours, at, tile }, paper)} />{" "}
           <button type="button" aria-label={texts.map.zoomIn} onClick={() => closer(2)} aria-disabled={at[0] >= closest}>+</button>{" "}
           <button type="button" aria-label={texts.map.zoomOut} onClick={() => closer(0.5)} aria-disabled={at[0] === 1}>−</button>{" "}
           <button type="button" onClick={() => zoom.change([1, 0.5, 0.5])} aria-disabled={at[0] === 1}>{texts.map.reset}</button>

@@ -3,10 +3,13 @@
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { data, type HeadMap, type Layer, pixels, token } from "./data";
 import { colour, type Colours, type Field, place, type Scale } from "./field";
-import { save } from "./map";
+import { coloursOn, type Figure, origin, type Paper } from "./figure";
+import { FigureMenu } from "./figure_menu";
+import { barOf, titled } from "./figures";
+import { bestPattern } from "./grid";
 import type { State } from "./state";
-import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { files, fill, image as texts, regionNames } from "./texts";
+import { CanvasSurface, type Surface } from "./surface";
+import { figures, fill, image as texts, regionNames } from "./texts";
 import { mapValue, nameOf } from "./words";
 
 const made: Record<string, HTMLCanvasElement> = {};
@@ -65,12 +68,13 @@ export interface Patches {
   over: boolean;
   chosen: number | null; // a key
   size: [number, number];
+  at?: [number, number]; // of the upper left corner
 }
 
 /** Patches in colours, with the outline of the object and a frame around the chosen one. */
-export function drawPatches(surface: Surface, { values, top, scale, colours, over, chosen, size: [width, height] }: Patches): void {
+export function drawPatches(surface: Surface, { values, top, scale, colours, over, chosen, size: [width, height], at = [0, 0] }: Patches): void {
   const { grid: [rows, columns], special } = data.image!;
-  const box = { x: 0, y: 0, width, height };
+  const box = { x: at[0], y: at[1], width, height };
   const image = theImage(values !== null);
   if (!values || over) surface.image(image, { x: 0, y: 0, width: image.width, height: image.height }, box);
   const [across, down] = [width / columns, height / rows];
@@ -89,9 +93,9 @@ export function drawPatches(surface: Surface, { values, top, scale, colours, ove
     }
     surface.image(canvas, { x: 0, y: 0, width: columns, height: rows }, box);
   }
-  if (across >= 5) outline(surface, across, down, across < 20 ? 1 : 2);
+  if (across >= 5) outline(surface, across, down, across < 20 ? 1 : 2, at);
   if (chosen === null || chosen < special) return;
-  const [x, y] = [((chosen - special) % columns) * across, Math.floor((chosen - special) / columns) * down];
+  const [x, y] = [at[0] + ((chosen - special) % columns) * across, at[1] + Math.floor((chosen - special) / columns) * down];
   surface.frame({ x: x + 1.5, y: y + 1.5, width: across - 3, height: down - 3 }, "#000", 3);
   surface.frame({ x: x + 1.5, y: y + 1.5, width: across - 3, height: down - 3 }, "#fff", 1.5);
 }
@@ -121,7 +125,7 @@ export function drawAttended(surface: Surface, weights: Float32Array | null, que
 }
 
 /** Where object and ground meet. */
-function outline(surface: Surface, across: number, down: number, thick: number): void {
+function outline(surface: Surface, across: number, down: number, thick: number, [x0, y0]: [number, number]): void {
   const { grid: [rows, columns], outline: inside } = data.image!;
   for (const [fill, wide] of [["#fff", thick + 2], ["#000", thick]] as const) {
     for (let n = 0; n < inside.length; n++) {
@@ -131,8 +135,8 @@ function outline(surface: Surface, across: number, down: number, thick: number):
       // on whole pixels: where pieces overlap, half ones would show
       const [left, top] = [Math.floor(column * across - wide / 2), Math.floor(row * down - wide / 2)];
       const [x, y] = [Math.floor((column + 1) * across - wide / 2), Math.floor((row + 1) * down - wide / 2)];
-      if (right) surface.box({ x, y: top, width: wide, height: y - top + wide }, fill);
-      if (below) surface.box({ x: left, y, width: x - left + wide, height: wide }, fill);
+      if (right) surface.box({ x: x0 + x, y: y0 + top, width: wide, height: y - top + wide }, fill);
+      if (below) surface.box({ x: x0 + left, y: y0 + y, width: x - left + wide, height: wide }, fill);
     }
   }
 }
@@ -234,10 +238,22 @@ function Pane({ state, theme, chosen, values, caption, picture, head, pin, say }
     const to = Math.max(chosen, special) + by;
     if (to >= special && to < special + rows * columns) pin(to);
   };
-  const svg = () => {
-    const surface = new SvgSurface();
-    drawPatches(surface, patches());
-    save(`headscope-layer-${head[0]}-head-${head[1]}-${picture}.svg`, new Blob([surface.written(...size, nameOf(...head))], { type: "image/svg+xml" }));
+  const figureOn = (paper: Paper): Figure => {
+    const colours = coloursOn(state.colours, paper.dark);
+    const { top } = patches();
+    return {
+      name: `headscope-layer-${head[0]}-head-${head[1]}-${picture}`,
+      title: titled(nameOf(...head), bestPattern({ layer: head[0], head: head[1] })),
+      caption: [...origin(), figures.patches[picture](token(chosen, true)!), figures.scale(state.scale), data.image!.outline.length > 0 ? texts.outline : ""],
+      body: {
+        width: size[0], height: size[1], plot: { x: 0, y: 0, width: size[0], height: size[1] },
+        draw(surface, x, y) {
+          drawPatches(surface, { ...patches(), colours, at: [x, y] });
+          surface.frame({ x, y, width: size[0], height: size[1] }, paper.inks.quiet, 1);
+        },
+      },
+      bar: barOf({ top, signed: false, above: false }, "weight", state.scale, colours),
+    };
   };
   return (
     <figure>
@@ -245,10 +261,7 @@ function Pane({ state, theme, chosen, values, caption, picture, head, pin, say }
         onClick={(event) => pin(at(event))} onMouseMove={(event) => say(at(event))} onMouseLeave={() => say(null)} onKeyDown={pressed} />
       <figcaption>{caption}{" "}
         {values && (
-          <span class="tools">
-            <button type="button" aria-label={files.of(files.png, texts.titles[picture])} onClick={() => canvas.current!.toBlob((blob) => blob && save(`headscope-layer-${head[0]}-head-${head[1]}-${picture}.png`, blob))}>{files.png}</button>{" "}
-            <button type="button" aria-label={files.of(files.svg, texts.titles[picture])} onClick={svg}>{files.svg}</button>
-          </span>
+          <FigureMenu of={texts.titles[picture]} make={figureOn} />
         )}
       </figcaption>
     </figure>

@@ -1,12 +1,16 @@
 // The text itself, with a line for each weight between two tokens; of several heads in several colours.
 
+import type { ComponentChildren } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { data, type Head, head as decoded, type Layer, NONE, queryAt, readable, token } from "./data";
+import { type Figure, measured, origin, type Paper, SMALL } from "./figure";
+import { FigureMenu } from "./figure_menu";
+import { titled } from "./figures";
 import { all, bestPattern } from "./grid";
 import { selected } from "./selection";
 import { useWidth } from "./screen";
 import type { State } from "./state";
-import { fill, figure, names, NO_VALUE, percent, reading as texts, whole } from "./texts";
+import { fill, figure, figures, names, NO_VALUE, percent, reading as texts, whole } from "./texts";
 import { nameOf } from "./words";
 
 const PAGE = 200; // tokens in sight at once
@@ -71,11 +75,14 @@ export function Reading({ state, theme, change }: Props) {
   const at = over ?? kept;
   const pairs = (heads ?? []).map((head, n) => linesOf(data.layers[places[n][0]], head, at, state.toward, [start, stop]));
   const go = (to: number) => change(selected(to, state));
+  const figureOn = (paper: Paper) => textFigure({
+    places, start, stop, kept, toward: state.toward, pairs: (heads ?? []).map((head, n) => linesOf(data.layers[places[n][0]], head, kept, state.toward, [start, stop])),
+  }, paper);
   return (
     <section aria-labelledby="reading-title" class="reading">
       <h2 id="reading-title">{texts.title}</h2>
       <p class="hint">{at === null ? texts.hintAll(percent(OVERVIEW)) : texts.hint} {exact(places) ? "" : texts.largestOnly}</p>
-      <Choice {...{ state, places, change }} />
+      <Choice {...{ state, places, change }}>{heads && <FigureMenu of={figures.reading} make={figureOn} />}</Choice>
       {length > PAGE && <Pages {...{ page, length, change }} />}
       <div class="reading-columns">
         <Text {...{ start, stop, at, kept, pairs, theme, setOver }} keep={(to) => change(to === kept ? { token: null, page } : selected(to, state))} />
@@ -107,7 +114,7 @@ function linesOf(layer: Layer, head: Head, at: number | null, toward: State["tow
   return Array.from({ length: stop - start }, (_, n) => pairsOf(layer, head, start + n, true)).flat().filter(({ p, query, key }) => p >= OVERVIEW && key !== query && key > 0);
 }
 
-function Choice({ state, places, change }: { state: State; places: Place[]; change: Props["change"] }) {
+function Choice({ state, places, change, children }: { state: State; places: Place[]; change: Props["change"]; children: ComponentChildren }) {
   const others = all().filter(({ layer, head }) => readable(data.layers[layer]) && !places.some(([l, h]) => l === layer && h === head));
   return (
     <p class="switches">
@@ -141,6 +148,7 @@ function Choice({ state, places, change }: { state: State; places: Place[]; chan
           {Object.entries(texts.directions).map(([name, text]) => <option key={name} value={name}>{text}</option>)}
         </select>
       </label>
+      {children}
     </p>
   );
 }
@@ -155,6 +163,18 @@ function Pages({ page, length, change }: { page: number; length: number; change:
       <button type="button" aria-disabled={page === last} onClick={() => turn(page + 1)}>{texts.after}</button>
     </p>
   );
+}
+
+/** Of each token at the other end of a line: the largest weight of each head. */
+function strengths(pairs: Pair[][], at: number | null): Map<number, number[]> {
+  const strongest = new Map<number, number[]>();
+  pairs.forEach((each, n) => each.forEach(({ query, key, p }) => {
+    const other = at === null ? key : query === at ? key : query;
+    const found = strongest.get(other) ?? pairs.map(() => 0);
+    found[n] = Math.max(found[n], p);
+    strongest.set(other, found);
+  }));
+  return strongest;
 }
 
 interface TextProps {
@@ -172,13 +192,7 @@ function Text({ start, stop, at, kept, pairs, theme, setOver, keep }: TextProps)
   const frame = useRef<HTMLDivElement>(null);
   const width = useWidth(frame);
   const [lines, setLines] = useState<{ d: string; p: number; n: number }[]>([]);
-  const strongest = new Map<number, number[]>(); // of each token in sight: the largest weight of each head
-  pairs.forEach((each, n) => each.forEach(({ query, key, p }) => {
-    const other = at === null ? key : query === at ? key : query;
-    const found = strongest.get(other) ?? pairs.map(() => 0);
-    found[n] = Math.max(found[n], p);
-    strongest.set(other, found);
-  }));
+  const strongest = strengths(pairs, at);
   const drawn = pairs.map((each) => each.map(({ query, key }) => `${query}-${key}`).join()).join("|");
   useLayoutEffect(() => {
     const box = frame.current!.getBoundingClientRect();
@@ -257,4 +271,80 @@ export function Keys({ place: [layer, number], head, at, go, colour, title }: { 
       )}
     </>
   );
+}
+
+// ---------------------------------------------------------------- the text as a figure
+
+const WIDE = 640; // units of a line
+const HIGH = 34; // from line to line
+const TALL = 17; // of a token
+const SIZE = 12; // of its letters
+
+interface Drawing {
+  places: Place[];
+  start: number;
+  stop: number;
+  kept: number | null;
+  toward: State["toward"];
+  pairs: Pair[][];
+}
+
+function textFigure({ places, start, stop, kept, toward, pairs }: Drawing, { inks }: Paper): Figure {
+  const chips: { x: number; y: number; width: number; text: string }[] = [];
+  let [x, line] = [0, 0];
+  for (let at = start; at < stop; at++) {
+    const text = token(at) ?? "";
+    const width = Math.min(WIDE, measured(text, SIZE) + 5);
+    if (x > 0 && x + width > WIDE) [x, line] = [0, line + 1];
+    chips.push({ x, y: 22 + line * HIGH, width, text });
+    x += width;
+  }
+  const titles = places.map(([layer, head]) => names.title(nameOf(layer, head)));
+  const legend = places.length > 1 ? 20 : 0;
+  const height = 22 + line * HIGH + TALL + legend + 4;
+  const width = chips.reduce((most, chip) => Math.max(most, chip.x + chip.width), 0);
+  const spot = (position: number) => chips[position - start] && { x: chips[position - start].x + chips[position - start].width / 2, y: chips[position - start].y + legend, height: TALL };
+  const shown = pairs.map((each) => each.filter(({ query, key }) => spot(query) && spot(key)));
+  return {
+    name: `headscope-reading-${places.map((place) => place.join(".")).join("-")}`,
+    title: places.length === 1 ? titled(nameOf(...places[0]), bestPattern({ layer: places[0][0], head: places[0][1] })) : titles.join(" · "),
+    caption: [
+      ...origin(), figures.tokens(start, stop),
+      kept === null ? figures.linesOfAll(percent(OVERVIEW)) : figures.linesOfOne(names.quoted(kept, token(kept, true)!), toward, percent(FAINTEST)),
+    ],
+    body: {
+      width, height, plot: { x: 0, y: 0, width, height },
+      draw(surface, left, top) {
+        if (legend) {
+          let at = left;
+          titles.forEach((name, n) => {
+            surface.box({ x: at, y: top + 2, width: 10, height: 10 }, inks.lines[n]);
+            surface.text(name, at + 14, top + 7, { fill: inks.ink, anchor: "start", size: SMALL });
+            at += measured(name) + 32;
+          });
+        }
+        strengths(shown, kept).forEach((weights, position) => {
+          const { x, y, width } = chips[position - start];
+          weights.forEach((p, n) => p > 0 && surface.box({
+            x: left + x, y: top + y + legend + (n * TALL) / weights.length, width, height: TALL / weights.length,
+          }, blended(inks.lines[n], inks.ground, 0.1 + 0.6 * p)));
+        });
+        shown.forEach((each, n) => each.forEach(({ query, key, p }) => {
+          const shifted = ({ x, y, height }: Spot) => ({ x: x + left, y: y + top, height });
+          if (query !== key) surface.curve(curve(shifted(spot(query)!), shifted(spot(key)!), n), inks.lines[n], 0.8 + 3.5 * p, 0.25 + 0.75 * Math.min(1, p));
+        }));
+        chips.forEach(({ x, y, width, text }, n) => {
+          if (start + n === kept) surface.frame({ x: left + x, y: top + y + legend, width, height: TALL }, inks.ink, 1.5);
+          surface.text(text, left + x + width / 2, top + y + legend + TALL / 2, { fill: inks.ink, anchor: "middle", size: SIZE });
+        });
+      },
+    },
+    bar: null,
+  };
+}
+
+/** So much of a colour over another one; both as #rrggbb. */
+function blended(over: string, under: string, share: number): string {
+  const part = (of: string, n: number) => parseInt(of.slice(1 + 2 * n, 3 + 2 * n), 16);
+  return `#${[0, 1, 2].map((n) => Math.round(share * part(over, n) + (1 - share) * part(under, n)).toString(16).padStart(2, "0")).join("")}`;
 }

@@ -2,10 +2,13 @@
 
 import { hasBands, Swatch } from "./bands";
 import { data, type Layer } from "./data";
-import { all, type Place } from "./grid";
+import { all, bestPattern, type Place } from "./grid";
 import { colour } from "./field";
+import { coloursOn, type Figure, origin, type Paper, tabular } from "./figure";
+import { FigureMenu } from "./figure_menu";
+import { barOf, titled } from "./figures";
 import type { State } from "./state";
-import { NO_VALUE, percent, segments as texts, whole } from "./texts";
+import { figures, grid, NO_VALUE, percent, segments as texts, whole } from "./texts";
 import { layerName, nameOf } from "./words";
 
 const NONE = 0xffff;
@@ -73,9 +76,35 @@ export function SegmentTable({ layer, head, colours }: { layer: Layer; head: num
           </tbody>
         </table>
       </div>
+      <p class="tools"><FigureMenu of={figures.segmentsOf(nameOf(layer.index, head))} make={(paper) => tableFigure(layer, head, colours, paper)} /></p>
       <p class="hint">{texts.hint} {layer.segments.even !== null && texts.evenHint}</p>
     </div>
   );
+}
+
+function tableFigure(layer: Layer, head: number, palette: State["colours"], paper: Paper): Figure {
+  const { names } = layer.segments!;
+  const colours = coloursOn(palette, paper.dark);
+  return {
+    name: `headscope-layer-${layer.index}-head-${head}-segments`,
+    title: titled(nameOf(layer.index, head), bestPattern({ layer: layer.index, head })),
+    caption: [...origin(), texts.hint],
+    body: tabular(names, names, [texts.corner, texts.keyIn], (from, to) => share(layer, head, from, to), colours, paper),
+    bar: barOf({ top: 1, signed: false, above: false }, "weight", "linear", colours),
+  };
+}
+
+function headsFigure(names: string[], from: number, to: number, palette: State["colours"], paper: Paper): Figure {
+  const colours = coloursOn(palette, paper.dark);
+  const layers = data.layers.filter((layer) => sameNames(layer, names));
+  const heads = Array.from({ length: Math.max(...layers.map((layer) => layer.heads)) }, (_, head) => String(head));
+  return {
+    name: "headscope-segments",
+    title: texts.fromTo(names[from], names[to]),
+    caption: [...origin(), texts.headsHint(names[from], names[to])],
+    body: tabular(layers.map((layer) => layer.short), heads, [grid.layer, grid.head], (n, head) => (head < layers[n].heads ? share(layers[n], head, from, to) : null), colours, paper),
+    bar: barOf({ top: 1, signed: false, above: false }, "weight", "linear", colours),
+  };
 }
 
 interface Props {
@@ -106,6 +135,7 @@ export function SegmentView({ state, change, open }: Props) {
       <p class="switches">
         {picker(texts.from, from, (at) => change({ segmentFrom: at }))}
         {picker(texts.to, to, (at) => change({ segmentTo: at }))}
+        <FigureMenu of={figures.segmentsOfAll} make={(paper) => headsFigure(names, from, to, state.colours, paper)} />
       </p>
       <p class="hint">{texts.viewHint} {evens.length > 0 && texts.viewEven(percent(evens.reduce((a, b) => a + b, 0) / evens.length))}</p>
       <div class="segment-columns">

@@ -4,13 +4,15 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { hasTexts, type Layer, queryAt, strip, token } from "./data";
 import { colour, type Colours } from "./field";
 import { Bar } from "./legend";
-import { save } from "./map";
+import { type Axis, type Body, coloursOn, type Figure, origin, type Paper, plotted, textOf } from "./figure";
+import { FigureMenu } from "./figure_menu";
+import { barOf, titled } from "./figures";
 import { NumberField } from "./number";
 import { useWidth } from "./screen";
 import { MOST_QUERIES, type State } from "./state";
-import { CanvasSurface, type Surface, SvgSurface } from "./surface";
+import { CanvasSurface, type Surface } from "./surface";
 import { served, stripOf, why } from "./tiles";
-import { figure, files, fill, legend, names, rough, strips as texts, strongest, whole } from "./texts";
+import { figure, figures, fill, legend, map as mapTexts, names, rough, strips as texts, strongest, whole } from "./texts";
 import { nameOf, oneOf, position, step } from "./words";
 
 const LINE = 11; // pixels
@@ -130,12 +132,6 @@ function Strip({ layer, state, theme, change }: Props) {
     element.dataset.drawn = "yes";
   }, [band, start, count, width, state.scale, state.colours, theme]);
   const label = texts.label(nameOf(layer.index, state.head), start, start + count - 1);
-  const file = `headscope-layer-${layer.index}-head-${state.head}-strip`;
-  const svg = () => {
-    const surface = new SvgSurface();
-    paint(surface);
-    save(`${file}.svg`, new Blob([surface.written(width, height, label)], { type: "image/svg+xml" }));
-  };
   const point = (event: MouseEvent) => {
     const box = canvas.current!.getBoundingClientRect();
     const query = start + Math.floor((event.clientX - box.left - LEFT) / side);
@@ -170,8 +166,7 @@ function Strip({ layer, state, theme, change }: Props) {
             {[...new Set([...sizes, Math.min(queries, MOST_QUERIES), count])].sort((a, b) => a - b).map((n) => <option key={n} value={n}>{whole(n)}</option>)}
           </select></label>
         )}
-        <button type="button" aria-label={files.of(files.png, files.strip)} onClick={() => canvas.current!.toBlob((blob) => blob && save(`${file}.png`, blob))}>{files.png}</button>
-        {band && <button type="button" aria-label={files.of(files.svg, files.strip)} onClick={svg}>{files.svg}</button>}
+        {band && <FigureMenu of={figures.strip} make={(paper) => stripFigure({ layer, state, start, count, value }, paper)} />}
       </p>
       <div class="banded">
         <canvas ref={canvas} class="band" tabIndex={0} role="img" aria-label={texts.keys(label)} style={{ width: `${width}px`, height: `${height}px` }}
@@ -194,6 +189,43 @@ function distance(by: number): string {
 function shade(p: number, state: { scale: string; colours: Colours }): string {
   const at = state.scale === "log" ? Math.max(0, 1 + Math.log10(Math.max(p, 1e-9)) / 4) : p;
   return colour(at, state.colours).fill;
+}
+
+// ---------------------------------------------------------------- the strip as a figure
+
+interface Drawing {
+  layer: Layer;
+  state: State;
+  start: number;
+  count: number;
+  value: (query: number, line: number) => number;
+}
+
+function stripFigure({ layer, state, start, count, value }: Drawing, paper: Paper): Figure {
+  const { low, high, first } = layer.strips!;
+  const colours = coloursOn(state.colours, paper.dark);
+  const near = high - low + 1;
+  const lines = near + first;
+  const columns: Axis = { title: mapTexts.axis("query"), start, stop: start + count, text: hasTexts(layer) ? textOf(layer, "query") : null };
+  const rows: Axis = { title: texts.distance, start: 0, stop: lines, text: (line) => (line >= near ? texts.key(line - near) : (high - line) % 4 ? "" : distance(high - line)) };
+  const across = Math.max(4, Math.min(12, Math.floor(800 / count)));
+  const body: Body = plotted(columns, rows, [across * count, LINE * lines], paper, (surface, box) => {
+    surface.box(box, paper.inks.hidden);
+    for (let line = 0; line < lines; line++) {
+      for (let n = 0; n < count; n++) {
+        const p = value(start + n, line);
+        if (p === p) surface.box({ x: box.x + n * across, y: box.y + line * LINE, width: across, height: LINE }, shade(p, { ...state, colours }));
+      }
+    }
+    if (first > 0) surface.box({ x: box.x, y: box.y + near * LINE - 0.5, width: box.width, height: 1 }, paper.inks.quiet);
+  });
+  return {
+    name: `headscope-layer-${state.layer}-head-${state.head}-strip`,
+    title: titled(nameOf(layer.index, state.head), texts.title.toLowerCase()),
+    caption: [...origin(), figures.strips(start, start + count - 1, first), oneOf(layer) && texts.of(oneOf(layer)), figures.scale(state.scale), figures.rough],
+    body,
+    bar: barOf({ top: 1, signed: false, above: false }, "weight", state.scale, colours),
+  };
 }
 
 // ---------------------------------------------------------------- the largest weights of a row

@@ -5,6 +5,7 @@ export interface Surface {
   box(box: Box, fill: string): void;
   frame(box: Box, stroke: string, width: number): void;
   path(points: [number, number][], fill: string): void;
+  curve(d: string, stroke: string, width: number, opacity: number): void; // `d` as in SVG
   text(text: string, x: number, y: number, options: TextOptions): void;
   within(box: Box, draw: () => void): void;
 }
@@ -21,12 +22,13 @@ export interface TextOptions {
   anchor: "start" | "middle" | "end";
   size: number;
   upright?: boolean; // turned by a quarter, read from below
+  bold?: boolean;
 }
 
 export const FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif";
 
 export class CanvasSurface implements Surface {
-  constructor(private readonly context: CanvasRenderingContext2D) {
+  constructor(private readonly context: CanvasRenderingContext2D, private readonly font = FONT) {
     context.imageSmoothingEnabled = false;
   }
 
@@ -52,13 +54,22 @@ export class CanvasSurface implements Surface {
     this.context.fill();
   }
 
-  text(text: string, x: number, y: number, { fill, anchor, size, upright }: TextOptions): void {
+  curve(d: string, stroke: string, width: number, opacity: number): void {
+    this.context.save();
+    this.context.globalAlpha = opacity;
+    this.context.strokeStyle = stroke;
+    this.context.lineWidth = width;
+    this.context.stroke(new Path2D(d));
+    this.context.restore();
+  }
+
+  text(text: string, x: number, y: number, { fill, anchor, size, upright, bold }: TextOptions): void {
     const context = this.context;
     context.save();
     context.translate(x, y);
     if (upright) context.rotate(-Math.PI / 2);
     context.fillStyle = fill;
-    context.font = `${size}px ${FONT}`;
+    context.font = `${bold ? "bold " : ""}${size}px ${this.font}`;
     context.direction = "ltr"; // also where the text is written from right to left
     context.textAlign = anchor === "start" ? "left" : anchor === "end" ? "right" : "center";
     context.textBaseline = "middle";
@@ -76,30 +87,38 @@ export class CanvasSurface implements Surface {
   }
 }
 
+/** A text without what XML does not allow: control characters, and halves of surrogate pairs. */
+const lawful = (text: string) => text.replace(/[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g, "\ufffd");
 const escaped = (text: string) =>
-  text.replace(/[&<>"]/g, (each) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[each]!);
+  lawful(text).replace(/[&<>"]/g, (each) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[each]!);
 const short = (value: number) => String(+value.toFixed(2));
+/** Colours as every program that reads SVG knows them: #rrggbb. */
+const plain = (colour: string) => colour.replace(/^rgb\((\d+) (\d+) (\d+)\)$/, (_, ...parts) => `#${parts.slice(0, 3).map((each) => Number(each).toString(16).padStart(2, "0")).join("")}`);
+
+const SHARP = 2; // pixels of an image for each unit, at least
 
 export class SvgSurface implements Surface {
   private parts: string[] = [];
   private clips = 0;
 
+  constructor(private readonly font = FONT) {}
+
   image(canvas: HTMLCanvasElement, from: Box, to: Box): void {
-    const cut = document.createElement("canvas");
-    const [left, top] = [Math.max(0, Math.floor(from.x)), Math.max(0, Math.floor(from.y))];
-    cut.width = Math.min(canvas.width, Math.ceil(from.x + from.width)) - left;
-    cut.height = Math.min(canvas.height, Math.ceil(from.y + from.height)) - top;
-    cut.getContext("2d")!.drawImage(canvas, -left, -top);
-    const [across, down] = [to.width / from.width, to.height / from.height];
-    const at = { x: to.x + (left - from.x) * across, y: to.y + (top - from.y) * down };
+    // Programs that ignore `image-rendering` smooth an image: of a larger one they blur less than a cell.
+    const times = [to.width / from.width, to.height / from.height].map((each) => Math.max(1, Math.ceil(SHARP * each)));
+    const large = document.createElement("canvas");
+    [large.width, large.height] = [Math.round(from.width * times[0]), Math.round(from.height * times[1])];
+    const context = large.getContext("2d")!;
+    context.imageSmoothingEnabled = false;
+    context.drawImage(canvas, from.x, from.y, from.width, from.height, 0, 0, large.width, large.height);
     this.parts.push(
-      `<image x="${short(at.x)}" y="${short(at.y)}" width="${short(cut.width * across)}" height="${short(cut.height * down)}" ` +
-        `preserveAspectRatio="none" style="image-rendering:pixelated" href="${cut.toDataURL()}"/>`,
+      `<image x="${short(to.x)}" y="${short(to.y)}" width="${short(to.width)}" height="${short(to.height)}" ` +
+        `preserveAspectRatio="none" style="image-rendering:pixelated" href="${large.toDataURL()}"/>`,
     );
   }
 
   box({ x, y, width, height }: Box, fill: string): void {
-    this.parts.push(`<rect x="${short(x)}" y="${short(y)}" width="${short(width)}" height="${short(height)}" fill="${fill}"/>`);
+    this.parts.push(`<rect x="${short(x)}" y="${short(y)}" width="${short(width)}" height="${short(height)}" fill="${plain(fill)}"/>`);
   }
 
   frame({ x, y, width, height }: Box, stroke: string, line: number): void {
@@ -110,14 +129,20 @@ export class SvgSurface implements Surface {
 
   path(points: [number, number][], fill: string): void {
     const corners = points.map(([x, y]) => `${short(x)},${short(y)}`).join(" ");
-    this.parts.push(`<polygon points="${corners}" fill="${fill}"/>`);
+    this.parts.push(`<polygon points="${corners}" fill="${plain(fill)}"/>`);
   }
 
-  text(text: string, x: number, y: number, { fill, anchor, size, upright }: TextOptions): void {
+  curve(d: string, stroke: string, width: number, opacity: number): void {
+    const rounded = d.replace(/-?\d+\.\d+/g, (each) => short(Number(each)));
+    this.parts.push(`<path d="${rounded}" fill="none" stroke="${stroke}" stroke-width="${short(width)}" stroke-opacity="${short(opacity)}" shape-rendering="auto"/>`);
+  }
+
+  text(text: string, x: number, y: number, { fill, anchor, size, upright, bold }: TextOptions): void {
     const turned = upright ? ` transform="rotate(-90 ${short(x)} ${short(y)})"` : "";
+    // dy: few programs besides browsers know dominant-baseline
     this.parts.push(
-      `<text x="${short(x)}" y="${short(y)}" dominant-baseline="central" text-anchor="${anchor}" font-size="${size}" ` +
-        `fill="${fill}"${turned}>${escaped(text)}</text>`,
+      `<text x="${short(x)}" y="${short(y)}" dy=".35em" text-anchor="${anchor}" font-size="${size}" ` +
+        `fill="${plain(fill)}"${bold ? ' font-weight="bold"' : ""}${turned}>${escaped(text)}</text>`,
     );
   }
 
@@ -135,7 +160,7 @@ export class SvgSurface implements Surface {
   written(width: number, height: number, title: string): string {
     return (
       `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" ` +
-      `font-family="${FONT}"><title>${escaped(title)}</title>${this.parts.join("")}</svg>`
+      `font-family="${this.font}" shape-rendering="crispEdges"><title>${escaped(title)}</title>${this.parts.join("")}</svg>`
     );
   }
 }

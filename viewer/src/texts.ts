@@ -51,6 +51,9 @@ export function counted(count: number, word: string): string {
 export const segments = {
   title: "Segments",
   corner: "query in",
+  keyIn: "key in",
+  fromTo: (from: string, to: string) => `Segments: from “${from}” to “${to}”`,
+  headsHint: (from: string, to: string) => `The share of the weight of the tokens of “${from}” that is on the tokens of “${to}”, a mean for each head.`,
   hint: "How much of the weight of a segment's tokens (row) is on the tokens of each segment (column), on average. A row adds up to less than 100 % where keys are in no segment.",
   bands: "Bands along the axes:",
   images: "Attention on the images in the prompt, from",
@@ -230,14 +233,70 @@ export const grid = {
 };
 
 export const files = {
-  png: "PNG",
-  svg: "SVG",
   csv: "CSV",
-  of: (kind: string, what: string) => `${kind} of ${what}`,
+};
+
+// ---------------------------------------------------------------- figures for papers
+
+export const figures = {
+  figure: "Figure",
+  of: (what: string) => `Figure of ${what}`,
+  kinds: { png2: "PNG 2×", png3: "PNG 3×", svg: "SVG" },
+  kindHelp: { png2: "For slides and screens", png3: "For print", svg: "Text stays text; sharp at any size" },
+  copy: "Copy figure",
+  copyHelp: "The PNG of 3×, to paste into a document",
+  copied: "Copied",
+  notCopied: "The browser does not allow a page to copy pictures here. Save the PNG instead.",
+  saved: (name: string) => `Saved ${name}`,
+  dark: "on dark ground",
+  darkHelp: "By default figures are on white, whatever the theme of the page.",
+  tooLarge: "The figure is too large for this browser. Filter the heads, or save SVG.",
+  model: (name: string) => `Model: ${name}.`,
+  input: (text: string) => `Input: ${text}.`,
+  range: (rows: string, row: number, rowStop: number, columns: string, column: number, columnStop: number) =>
+    `Rows: ${rows} ${fromTo(row, rowStop)}; columns: ${columns} ${fromTo(column, columnStop)}.`,
+  numbered: (at: number, token: string) => `${whole(at)} ${token}`,
+  pooledTile: "Each cell pools several pairs of query and key.",
+  ofInput: (input: string) => `Weights of ${input}.`,
+  scale: (scale: "linear" | "log") => (scale === "linear" ? "Linear colour scale." : "Logarithmic colour scale over four decades."),
+  signed: "Orange: A is larger; purple: B is larger.",
+  sink: "The first column is hidden, and each row rescaled.",
+  masked: "Grey: masked.",
+  maskedBlank: "Blank: masked.",
+  rough: "Values are stored in 8 bits.",
+  eachMap: "In each map, rows are queries and columns are keys.",
+  ownScales: "Each map has its own colour scale.",
+  eachPicture: (mean: string) => `In each picture, the colour of a patch is the attention on it: ${mean}.`,
+  eachPatch: (patch: string) => `In each picture, the colour of a patch is the weight of ${patch} on it.`,
+  shareOfLargest: (image: boolean, scale: "linear" | "log") => `share of the largest weight of each ${image ? "picture" : "map"}, ${scale}`,
+  heads: (count: number, order: string) => `${counted(count, "head")}${order && `, sorted by ${order}`}`,
+  /** What the number in a name such as "induction 83 %" or "edges × 1.8" means. */
+  match: (about: string) => [about.includes("%") && "Per cent: match with the pattern, 100 % = exactly it.", about.includes("×") && "× 2: twice as much attention on the region as an even spread."].filter(Boolean).join(" "),
+  strips: (from: number, to: number, first: number) =>
+    `Columns: queries ${whole(from)}–${whole(to)}; rows: keys by their distance from the query${first > 0 ? `, then the first ${counted(first, "key")}` : ""}.`,
+  tokens: (start: number, stop: number) => `Tokens ${fromTo(start, stop)}.`,
+  linesOfAll: (least: string) => `Lines: weights above ${least}, except on the token itself and on the first one. Wider lines are larger weights.`,
+  linesOfOne: (token: string, direction: "from" | "to" | "both", least: string) =>
+    `Lines: ${{ from: `what ${token} attends to`, to: `what attends to ${token}`, both: `what ${token} attends to, and what attends to it` }[direction]}, from a weight of ${least}. Wider lines are larger weights.`,
+  patches: {
+    image: () => "",
+    looks: (name: string) => `What ${name} attends to; the frame marks it.`,
+    "looked-at": (name: string) => `What attends to ${name}; the frame marks it.`,
+    all: () => "Mean over all queries.",
+  },
+  orLess: (value: string) => `≤ ${value}`,
+  orMore: (value: string) => `≥ ${value}`,
   allHeads: "all heads",
   map: (head: string) => `the map of ${head}`,
   strip: "the nearby tokens",
+  reading: "the text",
+  segmentsOf: (head: string) => `the segments of ${head}`,
+  segmentsOfAll: "the segments of all heads",
 };
+
+function fromTo(start: number, stop: number): string {
+  return stop - start === 1 ? whole(start) : `${whole(start)}–${whole(stop - 1)}`;
+}
 
 // ---------------------------------------------------------------- names and places
 
@@ -490,6 +549,7 @@ export const image = {
 
 export const strips = {
   title: "Nearby tokens",
+  distance: "distance of the key",
   missing: (others: string[]) =>
     `The page holds nearby tokens at full resolution for at most 16 heads, and not for this one.${others.length > 0 ? ` In this layer it holds ${others.length === 1 ? "head" : "heads"} ${others.join(", ")}.` : ""}`,
   label: (head: string, first: number, last: number) => `Nearby tokens of ${head}, queries ${first} to ${last}`,

@@ -1,110 +1,240 @@
-"""Static figures: functions that draw into matplotlib axes and return them; matplotlib is imported on first use."""
+"""Static figures: functions that draw into matplotlib axes and return them; matplotlib is imported on first use.
+
+**Colour scales.** ``norm`` is ``"linear"`` (from 0), ``"log"`` (four decades up to the end) or ``"power"`` (the square
+root). Without it, the data decide: linear if at least half of the weight of a map is in cells of at least a tenth of
+the end, else log. So a head with few large weights is linear, and a long causal text with many small ones is log. Maps
+of both kinds that share a scale are drawn with ``"power"``. The end is the largest weight of the rows with at least two
+weights above 0: the first row of a causal map is always 1. Larger weights have the colour of the end, and the colour
+bar has an arrow there.
+
+**Palettes.** ``cmap`` is ``"blues"`` (white, blue, ink; the default), ``"viridis"``, ``"cividis"``, ``"magma"``, as on
+the page, or any other name or ``Colormap`` of matplotlib. NaN is grey.
+
+**Tokens.** An axis shows every token if the labels fit. Otherwise it shows some of them, each with its position, at
+steps of 2, 5, 10 and so on. They never overlap, also when the figure is resized. With more than 200 tokens it shows
+positions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from headscope._support.arguments import as_whole, kind, whole
+from headscope._support.arguments import as_whole, kind
+from headscope.report._figures import SheetFigures
+from headscope.report._plot_arguments import (
+    check_options,
+    check_tokens,
+    figures_of,
+    patch_grid,
+    pixels_of,
+    statistics_norm,
+    width_in_inches,
+)
+from headscope.report._plot_axes import axes_or_new, draw_map, label_axes, label_outside, subplots_for
+from headscope.report._plot_maps import Head, find_heads, maps_of, stats_of, tokens_of
+from headscope.report._plotting import (
+    NormName,
+    Scale,
+    Weights,
+    add_colour_bar,
+    as_weights,
+    bin_means,
+    check_flag,
+    check_norm,
+    choose_scale,
+    mappable_of,
+    to_colormap,
+)
 from headscope.report._texts import visible
-from headscope.report._viewer.packing import standing
-from headscope.report.colours import colour_at, ink_on
+from headscope.report.colours import ink_on
 from headscope.report.observed_model import ObservedModel
 from headscope.stats import HeadStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
+    from matplotlib.image import AxesImage
 
-__all__ = ["plot_grid", "plot_head", "plot_patches", "plot_statistics"]
-
-MOST_LABELS = 40
-"""With more tokens than this, the axes show numbers only."""
-
-LINEAR = 64
-"""Maps of more queries or keys than this have a logarithmic colour scale in ``plot_grid``."""
-
-DECADES = 1e-4
-"""Where a logarithmic scale starts, relative to the largest weight, as on the page."""
+__all__ = ["plot_grid", "plot_head", "plot_heads", "plot_patches", "plot_statistics"]
 
 MOST_BINS = 128
 """A longer axis of a map is drawn by this many bins in ``plot_grid``."""
 
-CHANNELS = (1, 3, 4)
-"""Sizes of an image's third axis."""
-
-Weights = Tensor | ArrayLike
+MOST_CELLS = 1024
+"""The same in ``plot_head`` and ``plot_heads``: more cells than pixels would be drawn as some of them."""
 
 
-def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes | None = None) -> Axes:
+def plot_head(
+    weights: Weights,
+    tokens: Sequence[str] | None = None,
+    *,
+    norm: NormName | None = None,
+    cmap: str | Colormap | None = None,
+    colorbar: bool | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """Draw the map of one head: row = query, column = key.
+
+    Above 1,024 queries or keys, cells are means of bins.
 
     Shapes: weights [Q, K]; tokens [K], of which the last Q are the queries.
 
     Args:
         weights: of one head.
-        tokens: labels of both axes; shown for at most 40.
+        tokens: labels of both axes.
+        norm: "linear", "log" or "power"; by default linear or log, as the weights require.
+        cmap: "blues" (default), "viridis", "cividis", "magma", or any palette of matplotlib.
+        colorbar: draw the colour scale; by default in a new figure only.
         ax: axes to draw into; by default a new figure.
 
     Raises:
-        TypeError: weights are not real numbers, or tokens are not strings.
+        TypeError: weights are not real numbers, tokens are not strings, or an option has another type.
         ValueError: weights does not have two axes, or has a negative entry; the length of tokens is not K, or there are
-            more queries than tokens.
+            more queries than tokens; no scale or palette has this name.
 
     Examples:
         >>> import torch
         >>> from headscope.report.plots import plot_head
-        >>> ax = plot_head(torch.eye(3), tokens=["a", "b", "c"])
+        >>> ax = plot_head(torch.eye(3), tokens=["a", "b", "c"], norm="power", cmap="viridis")
         >>> [label.get_text() for label in ax.get_xticklabels()]
         ['a', 'b', 'c']
     """
-    p = _weights("weights", weights, "[Q, K]", 2)
+    p = as_weights("weights", weights, "[Q, K]", 2)
     queries, keys = p.shape
-    if tokens is not None and len(tokens) != keys:
-        raise ValueError(
-            f"tokens: expected {keys} entries, one for each key, got {len(tokens)}; weights {list(p.shape)}"
-        )
-    _check_texts("tokens", () if tokens is None else tokens)
-    if tokens is not None and queries > keys:
-        raise ValueError(
-            f"tokens: expected at most {keys} queries (K), the last tokens, got {queries}; weights {list(p.shape)}"
-        )
-    ax = _axes(ax)
-    ax.imshow(p, cmap=_colormap(), vmin=0, interpolation="nearest")
+    check_tokens(tokens, queries, keys)
+    check_flag("colorbar", colorbar)
+    scale, palette = choose_scale([p], norm), to_colormap(cmap)
+    new = ax is None
+    if ax is None:
+        import matplotlib.pyplot as plt
+
+        side = min(6.2, max(3.3, 0.155 * max(queries, keys))) if tokens is not None else 4.0
+        ax = plt.subplots(figsize=(side + 1.9, side + 1.1), layout="compressed")[1]
+    image = draw_map(ax, p, (queries, keys), scale, palette, MOST_CELLS)
+    label_axes(ax, tokens, queries, keys, 8 if tokens is not None else None)
     ax.set_xlabel("key")
     ax.set_ylabel("query")
-    if tokens is not None and keys <= MOST_LABELS:
-        labels = [visible(token) for token in tokens]
-        ax.set_xticks(range(keys), labels, rotation=90, parse_math=False)
-        ax.set_yticks(range(queries), labels[max(0, keys - queries) :][:queries], parse_math=False)
+    if new if colorbar is None else colorbar:
+        add_colour_bar(image, ax, scale, "weight")
     return ax
 
 
+def plot_heads(
+    weights: Tensor | NDArray[Any] | Sequence[Weights] | HeadStats | ObservedModel | SheetFigures,
+    heads: Sequence[Head],
+    *,
+    tokens: Sequence[str] | None = None,
+    scale: Literal["shared", "own"] = "shared",
+    norm: NormName | None = None,
+    cmap: str | Colormap | None = None,
+    colorbar: bool = True,
+    titles: Sequence[str] | None = None,
+    width: Literal["column", "page"] | float = "page",
+    axes: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """Draw the maps of chosen heads side by side, as papers print them: titles, tokens, one colour scale.
+
+    The figure is as wide as a column or a page of a paper, with text of 6 to 7 points. Unused places are empty.
+
+    Shapes: weights as for ``plot_grid``; the result [rows, columns].
+
+    Args:
+        weights: of each layer; or a sheet, whose tokens are the labels; or statistics or a recording with
+            ``Observe(map=n)``.
+        heads: each as "3.5", or as the number or name of a layer and the number of a head, (3, 5).
+        tokens: labels of both axes; by default those of the sheet or the recording.
+        scale: "shared" compares the heads; "own" ends at the largest weight of each, and the colour bar shows shares
+            of it.
+        norm: "linear", "log" or "power", for all heads; by default linear or log, or power where heads of both kinds
+            are together.
+        cmap: "blues" (default), "viridis", "cividis", "magma", or any palette of matplotlib.
+        colorbar: draw the colour scale.
+        titles: one for each head; by default "head 3.5".
+        width: of a new figure: "column" (3.3 inches), "page" (6.9 inches), or inches.
+        axes: array of axes to draw into; by default a new figure, with at most 2 heads in a row of a column and 4 of a
+            page.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: a head does not exist, a layer has no map, an entry is negative, sizes do not match, or an option
+            has another value.
+
+    Examples:
+        >>> import torch
+        >>> from headscope.report.plots import plot_heads
+        >>> axes = plot_heads(torch.eye(3).expand(2, 4, 3, 3), ["1.3", (0, 2)], width="column")
+        >>> axes.shape, [ax.get_title() for ax in axes[0]]
+        ((1, 2), ['head 1.3', 'head 0.2'])
+    """
+    layers, texts = maps_of("weights", weights)
+    places = find_heads(heads, layers)
+    inches = width_in_inches(width)
+    check_options(scale, colorbar, titles, len(places))
+    shown = [(layers[layer], layers[layer].maps[head]) for layer, head in places]
+    for layer, p in shown:
+        check_tokens(tokens, p.shape[0], layer.lengths[1])
+    labels = [tokens_of(layer, texts) if tokens is None else tokens for layer, _ in shown]
+    common, palette = choose_scale([p for _, p in shown], norm), to_colormap(cmap)
+    letters = max((min(12, len(visible(each))) for tokens in labels for each in tokens or ("1000",)), default=4)
+    new = axes is None
+    alike = new and len({(each, layer.lengths) for (layer, _), each in zip(shown, map(id, labels), strict=True)}) == 1
+    axes = subplots_for(axes, len(places), inches, letters, alike)
+    images: list[AxesImage] = []
+    for number, (layer, p) in enumerate(shown):
+        ax: Axes = axes.flat[number]
+        one = common if scale == "shared" else replace(choose_scale([p], norm), name=common.name)
+        images.append(draw_map(ax, p, layer.lengths, one, palette, MOST_CELLS))
+        at, head = places[number]
+        ax.set_title(titles[number] if titles else f"head {at}.{head}", fontsize=7, pad=3, parse_math=False)
+        above_another = alike and number + axes.shape[1] < len(places)
+        label_outside(ax, labels[number], layer, (above_another, alike and number % axes.shape[1] > 0))
+    for ax in axes.flat[len(places) :]:
+        ax.set_axis_off()
+    if colorbar:
+        mappable, label = (
+            (images[0], "weight") if scale == "shared" else (mappable_of(common, palette), "share of largest")
+        )
+        bar = add_colour_bar(mappable, [*axes.flat] if new else [*axes.flat[: len(places)]], common, label)
+        bar.ax.tick_params(labelsize=6)
+        bar.ax.yaxis.label.set_fontsize(6)
+    return axes
+
+
 def plot_grid(
-    weights: Tensor | NDArray[Any] | Sequence[Weights] | HeadStats | ObservedModel, *, axes: NDArray[Any] | None = None
+    weights: Tensor | NDArray[Any] | Sequence[Weights] | HeadStats | ObservedModel | SheetFigures,
+    *,
+    norm: NormName | None = None,
+    cmap: str | Colormap | None = None,
+    colorbar: bool = False,
+    axes: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """Draw the map of every head: a row of axes for each layer, a column for each head.
 
-    Each map has its own colour scale; its title has the largest value. The scale is linear from 0 for maps of up to 64
-    queries and keys, and logarithmic over four decades for larger maps and for bins of several tokens: there, a few
-    weights near 1 would leave all others white. Above 128 queries or keys, a map shows the means of 128 bins.
+    Each map has its own colour scale; its title has the kind of the scale and its end. With ``colorbar``, all maps have
+    one kind of scale, and the bar shows shares of the ends. Above 128 queries or keys, a map shows means of 128 bins.
 
     Shapes: weights [H, Q, K] for each layer, or [layers, H, Q, K]; axes [layers, H].
 
     Args:
-        weights: of each layer; or statistics or a recording with ``Observe(map=n)``, whose bin means are drawn, except
-            bins without a query or a key.
+        weights: of each layer; or a sheet; or statistics or a recording with ``Observe(map=n)``, whose bin means are
+            drawn, except bins without a query or a key.
+        norm: "linear", "log" or "power"; by default linear or log, as each map requires, and with a colour bar power
+            where both kinds are together.
+        cmap: "blues" (default), "viridis", "cividis", "magma", or any palette of matplotlib.
+        colorbar: draw one colour bar for all maps.
         axes: array of axes to draw into, as ``plt.subplots(layers, heads, squeeze=False)`` returns it; by default a new
             figure.
 
     Raises:
-        TypeError: weights has another type, or entries that are not real numbers.
+        TypeError: weights has another type, or entries that are not real numbers; an option has another type.
         ValueError: a layer or head is missing, a layer has no map, an entry does not have three axes or is negative,
-            or ``axes`` is too small.
+            ``axes`` is too small, or no scale or palette has this name.
 
     Examples:
         >>> import torch
@@ -113,64 +243,44 @@ def plot_grid(
         >>> axes.shape, [ax.get_title() for ax in axes[0]]
         ((1, 2), ['0.0 (0–1)', '0.1 (0–1)'])
     """
-    pooled: list[bool] = []
-    if isinstance(weights, (Tensor, np.ndarray)):
-        weights = [*_weights("weights", weights, "[layers, H, Q, K]", 4)]
-    elif not isinstance(weights, Sequence):
-        weights, pooled = _maps(weights)
-    layers = [_weights(f"weights[{n}]", layer, "[H, Q, K]", 3) for n, layer in enumerate(weights)]
-    pooled = pooled or [max(layer.shape[1:]) > LINEAR for layer in layers]
-    sizes = (len(layers), max((len(layer) for layer in layers), default=0))
-    if 0 in sizes:
-        raise ValueError(f"weights: expected at least 1 {'head' if layers else 'layer'}, got none")
+    check_norm(norm)
+    check_flag("colorbar", colorbar)
+    layers, _ = maps_of("weights", weights)
+    palette = to_colormap(cmap)
+    sizes = (len(layers), max(len(layer.maps) for layer in layers))
     if axes is None:
         import matplotlib.pyplot as plt
 
-        _, axes = plt.subplots(*sizes, squeeze=False, figsize=(1.2 * sizes[1] + 0.6, 1.2 * sizes[0] + 0.6))
+        room = 0.9 if colorbar else 0.0
+        size = (1.2 * sizes[1] + 0.6 + room, 1.2 * sizes[0] + 0.6)
+        _, axes = plt.subplots(*sizes, squeeze=False, figsize=size, layout="compressed" if colorbar else None)
     if axes.ndim != 2 or axes.shape[0] < sizes[0] or axes.shape[1] < sizes[1]:
         raise ValueError(f"axes: shape is {list(axes.shape)}, expected at least {list(sizes)} (layers, heads)")
-    for number, layer in enumerate(layers):
+    pooled = [[bin_means(bin_means(p, 0, MOST_BINS), 1, MOST_BINS) for p in layer.maps] for layer in layers]
+    common = choose_scale([p for layer in pooled for p in layer], norm) if colorbar else None
+    for number, layer in enumerate(pooled):
         for unused in axes[number, len(layer) : sizes[1]]:  # another layer has more heads
             unused.set_axis_off()
         for head, p in enumerate(layer):
             ax: Axes = axes[number, head]
-            ax.set_title(f"{number}.{head} {_draw_map(ax, p, pooled[number])}", fontsize="small", pad=2)
+            scale = choose_scale([p], norm if common is None else common.name)
+            draw_map(ax, p, (p.shape[0], p.shape[1]), scale, palette, MOST_BINS)
+            ax.set_title(f"{number}.{head} {scale.title}", fontsize="small", pad=2)
             ax.set_xticks([])
             ax.set_yticks([])
+    if common is not None:
+        used = [ax for number, layer in enumerate(pooled) for ax in axes[number, : len(layer)]]
+        add_colour_bar(mappable_of(common, palette), used, common, "share of each map's largest weight")
     return axes
-
-
-def _draw_map(ax: Axes, p: NDArray[np.float64], log: bool) -> str:
-    """Draw one map with its own colour scale, and return the scale as text."""
-    if log:
-        p = _bin_means(_bin_means(p, 0), 1)
-    largest = p.max(initial=0.0, where=np.isfinite(p))
-    if not log or largest == 0:
-        ax.imshow(p, cmap=_colormap(), vmin=0, interpolation="nearest")
-        return f"(0–{largest:.2g})"
-    from matplotlib.colors import LogNorm
-
-    least = DECADES * largest  # smaller weights, and 0, have the lightest colour
-    ax.imshow(np.maximum(p, least), cmap=_colormap(), norm=LogNorm(least, largest), interpolation="nearest")
-    return f"(log, ≤{largest:.2g})"
-
-
-def _bin_means(p: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    """Return the means of ``MOST_BINS`` bins along an axis that is longer; NaN and infinity count only where alone."""
-    length = p.shape[axis]
-    if length <= MOST_BINS:
-        return p
-    starts = np.arange(MOST_BINS) * length // MOST_BINS
-    finite = np.isfinite(p)
-    total = np.add.reduceat(np.where(finite, p, 0.0), starts, axis=axis)
-    count = np.add.reduceat(finite.astype(np.int64), starts, axis=axis)
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def plot_statistics(
     statistics: Sequence[Mapping[str, Sequence[float | None]]] | HeadStats | ObservedModel,
     name: str,
     *,
+    norm: NormName = "linear",
+    cmap: str | Colormap | None = None,
+    colorbar: bool = False,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw one statistic of every head: a row for each layer, a column for each head; NaN where a head has none.
@@ -179,11 +289,16 @@ def plot_statistics(
         statistics: for each layer a mapping of name -> one value for each head, as ``Sheet.statistics`` or
             ``Sheet.regions``; or statistics or a recording, whose means over rows are drawn.
         name: of the statistic.
+        norm: "linear" (default) and "power" are between the smallest and the largest value; "log" spans at most four
+            decades.
+        cmap: "blues" (default), "viridis", "cividis", "magma", or any palette of matplotlib.
+        colorbar: draw the colour scale.
         ax: axes to draw into; by default a new figure.
 
     Raises:
-        TypeError: statistics has another type.
-        ValueError: the layers are missing, or a layer has no statistic of that name.
+        TypeError: statistics or an option has another type.
+        ValueError: the layers are missing, a layer has no statistic of that name, a value is negative on a log scale,
+            or no scale or palette has this name.
 
     Examples:
         >>> from headscope.report.plots import plot_statistics
@@ -191,38 +306,29 @@ def plot_statistics(
         >>> [text.get_text() for text in ax.texts]
         ['0.50', '1.25']
     """
+    check_norm(norm)
+    check_flag("colorbar", colorbar)
     if not isinstance(statistics, Sequence):
-        parts = _stats("statistics", statistics).parts.values()
+        parts = stats_of("statistics", statistics).parts.values()
         statistics = [{each: part.moments[each].mean.tolist() for each in part.moments} for part in parts]
-    if not statistics:
-        raise ValueError("statistics: expected at least 1 layer, got none")
-    for number, layer in enumerate(statistics):
-        if name not in layer:
-            raise ValueError(f"name: expected a statistic of layer {number}, one of {', '.join(layer)}; got {name!r}")
-    heads = max(len(layer[name]) for layer in statistics)
-    figures = np.full((len(statistics), heads), np.nan)
-    for number, layer in enumerate(statistics):
-        for head, figure in enumerate(layer[name]):
-            figures[number, head] = np.nan if figure is None else figure
-    ax = _axes(ax)
-    image = ax.imshow(figures, cmap=_colormap(), interpolation="nearest")
+    figures = figures_of(statistics, name)
+    palette = to_colormap(cmap)
+    ax = axes_or_new(ax)
+    image = ax.imshow(figures, cmap=palette, norm=statistics_norm(figures, norm), interpolation="nearest")
+    places = np.ma.filled(image.norm(figures), np.nan)
     for (layer, head), figure in np.ndenumerate(figures):
         if np.isfinite(figure):
-            ground = colour_at(float(np.asarray(image.norm(figure))))
-            ax.text(
-                head,
-                layer,
-                f"{figure:.2f}",
-                ha="center",
-                va="center",
-                color=ink_on(ground),
-                fontsize="small",
-            )
-    ax.set_xticks(range(heads))
+            red, green, blue = (round(255 * part) for part in palette(float(places[layer, head]))[:3])
+            ink = ink_on((red, green, blue))
+            ax.text(head, layer, f"{figure:.2f}", ha="center", va="center", color=ink, fontsize="small")
+    ax.set_xticks(range(figures.shape[1]))
     ax.set_yticks(range(len(figures)))
     ax.set_xlabel("head")
     ax.set_ylabel("layer")
     ax.set_title(name.replace("_", " "))
+    if colorbar:
+        shown = Scale("power" if norm == "power" else "linear", 1.0, above=False)
+        add_colour_bar(image, ax, shown, name.replace("_", " "))
     return ax
 
 
@@ -232,6 +338,9 @@ def plot_patches(
     *,
     query: int | None = None,
     grid: tuple[int, int] | None = None,
+    norm: NormName | None = None,
+    cmap: str | Colormap | None = None,
+    colorbar: bool | None = None,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw where one head attends in an image, over the image.
@@ -243,11 +352,16 @@ def plot_patches(
         image: the image of the patches.
         query: patch whose row is drawn and framed, 0 to T - 1; by default the mean of all rows.
         grid: rows and columns of patches; by default a square.
+        norm: "linear", "log" or "power"; by default linear or log, as the weights require.
+        cmap: "blues" (default), "viridis", "cividis", "magma", or any palette of matplotlib.
+        colorbar: draw the colour scale; by default in a new figure only.
         ax: axes to draw into; by default a new figure.
 
     Raises:
-        TypeError: query or grid is not made of whole numbers, or weights or image of real ones.
-        ValueError: sizes do not match, the patch does not exist, or a weight is negative.
+        TypeError: query or grid is not made of whole numbers, or weights or image of real ones; an option has another
+            type.
+        ValueError: sizes do not match, the patch does not exist, a weight is negative, or no scale or palette has this
+            name.
 
     Examples:
         >>> import torch
@@ -256,8 +370,8 @@ def plot_patches(
         >>> [tuple(image.get_array().shape) for image in ax.images]
         [(8, 8), (2, 2)]
     """
-    p = _weights("weights", weights, "[T, T]", 2)
-    rows, columns = _grid(grid, len(p))
+    p = as_weights("weights", weights, "[T, T]", 2)
+    rows, columns = patch_grid(grid, len(p))
     if p.shape != (rows * columns, rows * columns):
         expected = f"expected [T, T] with T = {rows * columns}"
         raise ValueError(f"grid: {rows} x {columns} patches do not match weights, {expected}; weights {list(p.shape)}")
@@ -266,12 +380,15 @@ def plot_patches(
         raise TypeError(f"query: got {kind(query)}, expected a whole number")
     if row is not None and not 0 <= row < len(p):
         raise ValueError(f"query: got {row}, expected 0 to {len(p) - 1}")
-    pixels = _pixels(image)
+    check_flag("colorbar", colorbar)
+    pixels = pixels_of(image)
     looked = (p.mean(0) if row is None else p[row]).reshape(rows, columns)
-    ax = _axes(ax)
+    scale, palette = choose_scale([looked.reshape(1, -1)], norm), to_colormap(cmap)
+    new = ax is None
+    ax = axes_or_new(ax)
     around = (-0.5, columns - 0.5, rows - 0.5, -0.5)
     ax.imshow(pixels, cmap="gray", extent=around, interpolation="nearest")
-    ax.imshow(looked, cmap=_colormap(), vmin=0, alpha=0.7, extent=around, interpolation="nearest")
+    drawn = ax.imshow(looked, cmap=palette, norm=scale.to_norm(), alpha=0.7, extent=around, interpolation="nearest")
     if row is not None:
         from matplotlib.patches import Rectangle
 
@@ -279,100 +396,6 @@ def plot_patches(
         ax.add_patch(Rectangle((left - 0.5, top - 0.5), 1, 1, fill=False, edgecolor="#d7301f", linewidth=2))
     ax.set_xticks([])
     ax.set_yticks([])
+    if new if colorbar is None else colorbar:
+        add_colour_bar(drawn, ax, scale, "weight")
     return ax
-
-
-def _check_texts(name: str, texts: Sequence[object]) -> None:
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise TypeError(f"{name}[{number}]: got {kind(text)}, expected a str")
-
-
-def _grid(grid: object, patches: int) -> tuple[int, int]:
-    """Return the rows and columns of patches."""
-    if not patches:
-        raise ValueError("weights: expected at least 1 patch, got none; weights [0, 0]")
-    if grid is None:
-        return (round(patches**0.5),) * 2
-    match grid:
-        case [rows, columns]:
-            return whole("grid[0]", rows), whole("grid[1]", columns)
-        case _:
-            raise TypeError(f"grid: got {grid!r}, expected two numbers (rows, columns)")
-
-
-def _pixels(image: ArrayLike) -> NDArray[Any]:
-    """Return an image as an array on the host, [h, w] or [h, w, channels]."""
-    if isinstance(image, Tensor):
-        image = image.detach().cpu()
-        image = (image.float() if image.is_floating_point() and image.itemsize < 4 else image).numpy()
-    pixels = np.asarray(image)
-    _check_real("image", pixels)
-    if pixels.ndim != 2 and not (pixels.ndim == 3 and pixels.shape[2] in CHANNELS):
-        raise ValueError(f"image: shape is {list(pixels.shape)}, expected [h, w] or [h, w, 3]")
-    return pixels
-
-
-def _stats(name: str, observed: HeadStats | ObservedModel) -> HeadStats:
-    stats = observed if isinstance(observed, HeadStats) else getattr(observed, "stats", None)
-    if not isinstance(stats, HeadStats):
-        raise TypeError(f"{name}: got {kind(observed)}, expected an entry for each layer, HeadStats, or a recording")
-    return stats
-
-
-def _maps(observed: HeadStats | ObservedModel) -> tuple[list[NDArray[np.float64]], list[bool]]:
-    """Return the bin means of each layer, [H, rows, columns], without bins that have no query or no key.
-
-    Also return whether each layer's map is large, or has bins of several tokens.
-    """
-    maps: list[NDArray[np.float64]] = []
-    pooled: list[bool] = []
-    for name, part in _stats("weights", observed).parts.items():
-        if part.map is None:
-            raise ValueError(f"weights: {name} has no map; observe with Observe(map=64)")
-        rows, columns = standing(part.map.bins, part.lengths)
-        maps.append(_array(name, part.map.mean, "[H, n, n]", 3)[:, rows][:, :, columns])
-        pooled.append(part.lengths is None or max(part.lengths) > min(part.map.bins, LINEAR))
-    return maps, pooled
-
-
-def _colormap() -> Colormap:
-    """Return the palette of maps for matplotlib."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    anchors = [tuple(part / 255 for part in colour_at(step / 16)) for step in range(17)]
-    return LinearSegmentedColormap.from_list("headscope blues", anchors, N=512)
-
-
-def _axes(ax: Axes | None) -> Axes:
-    if ax is not None:
-        return ax
-    import matplotlib.pyplot as plt
-
-    return plt.subplots()[1]
-
-
-def _weights(name: str, values: Weights, letters: str, axes: int) -> NDArray[np.float64]:
-    """Return weights as an array on the host, and check that none is negative."""
-    array = _array(name, values, letters, axes)
-    if (array < 0).any():
-        raise ValueError(f"{name}: expected weights of at least 0, got {array[array < 0][0]:.3g}")
-    return array
-
-
-def _check_real(name: str, array: NDArray[Any]) -> None:
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"{name}: dtype is {array.dtype}, expected real numbers")
-
-
-def _array(name: str, values: Weights, letters: str, axes: int) -> NDArray[np.float64]:
-    """Return values as an array on the host."""
-    if isinstance(values, Tensor):
-        values = values.detach().cpu()
-        values = (values if values.is_complex() else values.double()).numpy()
-    array = np.asarray(values)
-    _check_real(name, array)
-    array = array.astype(np.float64, copy=False)
-    if array.ndim != axes:
-        raise ValueError(f"{name}: has {array.ndim} axes, expected {axes} ({letters}); {name} {list(array.shape)}")
-    return array

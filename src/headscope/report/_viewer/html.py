@@ -106,6 +106,9 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
         for layer, description, blocks in zip(shown.layers, packed.layers, packed.blocks, strict=True)
     ]
     data = {
+        "about": [
+            _line(shown.footer[name], 200) if name in shown.footer else "" for name in (texts.MODEL, texts.INPUT)
+        ],
         "layers": layers,
         "masks": packed.masks,
         "bits": packed.bits,
