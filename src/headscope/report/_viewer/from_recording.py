@@ -15,8 +15,9 @@ from headscope._analysis.answers import short_layers
 from headscope._support.arguments import as_whole, check_type, whole
 from headscope.report._texts import broken_layers, visible
 from headscope.report._viewer import texts
+from headscope.report._viewer.compared import Numbers, compared, distances, origin_of
 from headscope.report._viewer.exact_heads import exact_heads
-from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
+from headscope.report._viewer.model import Against, Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Strips, sources
 from headscope.report._viewer.packing import exact as holds_every_weight
 from headscope.report._viewer.places import Place, places_of
@@ -45,6 +46,8 @@ def shown(
     strips: Sequence[tuple[int | str, int]] | None = None,
     trace: TracedSteps | None = None,
     exact: Sequence[tuple[int | str, int]] | None = None,
+    against: ObservedModel | None = None,
+    labels: tuple[str, str] | None = None,
 ) -> Shown:
     """Return what the page of a recording shows; for the options see ``render_recording``."""
     check_type("title", title, str, "a str", repr)
@@ -54,6 +57,7 @@ def shown(
             raise ValueError(f"trace: {trace.title} has sizes only, expected values: trace(module, x)")
     stats, about = recording.stats, recording.about
     parts = list(stats.parts.values())
+    other = None if against is None else _against(recording, against, labels)
     if image is not None and about.texts is not None:
         raise ValueError(f"image: expected a recording of patches, got one with the texts of {len(about.texts)} tokens")
     picture = None if image is None else _picture(parts, image, grid, special)
@@ -64,11 +68,12 @@ def shown(
     short, common = short_layers(recording.stats.layers)
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
     computed = exact_heads(stats.parts, patterns, exact)
+    numbers, heads = Numbers(), sum(part.heads for part in parts)
     layers = [
         Layer(
             name,
             short[name],
-            _facts(part, about.kinds.get(name, "self")),
+            _facts(part, about.kinds.get(name, "self")) | numbers.of_layer(part, heads),
             source,
             _statistics(part),
             patterns[n] if patterns else [()] * part.heads,
@@ -89,7 +94,17 @@ def shown(
         run_texts=about.run_texts,
         exact=computed,
         highlights=recording_highlights(recording, unit=unit),
+        origin=origin_of(recording),
+        numbers=numbers.lists,
+        against=other,
     )
+
+
+def _against(recording: ObservedModel, against: ObservedModel, labels: tuple[str, str] | None) -> Against:
+    comparison = compared(recording, against)
+    other = shown(against, strips=(), exact=())
+    names = texts.LABELS if labels is None else labels
+    return Against(other, (names[0], names[1]), distances(comparison, list(against.stats.parts)))
 
 
 # ---------------------------------------------------------------- statistics
