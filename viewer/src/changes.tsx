@@ -53,6 +53,8 @@ function shortName({ layer, head }: HeadChange): string {
 
 // ---------------------------------------------------------------- the list
 
+let clicked = false; // a head of the list, which opens
+
 export function ChangesView({ state, theme, change }: Props) {
   const { other } = useOther();
   const [lines, setLines] = useState(LINES);
@@ -60,7 +62,10 @@ export function ChangesView({ state, theme, change }: Props) {
   if (!other) return null;
   const { is } = other;
   const found = listed(is, state);
-  const open = ({ layer, head }: HeadChange) => change({ view: "change", layer, head, row: null, column: null, zoom: [1, 0.5, 0.5] });
+  const open = ({ layer, head }: HeadChange) => {
+    clicked = true;
+    change({ view: "change", layer, head, row: null, column: null, zoom: [1, 0.5, 0.5] });
+  };
   const key = (event: KeyboardEvent) => {
     const step = { ArrowDown: 1, ArrowRight: 1, ArrowUp: -1, ArrowLeft: -1 }[event.key];
     const buttons = [...list.current!.querySelectorAll<HTMLElement>("button.changed")];
@@ -73,10 +78,10 @@ export function ChangesView({ state, theme, change }: Props) {
     <section aria-labelledby="changes-title">
       <h2 id="changes-title" class="unseen">{texts.title}</h2>
       <p class="changes-summary"><Summary is={is} /></p>
-      <p class="hint">{fill(texts.sides, { a: <b>{other.labels[0]}</b>, b: <b>{other.labels[1]}</b> })} {texts.hint} {is.maps && texts.scales}</p>
+      <p class="hint"><Sides other={other} /> {texts.hint} {is.maps && texts.scales}</p>
       {!is.maps && !data.layers.some((layer) => layer.map) && <p class="hint">{texts.noMaps}</p>}
       {is.notes.map((note) => <p class="hint" key={note}>{note}</p>)}
-      <p class="switches">
+      <p class="switches changes-switches">
         {is.moved > 0 && is.moved < is.heads.length && (
           <label><input type="checkbox" checked={state.onlyMoved} onChange={(event) => change({ onlyMoved: event.currentTarget.checked })} /> {texts.only}</label>
         )}
@@ -89,6 +94,11 @@ export function ChangesView({ state, theme, change }: Props) {
       {found.length > lines && <p><button type="button" onClick={() => setLines(lines + LINES)}>{texts.showMore(Math.min(LINES, found.length - lines))}</button></p>}
     </section>
   );
+}
+
+/** What A and B are, where they have names. */
+function Sides({ other: { labels: [a, b] } }: { other: Other }) {
+  return a === texts.a && b === texts.b ? null : <>{fill(texts.sides, { a: <b>{a}</b>, b: <b>{b}</b> })}</>;
 }
 
 function listed(is: Compared, state: State): HeadChange[] {
@@ -203,7 +213,10 @@ export function ChangeView({ state, theme, change }: Props) {
     return to ? () => change({ layer: to.layer, head: to.head, row: null, column: null }) : null;
   };
   const title = useRef<HTMLHeadingElement>(null);
-  useEffect(() => title.current?.focus({ preventScroll: true }), []);
+  useLayoutEffect(() => {
+    if (clicked) title.current?.focus({ preventScroll: true }); // what was clicked is gone, and the focus with it
+    clicked = false;
+  }, []);
   useEffect(() => {
     const pressed = (event: KeyboardEvent) => {
       const target = event.target as HTMLElement;
@@ -231,7 +244,6 @@ export function ChangeView({ state, theme, change }: Props) {
         <h2 id="change-title" tabIndex={-1} ref={title}>{name}</h2>
         <span class={head.moved ? "moved" : "weak"}>{head.moved ? texts.moved : texts.still}</span>
       </div>
-      <p class="hint">{fill(texts.sides, { a: <b>{other.labels[0]}</b>, b: <b>{other.labels[1]}</b> })}</p>
       <Maps {...{ head, other, state, theme, change, name }} />
       <Figures head={head} />
       <Meanings names={data.names} />
@@ -281,7 +293,7 @@ function Maps({ head, other, state, theme, change, name }: Props & { head: HeadC
 }
 
 function signed(value: number, layer: Layer): string {
-  return value > 0 ? `+${mapValue(value, layer)}` : mapValue(value, layer);
+  return texts.signed(mapValue(value, layer));
 }
 
 function Figures({ head }: { head: HeadChange }) {
@@ -290,7 +302,7 @@ function Figures({ head }: { head: HeadChange }) {
   const lines = [
     ...head.changes.map(({ name, before, after, size, moved }) => ({
       name: headingOf(name), before: figure(before), after: figure(after), size, moved,
-      change: before === null || after === null ? NO_VALUE : `${after > before ? "+" : ""}${figure(after - before)}`,
+      change: before === null || after === null ? NO_VALUE : texts.signed(figure(after - before)),
     })),
     distance(texts.map, head.map, LIMITS.map),
     distance(texts.received, head.received, LIMITS.received),

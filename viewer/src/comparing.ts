@@ -87,12 +87,12 @@ export function sameBins(a: Layer, b: Layer): boolean {
 export async function distancesOf(a: Side, b: Side, shared: [Layer, Layer][], progress: (head: number, of: number) => void, signal: AbortSignal): Promise<Distances[]> {
   const found: Distances[] = b.layers.map(() => null);
   const of = shared.reduce((sum, [one, other]) => sum + Math.min(one.heads, other.heads), 0);
-  let [done, paused] = [0, performance.now()];
+  let [done, paused, told] = [0, performance.now(), 0];
   for (const [one, other] of shared) {
     const columns = (found[other.index] = { map: [] as (number | null)[], received: [] as (number | null)[] });
     for (let head = 0; head < Math.min(one.heads, other.heads); head++) {
       if (performance.now() - paused > 50) { // the page stays responsive
-        progress(done, of);
+        if (performance.now() - told > 250) progress(done, of), (told = performance.now());
         await new Promise((next) => setTimeout(next));
         paused = performance.now();
       }

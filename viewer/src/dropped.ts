@@ -26,9 +26,10 @@ async function readPage(file: File): Promise<Side> {
   if (file.size > MOST_BYTES) throw new Unreadable(texts.tooLarge(file.name, MOST_BYTES / 2 ** 20));
   const html = await file.text();
   const element = (id: string): string | null => {
-    const from = html.indexOf(`id="${id}">`);
+    const start = `id="${id}">`;
+    const from = html.indexOf(start);
     const stop = from < 0 ? -1 : html.indexOf("</script>", from);
-    return stop < 0 ? null : html.slice(from + id.length + 5, stop);
+    return stop < 0 ? null : html.slice(from + start.length, stop);
   };
   const [json, blocks] = [element("data"), element("blocks")];
   if (json === null || blocks === null || !html.trimEnd().endsWith("</html>")) throw new Unreadable(texts.truncated(file.name));

@@ -7,6 +7,7 @@ import { data, type Head, hasPatches, head as decoded, type HeadMap, passing } f
 import { fitted } from "./draw";
 import { type Colours, colour, field, Pictures } from "./field";
 import { save } from "./map";
+import { isReading } from "./other";
 import { drawPatches, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
@@ -183,6 +184,7 @@ async function drawRest(): Promise<void> {
   drawing = true;
   let until = 0; // of a time with nothing else to do
   for (const draw of waiting) {
+    while (isReading()) await new Promise((done) => setTimeout(done, 200)); // a file that is compared comes first
     if (performance.now() > until) {
       await new Promise<unknown>((done) => (window.requestIdleCallback ?? setTimeout)(done)); // Safari has none
       until = performance.now() + 30;

@@ -38,6 +38,10 @@ export function other(): Other | null {
   return current;
 }
 
+export function isReading(): boolean {
+  return offer.progress !== "";
+}
+
 function set(to: Partial<Offer>, is?: Other): void {
   offer = { progress: "", error: "", ...to };
   if (is) current = is;
@@ -81,7 +85,7 @@ export async function read(files: FileList | File[]): Promise<boolean> {
     return true;
   } catch (error) {
     if (signal.aborted) return false; // another file came, or the reader ended it
-    set({ error: error instanceof Unreadable ? error.message : dropped.damaged(name, error instanceof Error ? error.message : String(error)) });
+    set({ error: error instanceof Unreadable ? error.message : dropped.damaged(name, dropped.contents) });
     return false;
   }
 }

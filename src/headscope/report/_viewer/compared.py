@@ -105,7 +105,8 @@ def compared(recording: ObservedModel, against: ObservedModel) -> Comparison:
     try:
         comparison = compare(recording, against)
     except ValueError as error:
-        raise ValueError(f"against: {str(error).removeprefix('after: ')}") from error
+        message = str(error).removeprefix("after: ").replace(" from before;", " from the recording;")
+        raise ValueError(f"against: {message}") from error
     if not comparison.heads:
         names = ", ".join(next(iter(each.stats.parts), "none") for each in (recording, against))
         raise ValueError(f"against: expected a recording with the same layers, got none in common (the first: {names})")

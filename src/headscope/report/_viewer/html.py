@@ -137,7 +137,10 @@ OTHER = ("layers", "masks", "bits", "names", "statistics", "tokens", "title", "o
 
 def _other_data(against: Against) -> tuple[str, str]:
     """Return what the script needs of the recording that a page is compared with, as JSON, and its blocks."""
-    data, blocks = _data(against.shown)
+    try:
+        data, blocks = _data(against.shown)
+    except ValueError as error:
+        raise ValueError(f"against: {str(error).removeprefix('recording: ')}") from error
     other = {name: data[name] for name in OTHER} | {"distances": against.distances}
     return embedded(other | {"labels": [_line(label, 160) for label in against.labels]}), blocks
 
