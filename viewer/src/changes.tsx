@@ -80,7 +80,7 @@ export function ChangesView({ state, theme, change }: Props) {
       <p class="changes-summary"><Summary is={is} /></p>
       <p class="hint"><Sides other={other} /> {texts.hint} {is.maps && texts.scales}</p>
       {!is.maps && !data.layers.some((layer) => layer.map) && <p class="hint">{texts.noMaps}</p>}
-      {is.notes.map((note) => <p class="hint" key={note}>{note}</p>)}
+      {is.notes.length > 0 && <p class="hint changes-notes">{is.notes.join(" ")}</p>}
       <p class="switches changes-switches">
         {is.moved > 0 && is.moved < is.heads.length && (
           <label><input type="checkbox" checked={state.onlyMoved} onChange={(event) => change({ onlyMoved: event.currentTarget.checked })} /> {texts.only}</label>
@@ -127,16 +127,17 @@ function Line({ head, other, state, theme, open }: { head: HeadChange; other: Ot
   const both = useBoth(other.side, head, near);
   const fields = useMemo(() => (both ? fieldsOf(both, state, head, other.side) : null), [both, state.pool, state.sink]);
   const what = largest(head, NAMED);
+  const alike = sameBins(data.layers[head.layer], other.side.layers[head.other]);
   return (
     <button type="button" ref={element} class={`changed${head.moved ? " moved" : ""}`} aria-label={texts.label(nameOf(head.layer, head.head), head.moved, what.join(", "))} onClick={() => open(head)}>
       <b>{shortName(head)}</b>
-      {([[texts.a, fields?.a], [texts.b, fields?.b], [texts.difference, fields?.difference]] as const).map(([name, of]) => (
+      {data.layers[head.layer].map && ([[texts.a, fields?.a], [texts.b, fields?.b], ...(alike ? [[texts.difference, fields?.difference] as const] : [])] as const).map(([name, of]) => (
         <span class="thumbnail" key={name}>
           <Thumbnail {...{ of: of ?? null, state, theme }} />
           <small>{name}</small>
         </span>
       ))}
-      <span class="what">{head.moved ? what.map((text, n) => <span key={n}>{text}</span>) : <span class="weak">{texts.still}{what[0] && ` (${what[0]})`}</span>}</span>
+      <span class={`what${data.layers[head.layer].map ? alike ? "" : " wide" : " alone"}`}>{head.moved ? what.map((text, n) => <span key={n}>{text}</span>) : <span class="weak">{texts.still}{what[0] && ` (${what[0]})`}</span>}</span>
     </button>
   );
 }

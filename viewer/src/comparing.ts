@@ -39,14 +39,14 @@ export interface Compared {
 /** Distances of the heads of a layer of B, where they are known. */
 export type Distances = { map: (number | null)[]; received: (number | null)[] } | null;
 
-/** Layers that are the same on both sides: by name, or else by their short names, as on pages of single texts. */
+/** Layers that are the same on both sides: by name, or by number with a page of a single text, which has no names. */
 function pairs(a: Side, b: Side): [Layer, Layer][] {
   const by = (name: (layer: Layer) => string) => {
     const others = new Map(b.layers.map((layer) => [name(layer), layer]));
     return a.layers.flatMap((layer): [Layer, Layer][] => (others.has(name(layer)) ? [[layer, others.get(name(layer))!]] : []));
   };
-  const same = by(keyOf);
-  return same.length > 0 || (a.origin && b.origin) ? same : by((layer) => layer.short);
+  const numbered = [a, b].some((side) => side.layers.every((layer, n) => layer.name === String(n)));
+  return by(numbered ? (layer) => layer.short : keyOf).filter(([one, other]) => !numbered || one.heads === other.heads);
 }
 
 type Part = Origin["layers"][string][2];
@@ -156,11 +156,15 @@ function isOneMeasure(name: string, one: Layer, other: Layer): boolean {
 
 type Columns = Data["statistics"][number][string];
 
+/** Whether the spread of the rows is not known, as on pages of single texts. */
+function withoutSpread(columns: Columns): boolean {
+  return columns.std.every((each) => each === null);
+}
+
 function change(name: string, old: Columns, later: Columns, head: number, unit: string): Change {
   const [n, m] = [old.count[head] ?? 0, later.count[head] ?? 0];
   const [before, after] = [old.mean[head], later.mean[head]];
-  const none = (columns: Columns) => columns.std.every((each) => each === null); // pages of single texts have none
-  const variance = (columns: Columns, count: number) => (none(columns) ? 0 : (columns.std[head] ?? NaN) ** 2 / count);
+  const variance = (columns: Columns, count: number) => (withoutSpread(columns) ? 0 : (columns.std[head] ?? NaN) ** 2 / count);
   if (!n || !m) return { name, before, after, size: NaN, moved: false };
   const error = Math.sqrt(variance(old, n) + variance(later, m));
   if (before === null || after === null || (!Number.isFinite(error) && before !== after)) return { name, before, after, size: Infinity, moved: true };
@@ -197,6 +201,7 @@ function notesOf(a: Side, b: Side, shared: [Layer, Layer][]): string[] {
   ] as const) {
     const numbers = shared.map((pair) => pair.map(of));
     const sides = [0, 1].map((side) => numbers.map((each) => each[side]).filter(Boolean));
+    if (what === "lookedAt" && shared.some(([x, y]) => String(x.lengths) !== String(y.lengths))) continue; // their lengths say it
     if (numbers.some(([x, y]) => x !== y) && sides.every((side) => side.length > 0)) notes.push(texts.different(what, sides.map((side) => [Math.min(...side), Math.max(...side)] as const)));
   }
   const withMaps = shared.filter(([x, y]) => x.map && y.map);
@@ -212,6 +217,7 @@ function notesOf(a: Side, b: Side, shared: [Layer, Layer][]): string[] {
     const every = [...only, ...quantities];
     if (every.length > 0) notes.push(texts.onlyIn(label, every.slice(0, MOST_NAMED), every.length - MOST_NAMED));
   }
+  if (![a, b].every((side) => Object.values(side.statistics[0]).some((columns) => !withoutSpread(columns)))) notes.push(texts.noSpread);
   if (!a.origin || !b.origin) notes.push(texts.unchecked(!a.origin && !b.origin ? "AB" : a.origin ? "B" : "A"));
   return notes;
 }

@@ -288,6 +288,7 @@ export async function readRecording(file: File): Promise<Side> {
     if (typeof entry !== "object" || entry === null) throw new Unreadable(texts.damaged(file.name, texts.header));
     read.add(entry);
   }
+  shorten(read.layers);
   const names = [...new Set(read.statistics.flatMap((each) => Object.keys(each)))];
   return {
     title: typeof about.model === "string" ? labelled(about.model, 160, false) : "",
@@ -297,6 +298,18 @@ export async function readRecording(file: File): Promise<Side> {
     sums: (layer, head) => read.sums(layer, head),
     segments: (layer, head) => read.means(layer, head),
   };
+}
+
+/** Layer names without their common beginning and end: `short_layers` in src/headscope/_analysis/answers.py. */
+function shorten(layers: Layer[]): void {
+  const parts = layers.map((layer) => layer.key!.split("."));
+  const most = Math.min(...parts.map((each) => each.length)) - 1;
+  const differs = (at: number) => new Set(parts.map((each) => each.at(at))).size > 1;
+  let [start, stop] = [0, 0];
+  while (start < most && !differs(start)) start++;
+  while (stop < most - start && !differs(-1 - stop)) stop++;
+  if (layers.length < 2) return;
+  layers.forEach((layer, n) => (layer.short = labelled(parts[n].slice(start, parts[n].length - stop).join("."), 60, false)));
 }
 
 function tokensOf(texts: string[]): Data["tokens"] {

@@ -571,6 +571,7 @@ export const changes = {
   unlikeMaps: (all: boolean) => `${all ? "The" : "Some"} maps of A and B have different sizes, so ${all ? "only statistics are compared" : "they are not compared"}.`,
   otherSample: "Maps are not compared where A and B measured different shares of the queries.",
   otherSegments: "The segments have different names, so they are not compared.",
+  noSpread: "A page of a single text does not hold the spread of the rows, so every change above its threshold counts.",
   onlyIn: (side: "A" | "B", names: string[], more: number) => `Only in ${side}: ${names.join(", ")}${more > 0 ? ` and ${whole(more)} more` : ""}.`,
   unchecked: (which: "A" | "B" | "AB") => `${which === "AB" ? "A and B do" : `${which} does`} not state the model, so headscope cannot check that they belong together.`,
   otherModel: (a: string, b: string, same: boolean) => `These recordings are of different models: ${a} and ${b}${same ? " with another configuration" : ""}. Compare recordings of one architecture.`,
