@@ -126,7 +126,12 @@ def agree(page: Page, one: Recording, other: Recording, *, map: float = 1e-3) ->
     count = len(comparison.moved)
     assert summary.startswith(f"{count} of {len(comparison.heads)} heads moved" if count else "None of the"), summary
     framed = [str(each.get_attribute("aria-label")).split(":")[0] for each in page.locator(".changed.moved").all()]
-    names = {f"layer {number}" for number in {[*one.layers].index(head.layer) for head in comparison.moved}}
+    order = [*one.layers]
+    names = {f"layer {order.index(name)}" if name.startswith("layers.") else name for name in order}
+    names &= {
+        f"layer {order.index(head.layer)}" if head.layer.startswith("layers.") else head.layer
+        for head in comparison.moved
+    }
     assert len(framed) == min(count, 60)
     assert {name.split(", head")[0] for name in framed} <= names
 
