@@ -145,6 +145,6 @@ def test_a_page_has_no_more_numbers_than_it_has_room_for(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(compared, "MOST_NUMBERS", 2)
     numbers = Numbers()
-    parts = list(made(length=23).stats.parts.values())
-    assert numbers.of_layer(parts[0], 6)["counts"] == [0, 0, 0]
-    assert numbers.of_layer(parts[1], 6)["eligible"] is None
+    assert numbers.add(np.array([[3, 2, 1]] * 3)) == [0, 0, 0]
+    assert numbers.add(np.array([[3, 2, 1], [1, 1, 1]])) is None
+    assert numbers.lists == [[3, -1, 3]]

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
     from headscope.watching import Recording
 
-ARGUMENTS = {name: f"--{name}" for name in ("exact", "grid", "image", "special")}  # of the page
-ARGUMENTS |= {"strips": "--strip", "against": "OTHER"}
+ARGUMENTS = {  # of the page
+    **{name: f"--{name}" for name in ("exact", "grid", "image", "special")},
+    "strips": "--strip",
+    "against": "OTHER",
+}
 LARGEST = 4096  # pixels along a side; larger images are scaled down
 
 

@@ -9,9 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headscope.comparing import Comparison, compare
-from headscope.report._viewer.packing import exact, most_received, standing
 from headscope.report.observed_model import ObservedModel
-from headscope.stats._layer import LayerStats
 
 __all__ = ["MOST_NUMBERS", "Numbers", "compared", "distances", "origin_of", "progressions"]
 
@@ -22,30 +20,19 @@ INFINITE = -1.0  # JSON has no infinity, and no distance is negative
 
 
 class Numbers:
-    """Lists of whole numbers, each different one once: the counts of maps and of received weight."""
+    """Lists of whole numbers, each different one once: the counts of maps and of received weight.
+
+    Attributes:
+        lists: each as ``progressions``.
+    """
 
     def __init__(self) -> None:
         self.lists: list[list[int]] = []
         self._places: dict[bytes, int] = {}
         self._size = 0
 
-    def of_layer(self, part: LayerStats, heads: int) -> dict[str, Any]:
-        """Return what the script needs to compare a layer; ``heads``: those of all layers.
-
-        ``bins``: n of the map. ``counts``, ``eligible``: for each head which of the lists; None where each visible bin
-        has one pair, where the page pools received weight, or where the page has no room.
-        """
-        counts = eligible = None
-        if part.map is not None and not exact(part):
-            rows, columns = standing(part.map.bins, part.lengths)
-            counts = self._add(part.map.count.cpu().numpy()[np.ix_(np.arange(part.heads), rows, columns)])
-        if part.eligible is not None and part.eligible.shape[1] <= most_received(heads):
-            eligible = self._add(part.eligible.cpu().numpy())
-        bins = None if part.map is None else part.map.bins
-        return {"first": part.first, "bins": bins, "counts": counts, "eligible": eligible}
-
-    def _add(self, values: NDArray[Any]) -> list[int] | None:
-        """Return which of the lists those of each head are."""
+    def add(self, values: NDArray[Any]) -> list[int] | None:
+        """Return which of the lists those of each head are, values [H, ...]; None where the page has no room."""
         flat = values.reshape(len(values), -1).astype(np.int64)
         if len(flat) and (flat == flat[:1]).all():
             which = self._place(flat[0])

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from headscope import decisions
@@ -18,7 +19,7 @@ from headscope.report._viewer import texts
 from headscope.report._viewer.compared import Numbers, compared, distances, origin_of
 from headscope.report._viewer.exact_heads import exact_heads
 from headscope.report._viewer.model import Against, Columns, Layer, Picture, Scored, Shown
-from headscope.report._viewer.packing import Strips, sources
+from headscope.report._viewer.packing import Strips, most_received, sources, standing
 from headscope.report._viewer.packing import exact as holds_every_weight
 from headscope.report._viewer.places import Place, places_of
 from headscope.report._viewer.strips import empty_strips, strips_of
@@ -73,7 +74,7 @@ def shown(
         Layer(
             name,
             short[name],
-            _facts(part, about.kinds.get(name, "self")) | numbers.of_layer(part, heads),
+            _facts(part, about.kinds.get(name, "self")) | _comparable(part, numbers, heads),
             source,
             _statistics(part),
             patterns[n] if patterns else [()] * part.heads,
@@ -147,6 +148,22 @@ def _facts(part: LayerStats, kind: str) -> dict[str, Any]:
         "broken": part.broken.tolist(),
         "segments": _segments(part.segments),
     }
+
+
+def _comparable(part: LayerStats, numbers: Numbers, heads: int) -> dict[str, Any]:
+    """Return what the script needs to compare a layer with one of another recording; ``heads``: those of all layers.
+
+    ``bins``: n of the map. ``counts``, ``eligible``: for each head which list of ``numbers``; None where each visible
+    bin has one pair, where the page pools received weight, or where it has no room.
+    """
+    counts = eligible = None
+    if part.map is not None and not holds_every_weight(part):
+        rows, columns = standing(part.map.bins, part.lengths)
+        counts = numbers.add(part.map.count.cpu().numpy()[np.ix_(np.arange(part.heads), rows, columns)])
+    if part.eligible is not None and part.eligible.shape[1] <= most_received(heads):
+        eligible = numbers.add(part.eligible.cpu().numpy())
+    bins = None if part.map is None else part.map.bins
+    return {"first": part.first, "bins": bins, "counts": counts, "eligible": eligible}
 
 
 def _segments(mass: SegmentMass | None) -> dict[str, Any] | None:
