@@ -38,6 +38,7 @@ SHOTS = {
     "viewer_grid": Shot("watch", "sort=induction"),
     "viewer_head": Shot("text", "view=head&layer=3&head=6&row=15&column=14", height=1010),
     "viewer_compare": Shot("text", "view=compare&layer=2&head=0&other=3&otherhead=3"),
+    "viewer_changes": Shot("changes", "", height=720),
     "viewer_image": Shot("image", "view=head&layer=2&head=1&row=35&column=35", height=760),
     "viewer_long": Shot("long", "view=head&layer=1&head=7&row=40&column=31&pool=max", height=1500),
     "viewer_narrow": Shot("text", "view=head&layer=3&head=6&row=15&column=14", width=360, height=1100),
@@ -61,6 +62,8 @@ def make_page(name: str, folder: Path) -> Path:
         headscope("image", "--out", str(path))
     elif name == "watch":
         headscope("watch", "text", "--text", TEXT, "--page", str(path))
+    elif name == "changes":
+        make_changes(path)
     else:
         sys.path.insert(0, str(ROOT / "benchmarks"))
         import viewer  # pyright: ignore[reportMissingImports]
@@ -68,6 +71,24 @@ def make_page(name: str, folder: Path) -> Path:
         case = viewer.Case("32,768 tokens of made-up weights", 4, 8, 32_768, 64, 24, strips=True)
         viewer.save_recording(viewer.recording(case), path, title=case.name)
     return path
+
+
+def make_changes(path: Path) -> None:
+    """Write the page of two recordings: the example of docs/guides/compare.md."""
+    import torch
+
+    import headscope as hs
+
+    example = hs.load_example("text")
+    ids = torch.tensor([example.tokenizer.encode("def add(a, b):\n    return a + b\n" * 4)])
+    recordings: list[hs.Recording] = []
+    weight = dict(example.model.named_parameters())["layers.3.attention.qkv_proj.weight"]
+    for factor in (1.0, 1.5):
+        with torch.no_grad(), hs.watch(example.model, what=hs.Observe(map=64), tokens="inputs") as recording:
+            weight[:128].mul_(factor)  # its queries
+            example.model(ids)
+        recordings.append(recording)
+    recordings[0].save_html(path, against=recordings[1], labels=("before.safetensors", "after.safetensors"))
 
 
 def small(png: bytes) -> bytes:

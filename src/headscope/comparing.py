@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headscope._analysis.answers import Answer, Basis, HasStats, decimal, plural, stats_of, without_rows
-from headscope._analysis.distances import normalised, segment_means, segment_notes
+from headscope._analysis.distances import segment_means, segment_notes, variation_of_heads
 from headscope._support.arguments import kind
 from headscope._support.text import visible
 from headscope.stats import quantity_of
@@ -381,9 +381,21 @@ def _same_places(old: LayerStats, new: LayerStats) -> bool:
 
 
 def _maps(old: LayerStats, new: LayerStats, count: int) -> Tensor | None:
-    if old.map is None or new.map is None or old.map.bins != new.map.bins:
+    if old.map is None or new.map is None or not _same_bins(old, new):
         return None
-    return _apart(*(x.sum[:count].flatten(1) for x in (old.map, new.map)))
+    return variation_of_heads(*(x.sum[:count].flatten(1) for x in (old.map, new.map)))
+
+
+def _same_bins(old: LayerStats, new: LayerStats) -> bool:
+    """Return whether the bins of two maps hold the same shares of the queries and keys.
+
+    Texts of two lengths do not, if one of them has fewer tokens than the map has bins: some bins are then empty.
+    """
+    if old.map is None or new.map is None or old.map.bins != new.map.bins:
+        return False
+    bins = old.map.bins
+    sides = [tuple(min(length, bins) for length in part.lengths or (bins, bins)) for part in (old, new)]
+    return sides[0] == sides[1]
 
 
 def _received(old: LayerStats, new: LayerStats, count: int) -> Tensor | None:
@@ -391,20 +403,7 @@ def _received(old: LayerStats, new: LayerStats, count: int) -> Tensor | None:
         return None
     wide = max(old.received.shape[-1], new.received.shape[-1])
     sides = (torch.nn.functional.pad(x[:count], (0, wide - x.shape[-1])) for x in (old.received, new.received))
-    return _apart(*sides)
-
-
-def _apart(old: Tensor, new: Tensor) -> Tensor:
-    """Return the total variation between the same head before and after, [H].
-
-    NaN where one side has no weight; infinite where a weight is not finite, so the two cannot be compared.
-    """
-    old, new = old.cpu(), new.cpu()
-    undefined = ~(old.isfinite().all(-1) & new.isfinite().all(-1))
-    old, new = normalised(old), normalised(new)
-    there = (old.sum(-1) > 0) & (new.sum(-1) > 0)
-    distance = torch.where(there, (old - new).abs().sum(-1) / 2, math.nan)
-    return distance.masked_fill(undefined, math.inf)
+    return variation_of_heads(*sides)
 
 
 def _notes(old: HeadStats, new: HeadStats) -> tuple[str, ...]:
@@ -424,6 +423,8 @@ def _notes(old: HeadStats, new: HeadStats) -> tuple[str, ...]:
         notes.append(f"Only {'before' if old.sampled else 'after'} is a sample of the rows")
     if not all(_same_places(a, b) for a, b in shared):
         notes.append("Maps and received are not compared where different shares of the rows were observed")
+    if any(a.map and b.map and a.map.bins == b.map.bins and not _same_bins(a, b) for a, b in shared):
+        notes.append("Maps are not compared where the lengths differ and a text is shorter than the map has bins")
     return (*notes, *unchecked(old.origin, new.origin))
 
 

@@ -52,6 +52,45 @@ def test_a_page_is_written(run: Run) -> None:
         assert [each["head"] for each in page.data["exact"]] == heads
 
 
+@pytest.mark.usefixtures("saved")
+def test_two_recordings_are_on_one_page(run: Run) -> None:
+    q, k = torch.randn(2, 1, 3, 11, 5)
+    later = Recording(
+        observe(q, k, mask=masks.causal(), what=Observe(map=7)).named("a.0"), About("m", {}, {}, {}, None, 1, 1)
+    )
+    Path("later").mkdir()
+    for name in ("later.safetensors", "later/seen.safetensors"):
+        later.save(name)
+    assert run("report", "seen.safetensors", "later.safetensors").code == 0
+    html = Path("headscope-report.html").read_text(encoding="utf-8")
+    assert '"labels":["seen.safetensors","later.safetensors"]' in html
+    assert run("report", "seen.safetensors", "later/seen.safetensors").code == 0
+    html = Path("headscope-report.html").read_text(encoding="utf-8")
+    assert '"labels":["seen.safetensors","later/seen.safetensors"]' in html, (
+        "names that are the same have their folders"
+    )
+
+
+@pytest.mark.usefixtures("saved")
+def test_two_recordings_that_do_not_fit_are_refused(run: Run) -> None:
+    q, k = torch.randn(2, 1, 3, 11, 5)
+    Recording(observe(q, k).named("b.0"), About("m", {}, {}, {}, None, 1, 1)).save("b.safetensors")
+    said = "headscope report: OTHER: "
+    cases = {
+        ("seen.safetensors", "none.safetensors"): f"{said}none.safetensors: no such file\n",
+        ("seen.safetensors", ""): f"{said}is empty, expected a path\n",
+        ("seen.safetensors", "seen.safetensors", "--serve"): f"{said}expected one recording with --serve, got two\n",
+        ("seen.safetensors", "b.safetensors"): f"{said}expected a recording with the same layers, got none in common "
+        "(the first: a.0, b.0)\n",
+    }
+    for arguments, message in cases.items():
+        assert run("report", *arguments) == Ran(2, "", message)
+    ran = run("report", "seen.safetensors", "b.safetensors", "--out", "b.safetensors", "--force")
+    assert ran.code == 2
+    assert "is the other recording itself, expected another file" in ran.err
+    assert not Path("headscope-report.html").exists()
+
+
 def test_an_image_lies_below(run: Run) -> None:
     q, k = torch.randn(2, 1, 3, 13, 5)
     found = observe(q, k, what=Observe(map=13)).named("a")

@@ -280,3 +280,16 @@ def test_weights_that_are_not_finite_have_moved(part: str) -> None:
     assert [(head.head, head.moved) for head in comparison.moved] == [(2, (part,))]
     assert "1 of 3 heads moved" in shown(comparison)
     json.dumps(comparison.to_dict(), allow_nan=False)
+
+
+def test_maps_of_two_lengths_are_compared_only_where_each_bin_has_tokens() -> None:
+    """A text with fewer tokens than bins leaves some bins empty, and which ones depends on its length."""
+    long, longer = (stats_of(*tensors(t=t)) for t in (17, 23))
+    assert all(head.map is not None for head in compare(long, longer).heads)
+    short, shorter = (stats_of(*tensors(t=t)) for t in (7, 5))
+    for found in (compare(short, shorter), compare(short, long)):
+        assert {head.map for head in found.heads} == {None}
+        assert (
+            "Maps are not compared where the lengths differ and a text is shorter than the map has bins" in found.notes
+        )
+    assert {head.map for head in compare(short, short).heads} == {0.0}

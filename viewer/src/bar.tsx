@@ -8,7 +8,8 @@ import { all } from "./grid";
 import { InView } from "./head";
 import { NumberField } from "./number";
 import { Search } from "./search";
-import { address, SINK, type State, VIEWS, type View } from "./state";
+import { CompareWith } from "./offer";
+import { address, SINK, type State, type View, views } from "./state";
 import { averageOver, bar, controls, type FirstColumn, grid, head, tabs, themes } from "./texts";
 import { statistic } from "./words";
 
@@ -30,9 +31,10 @@ export function TopBar({ title, lead, drawn, ...rest }: Props & { title: string;
   return (
     <header class="topbar">
       <h1 title={title}><bdi>{title}</bdi></h1>
-      <Tabs view={state.view} show={(view) => change({ view })} />
+      <Tabs view={state.view === "change" ? "changes" : state.view} show={(view) => change({ view })} />
       {state.view === "head" && <InView {...{ drawn, state, change }} />}
       <div class="menus">
+        <CompareWith change={change} />
         <Search {...{ state, change }} />
         <Menu name="help" label={bar.help} mark="?">
           {lead && <p>{lead}</p>}
@@ -80,6 +82,7 @@ function Tabs({ view, show }: { view: View; show: (view: View) => void }) {
     const [box, tab] = [list.current!, document.getElementById(`tab-${view}`)!];
     if (box.scrollWidth > box.clientWidth) box.scrollLeft = tab.offsetLeft - box.offsetLeft - (box.clientWidth - tab.offsetWidth) / 2;
   }, [view]);
+  const VIEWS = views();
   const pressed = (event: KeyboardEvent) => {
     const at = VIEWS.findIndex(([name]) => name === view);
     const next = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: -1 }[event.key];
@@ -106,7 +109,7 @@ const KNOWN = data.names.filter(({ name }) => all().some(({ layer, head }) => st
 const FIRST_COLUMN: FirstColumn = data.image ? "CLS" : data.layers.every((layer) => !layer.map || (layer.lengths && layer.map.columns === layer.lengths[1])) ? "token" : "bin";
 
 function Switches({ state, change, theme, pick }: Props) {
-  const maps = HAS_MAPS && ["heads", "head", "compare"].includes(state.view);
+  const maps = HAS_MAPS && ["heads", "head", "compare", "changes", "change"].includes(state.view);
   const pooled = data.layers.some((layer) => layer.map && !layer.map.exact);
   const many = state.view === "heads" || state.view === "table";
   const names: [string, string][] = KNOWN.map(({ name, heading }) => [name, heading]);
@@ -153,6 +156,7 @@ function Switches({ state, change, theme, pick }: Props) {
       <fieldset>
         <legend>{bar.page}</legend>
         <Select label={themes.label} value={theme} options={Object.entries(THEMES) as [Theme, string][]} choose={pick} />
+        <CompareWith change={change} />
         {location.protocol !== "about:" && <CopyLink state={state} />}
       </fieldset>
     </>

@@ -26,6 +26,7 @@ export interface StripsFacts {
 export interface Layer {
   index: number;
   name: string;
+  key?: string; // the name as the model has it, where it is not shown so
   short: string;
   kind: string;
   heads: number;
@@ -45,6 +46,17 @@ export interface Layer {
   map: MapFacts | null;
   strips: StripsFacts | null;
   segments: SegmentFacts | null;
+  first?: number | null; // how many first keys `first` and `streaming_w` count
+  bins?: number | null; // n of the map
+  counts?: number[] | null; // of each head which of `numbers` are the pairs in each bin; null = 1 in each visible one
+  eligible?: number[] | null; // likewise, of each key the rows to which it is visible
+  other?: Texts; // of a layer of the recording that the page is compared with: its own texts
+}
+
+/** What the positions of another recording are. */
+export interface Texts {
+  tokens: Data["tokens"];
+  bits: number; // of its maps' codes
 }
 
 /** The weight between named segments. */
@@ -101,7 +113,7 @@ export interface Data {
   layers: Layer[];
   masks: string[];
   bits: number;
-  names: { name: string; heading: string; meaning: string }[];
+  names: { name: string; heading: string; meaning: string; unit?: string }[];
   statistics: Record<string, Record<What, (number | null)[]>>[];
   patterns: [string, number, number, boolean][][][];
   patternWords: Record<string, string>;
@@ -114,6 +126,16 @@ export interface Data {
   opensOn: [number, number] | null; // the layer and head to open first
   served: ([number, number] | null)[] | null; // of each layer with tiles on the server, the lengths of their run
   exact: ExactHead[]; // the heads whose weights the page computes
+  title?: string;
+  origin?: Origin | null;
+  numbers?: number[][]; // lists of whole numbers, as runs: first number, step, length
+}
+
+/** The model of a recording: of each layer the widths of a head of q and k, and of v, and the part of its heads. */
+export interface Origin {
+  model: string;
+  config: string;
+  layers: Record<string, [number, number, [number, [number, number] | null, string] | null]>;
 }
 
 /** A head to look at first, or how many heads have a pattern (then layer and head are null; "" = no head stands out). */
@@ -171,7 +193,7 @@ export const data = JSON.parse(document.getElementById("data")!.textContent!) as
 data.layers.forEach((layer, index) => (layer.index = index));
 const content = document.getElementById("blocks")!.textContent!;
 
-function bytes(base64: string): Uint8Array<ArrayBuffer> {
+export function bytes(base64: string): Uint8Array<ArrayBuffer> {
   const text = atob(base64);
   const found = new Uint8Array(text.length);
   for (let n = 0; n < text.length; n++) found[n] = text.charCodeAt(n);
@@ -183,21 +205,36 @@ async function inflated(packed: Uint8Array<ArrayBuffer>): Promise<ArrayBuffer> {
   return new Response(stream).arrayBuffer();
 }
 
-const masks = new Map<string, Int32Array>();
+/** The blocks of a page, and what reading them needs. */
+export class Blocks {
+  private readonly places = new Map<string, Int32Array>();
+  constructor(
+    readonly content: string,
+    readonly bits: number,
+    private readonly masks: string[],
+  ) {}
 
-/** The places of the bins with a visible pair. */
-function visible(mask: number, cells: number): Int32Array {
-  const key = `${mask}/${cells}`;
-  let found = masks.get(key);
-  if (!found) {
-    const bits = bytes(data.masks[mask]);
-    const places: number[] = [];
-    for (let n = 0; n < cells; n++) if ((bits[n >> 3] >> (7 - (n & 7))) & 1) places.push(n);
-    found = Int32Array.from(places);
-    masks.set(key, found);
+  /** The places of the bins with a visible pair. */
+  visible(mask: number, cells: number): Int32Array {
+    const key = `${mask}/${cells}`;
+    let found = this.places.get(key);
+    if (!found) {
+      const bits = bytes(this.masks[mask]);
+      const places: number[] = [];
+      for (let n = 0; n < cells; n++) if ((bits[n >> 3] >> (7 - (n & 7))) & 1) places.push(n);
+      found = Int32Array.from(places);
+      this.places.set(key, found);
+    }
+    return found;
   }
-  return found;
+
+  /** Four characters of base64 hold three bytes, and every block begins at a multiple of three. */
+  async at([start, length]: [number, number]): Promise<ArrayBuffer> {
+    return inflated(bytes(this.content.slice((start / 3) * 4, (start / 3) * 4 + Math.ceil(length / 3) * 4)).subarray(0, length));
+  }
 }
+
+const own = new Blocks(content, data.bits, data.masks);
 
 /** A block, read from its beginning to its end. */
 class Reader {
@@ -227,17 +264,9 @@ class Reader {
   }
 }
 
-/** Four characters of base64 hold three bytes, and every block begins at a multiple of three. */
-async function blockAt([start, length]: [number, number]): Promise<ArrayBuffer> {
-  return inflated(bytes(blockText(start, length)).subarray(0, length));
-}
-
-function blockText(start: number, length: number): string {
-  return content.slice((start / 3) * 4, (start / 3) * 4 + Math.ceil(length / 3) * 4);
-}
-
-async function read(layer: Layer, head: number): Promise<Head> {
-  const reader = new Reader(await blockAt(layer.blocks[head]));
+/** A head of a page. */
+export async function read(layer: Layer, head: number, blocks = own): Promise<Head> {
+  const reader = new Reader(await blocks.at(layer.blocks[head]));
   const facts = layer.map;
   const tops = facts ? reader.floats(3) : null;
   const firstShare = facts ? reader.floats(facts.rows) : null;
@@ -252,7 +281,7 @@ async function read(layer: Layer, head: number): Promise<Head> {
   const [queries = 0, each = 0] = layer.top;
   const codes = reader.planes(queries * each, 2);
   const top = each ? { each, p: Float32Array.from(codes, (code) => (code / 0xffff) ** 2), keys: reader.planes(queries * each, 4) } : null;
-  const map = facts && tops && firstShare ? readMap(reader, facts, head, tops, firstShare) : null;
+  const map = facts && tops && firstShare ? readMap(reader, facts, head, tops, firstShare, blocks) : null;
   return { map, received, entropy, edges: edges.filter((edge) => edge.run !== NONE), top };
 }
 
@@ -281,14 +310,14 @@ function readCoarse(reader: Reader, at: Int32Array, { rows, columns }: MapFacts,
   return found;
 }
 
-function readMap(reader: Reader, facts: MapFacts, head: number, tops: Float32Array, firstShare: Float32Array): HeadMap {
+function readMap(reader: Reader, facts: MapFacts, head: number, tops: Float32Array, firstShare: Float32Array, blocks: Blocks): HeadMap {
   const { rows, columns } = facts;
   const cells = rows * columns;
-  const at = visible(facts.masks[head], cells);
+  const at = blocks.visible(facts.masks[head], cells);
   const values = (largest: number): Float32Array => {
-    const codes = reader.planes(at.length, data.bits / 8);
+    const codes = reader.planes(at.length, blocks.bits / 8);
     const found = new Float32Array(cells).fill(NaN);
-    const top = 2 ** data.bits - 1;
+    const top = 2 ** blocks.bits - 1;
     if (tops[2]) undo(codes, at, columns, cells);
     for (let n = 0; n < at.length; n++) found[at[n]] = largest * (codes[n] / top) ** 2;
     return found;
@@ -343,7 +372,7 @@ export function passing(layer: number, number: number): Promise<Head> {
 
 /** The strip of a head: codes, row by row. */
 export async function strip(place: [number, number]): Promise<Uint8Array> {
-  return new Uint8Array(await blockAt(place));
+  return new Uint8Array(await own.at(place));
 }
 
 export function pixels(): Uint8Array {
@@ -365,9 +394,9 @@ export function binOf(position: number, bins: number, length: number | null): nu
 }
 
 /** The token at a position as the page shows it; null where it is not known. */
-export function token(position: number, long = false): string | null {
+export function token(position: number, long = false, layer?: Layer): string | null {
   if (data.image) return patchName(position, long);
-  const tokens = data.tokens;
+  const tokens = layer?.other ? layer.other.tokens : data.tokens;
   if (!tokens || position >= tokens.labels.length || position < 0) return null;
   return (long ? tokens.longer[position] : undefined) ?? tokens.labels[position];
 }
@@ -375,7 +404,7 @@ export function token(position: number, long = false): string | null {
 /** The token at a position of a run; null where the texts of the runs are not known. */
 export function tokenOf(layer: Layer, run: number, at: number): string | null {
   const tokens = data.runTokens;
-  if (!tokens || layer.kind !== "self" || layer.runs !== tokens.ids.length) return null;
+  if (!tokens || layer.other || layer.kind !== "self" || layer.runs !== tokens.ids.length) return null;
   return tokens.labels[tokens.ids[run]?.[at]] ?? null;
 }
 
@@ -398,7 +427,8 @@ export function hasPatches(layer: Layer): boolean {
 }
 
 export function hasTexts(layer: Layer): boolean {
-  return data.image === null && layer.kind === "self" && data.tokens !== null && layer.lengths !== null && layer.lengths[1] === data.tokens.labels.length;
+  const tokens = layer.other ? layer.other.tokens : data.tokens;
+  return data.image === null && layer.kind === "self" && tokens !== null && layer.lengths !== null && layer.lengths[1] === tokens.labels.length;
 }
 
 /** The position of a query in the text: queries are the last positions, unless the mask places them elsewhere. */

@@ -51,7 +51,7 @@ const PROFILE = 34;
 /** The layout of the map in so many pixels of width, and of height if it has to fit one. */
 export function geometry(width: number, most: number, layer: Layer, room = Infinity): Geometry {
   const narrow = width < 480 || !hasTokens(layer);
-  const [queries] = tiledLengths(layer.index) ?? layer.lengths ?? [0];
+  const [queries] = (layer.other ? null : tiledLengths(layer.index)) ?? layer.lengths ?? [0];
   const left = Math.max(narrow ? 58 : 92, 28 + Math.ceil(measured(whole(queries)))); // numbers are never cut
   const top = (narrow ? 58 : 80) + (hasReceived(layer) ? PROFILE : 0);
   const right = layer.entropy ? PROFILE + 8 : 8;
@@ -196,7 +196,7 @@ export function singles(layer: Layer, which: "query" | "key"): boolean {
 }
 
 function label(layer: Layer, which: "query" | "key", at: number): string {
-  return token(which === "query" ? queryAt(layer, at) : at) ?? String(at);
+  return token(which === "query" ? queryAt(layer, at) : at, false, layer) ?? String(at);
 }
 
 const ruler = document.createElement("canvas").getContext("2d")!;

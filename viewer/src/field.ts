@@ -116,10 +116,22 @@ function blues(at: number): string {
   return `rgb(${parts.join(" ")})`;
 }
 
+/** Purple, the ground of a dark page, orange. */
+function signedDark(at: number): string {
+  const [end, ground] = [at < 0.5 ? [190, 160, 255] : [255, 170, 80], [27, 25, 31]];
+  const share = Math.abs(2 * at - 1);
+  return `rgb(${ground.map((from, n) => Math.round(from + (end[n] - from) * share)).join(" ")})`;
+}
+
 const painters = {
   blues, "blues-dark": (at: number) => blues(1 - at),
-  viridis: interpolateViridis, cividis: interpolateCividis, magma: interpolateMagma, signed: interpolatePuOr,
+  viridis: interpolateViridis, cividis: interpolateCividis, magma: interpolateMagma, signed: interpolatePuOr, "signed-dark": signedDark,
 };
+
+/** The colours of differences beside those of weights. */
+function signedOf(colours: Colours): "signed" | "signed-dark" {
+  return colours === "blues-dark" ? "signed-dark" : "signed";
+}
 
 /** Red, green and blue at even steps. */
 function table(name: keyof typeof painters): Uint8Array {
@@ -148,7 +160,7 @@ export function place(value: number, of: Field, scale: Scale): number {
 
 /** The colour of a place as CSS has it, and whether ink on it is to be white. */
 export function colour(at: number, colours: Colours, signed = false): { fill: string; white: boolean } {
-  const parts = table(signed ? "signed" : colours);
+  const parts = table(signed ? signedOf(colours) : colours);
   const n = 3 * Math.round(Math.min(1, Math.max(0, at)) * (STEPS - 1));
   const [red, green, blue] = parts.subarray(n, n + 3);
   const light = [0.2126 * red ** 2.2, 0.7152 * green ** 2.2, 0.0722 * blue ** 2.2].reduce((a, b) => a + b) / 255 ** 2.2;
@@ -161,7 +173,7 @@ function picture(of: Field, scale: Scale, colours: Colours): HTMLCanvasElement {
   canvas.height = of.rows;
   const context = canvas.getContext("2d")!;
   const image = context.createImageData(of.columns, of.rows);
-  const parts = table(of.signed ? "signed" : colours);
+  const parts = table(of.signed ? signedOf(colours) : colours);
   for (let n = 0; n < of.values.length; n++) {
     const value = of.values[n];
     if (value !== value) continue; // transparent

@@ -8,6 +8,7 @@ import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer,
 import { type Colours, colour, field, Pictures } from "./field";
 import { type Body, coloursOn, type Figure, fitted, measured, origin, type Paper, SMALL, ticksOf } from "./figure";
 import { FigureMenu } from "./figure_menu";
+import { isReading } from "./other";
 import { drawPatches, queryOf, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
@@ -192,6 +193,7 @@ async function drawRest(): Promise<void> {
   drawing = true;
   let until = 0; // of a time with nothing else to do
   for (const draw of waiting) {
+    while (isReading()) await new Promise((done) => setTimeout(done, 200)); // a file that is compared comes first
     if (performance.now() > until) {
       await new Promise<unknown>((done) => (window.requestIdleCallback ?? setTimeout)(done)); // Safari has none
       until = performance.now() + 30;

@@ -4,6 +4,7 @@ import { render } from "preact";
 import { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { HAS_MAPS, type Theme, TopBar } from "./bar";
 import { Cards } from "./cards";
+import { ChangesView, ChangeView } from "./changes";
 import { Compare } from "./compare";
 import { data } from "./data";
 import { coloursOf } from "./field";
@@ -12,6 +13,7 @@ import { HeadView, opened, stepped } from "./head";
 import { useHost } from "./host";
 import { Found } from "./found";
 import { keyName, queryOf } from "./picture";
+import { Offered, useDrop } from "./offer";
 import { Reading } from "./reading";
 import { SegmentView } from "./segments";
 import { isDark, useScreen } from "./screen";
@@ -32,6 +34,7 @@ function App() {
   // what is drawn: the address keeps the name of the palette, its colours are those of a light or a dark page
   const shown = useMemo(() => ({ ...state, colours: coloursOf(state.colours, dark) }), [state, dark]);
   useHost(state, change);
+  useDrop(change);
   const focus = useRef("");
   const open = (place: Place, part: Partial<State> = {}) => {
     focus.current = "#head-title";
@@ -105,7 +108,10 @@ function App() {
       <TopBar title={TITLE} lead={LEAD} drawn={drawnHead} {...{ state, change, theme, pick }} />
       <main id="viewer" data-source={__SOURCE__}>
         {NOTES.map((note, n) => <p class="note" key={n}>{note}</p>)}
-        <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view}`}>
+        <Offered />
+        <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view === "change" ? "changes" : state.view}`}>
+          {state.view === "changes" && <ChangesView {...{ state: shown, theme: drawn, change }} />}
+          {state.view === "change" && <ChangeView {...{ state: shown, theme: drawn, change }} />}
           {state.view === "heads" && <Cards {...{ state, change, open }} theme={drawn} />}
           {state.view === "heads" && (
             <section aria-labelledby="heads-title">

@@ -381,15 +381,15 @@ export function Cell({ layer, head, field, row, column }: Pick<Props, "layer" | 
   const shown = field.values[n];
   const changed = shown !== (field.pool === "max" ? map.max[n] : map.mean[n]);
   const note = field.signed
-    ? texts.cell.difference(mapValue(shown))
-    : shown !== shown ? texts.cell.hidden : texts.cell.rescaled(mapValue(shown));
+    ? texts.cell.difference(mapValue(shown, layer))
+    : shown !== shown ? texts.cell.hidden : texts.cell.rescaled(mapValue(shown, layer));
   const at = argmax(layer, head, row, column);
   return (
     <span class="cell">
       {where}
       {layer.map!.exact
-        ? <span>{fill(texts.cell.weight, { weight: <b>{mapValue(map.mean[n])}</b> })}</span>
-        : <span>{fill(at ? texts.cell.pooledAt : texts.cell.pooled, { mean: <b>{mapValue(map.mean[n])}</b>, max: <b>{mapValue(map.max[n])}</b>, at: <bdi>{at}</bdi> })}</span>}
+        ? <span>{fill(texts.cell.weight, { weight: <b>{mapValue(map.mean[n], layer)}</b> })}</span>
+        : <span>{fill(at ? texts.cell.pooledAt : texts.cell.pooled, { mean: <b>{mapValue(map.mean[n], layer)}</b>, max: <b>{mapValue(map.max[n], layer)}</b>, at: <bdi>{at}</bdi> })}</span>}
       {changed && <span>{note}</span>}
     </span>
   );

@@ -3,9 +3,10 @@
 import { data, HAS_READING, HAS_SEGMENTS } from "./data";
 import { tiledLengths } from "./exact";
 import { type Colours, PALETTES, type Pool, type Scale } from "./field";
+import { other } from "./other";
 import { tabs } from "./texts";
 
-export type View = "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
+export type View = "changes" | "change" | "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
 export type Thumbs = "received" | "patch" | "map";
 
 export interface State {
@@ -39,6 +40,7 @@ export interface State {
   patchesOf: number | null; // the segment whose tokens look at the images of a prompt; null = the selected token
   segmentFrom: number | null; // whose tokens attend; null = the last segment
   segmentTo: number;
+  onlyMoved: boolean; // of two recordings: only the heads that moved
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
 }
 
@@ -69,7 +71,7 @@ function telling(): [number, number] {
 const [LAYER, HEAD] = data.opensOn ?? telling();
 
 export const FIRST: State = {
-  view: "heads",
+  view: other() ? "changes" : "heads",
   layer: LAYER,
   head: HEAD,
   otherLayer: 0,
@@ -99,6 +101,7 @@ export const FIRST: State = {
   patchesOf: null,
   segmentFrom: null,
   segmentTo: 0,
+  onlyMoved: true,
   zoom: [1, 0.5, 0.5],
 };
 
@@ -110,8 +113,12 @@ function coarse(): boolean {
 /** Whether the first column can be hidden: where all keys are patches, the first one is like any other. */
 export const SINK = data.image === null || data.image.special > 0;
 
-/** The views that this page has something for. */
-export const VIEWS: [View, string][] = [
+/** The views that this page has something for; a recording that is compared with it may come later. */
+export function views(): [View, string][] {
+  return other() ? [["changes", tabs.changes], ...VIEWS] : VIEWS;
+}
+
+const VIEWS: [View, string][] = [
   ["heads", tabs.heads],
   ["head", tabs.head],
   ...(HAS_READING ? ([["reading", tabs.reading]] as [View, string][]) : []),
@@ -150,7 +157,7 @@ export function parse(hash: string): State {
   const cell = (params.get("cell") ?? "").split(",").map((text, n) => whole(text, tiledLengths(layer)?.[n] ?? 0));
   const names = ["", ...data.names.map((each) => each.name)];
   return {
-    view: oneOf(params.get("view"), VIEWS.map(([name]) => name), FIRST.view),
+    view: oneOf(params.get("view"), [...views().map(([name]) => name), ...(other() ? (["change"] as const) : [])], other() ? FIRST.view : "heads"),
     layer,
     head: whole(params.get("head"), data.layers[layer].heads) ?? FIRST.head % data.layers[layer].heads,
     otherLayer,
@@ -172,6 +179,7 @@ export function parse(hash: string): State {
     many: whole(params.get("many"), MOST_QUERIES + 1) || FIRST.many,
     thumbs: oneOf(params.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
     cards: params.get("cards") !== "0",
+    onlyMoved: params.get("moved") !== "0",
     over: params.has("over") ? params.get("over") === "1" : FIRST.over,
     token: whole(params.get("token"), data.tokens?.labels.length ?? 0),
     page: whole(params.get("page"), data.tokens?.labels.length ?? 0),
@@ -204,6 +212,7 @@ export function address(state: State): string {
   for (const name of ["token", "page", "toward", "segmentFrom", "segmentTo", "patchesOf"] as const) add(name, state[name], FIRST[name]);
   if (state.also.length > 0) params.set("also", state.also.map((each) => each.join(".")).join(","));
   if (!state.down) params.set("down", "0");
+  if (!state.onlyMoved) params.set("moved", "0");
   if (!state.cards) params.set("cards", "0");
   if (state.under) params.set("under", "1");
   if (state.sink) params.set("sink", "hidden");

@@ -27,7 +27,11 @@ export function csv(places: Place[]): string {
     const means = data.names.map(({ name }) => statistic(layer, head, name));
     return [data.layers[layer].name, head, data.layers[layer].rows[head], best?.[0], best?.[1], ...means];
   });
-  return [heading, ...lines].map((line) => line.map((each) => quoted(String(each ?? ""))).join(",") + "\r\n").join("");
+  return csvLines([heading, ...lines]);
+}
+
+export function csvLines(lines: unknown[][]): string {
+  return lines.map((line) => line.map((each) => quoted(String(each ?? ""))).join(",") + "\r\n").join("");
 }
 
 /** What the statistics mean, for readers who cannot hover over a heading. */

@@ -117,7 +117,7 @@ export const reading = {
 
 // ---------------------------------------------------------------- the bar on top
 
-export const tabs = { label: "Views", heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step", reading: "Reading", segments: "Segments" };
+export const tabs = { label: "Views", heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step", reading: "Reading", segments: "Segments", changes: "Changes" };
 
 export const bar = {
   view: "View",
@@ -127,6 +127,8 @@ export const bar = {
   page: "Page",
   copyLink: "Copy link",
   copied: "Copied",
+  compareWith: "Compare with…",
+  compareHelp: "Choose a recording (.safetensors) or another page (.html) of the same model. You can also drop the file onto the page. It stays on this machine.",
 };
 
 export const themes = { label: "Theme", auto: "auto", light: "light", dark: "dark" };
@@ -596,4 +598,96 @@ export const trace = {
   size: (letter: string, size: number) => `${letter} = ${size}`,
   mistake: "Common mistake.",
   here: "Here.",
+};
+
+// ---------------------------------------------------------------- two recordings
+
+/** "3", "1 and 3", "1, 2 and 3". */
+function listed(names: string[]): string {
+  return names.length < 2 ? names.join("") : `${names.slice(0, -1).join(", ")} and ${names[names.length - 1]}`;
+}
+
+const moves = (count: number) => (count === 1 ? "head moved" : "heads moved");
+const span = ([least, most]: readonly [number, number]) => (least === most ? whole(least) : `${whole(least)}–${whole(most)}`);
+
+export const changes = {
+  title: "What changed from A to B",
+  thisPage: "this page",
+  sides: "A: {a}. B: {b}.",
+  summary: (moved: number, of: number, layers: string[]) =>
+    `${whole(moved)} of ${whole(of)} ${moves(of)}${layers.length === 0 ? "" : layers.length === 1 ? `${moved === 1 ? "" : ", all"} in layer ${layers[0]}` : layers.length <= 4 ? `, in layers ${listed(layers)}` : `, in ${layers.length} layers`}.`,
+  most: "Most: {head} ({change}).",
+  none: (of: number) => `None of the ${whole(of)} heads moved.`,
+  largest: "The largest change is that of {head} ({change}): {size} of its threshold.",
+  hint: "A head has moved if a statistic or its map changed by more than its threshold. Click a head to open it.",
+  only: "Only heads that moved",
+  showMore: (count: number) => `Show ${whole(count)} more`,
+  shown: (shown: number, of: number) => `${whole(shown)} of ${counted(of, "head")}`,
+  a: "A",
+  b: "B",
+  difference: "B − A",
+  differenceOf: (head: string) => `${head}: B − A`,
+  sideOf: (side: string, name: string) => (side === name ? side : `${side}: ${name}`),
+  scales: "B − A: orange is more attention in B, purple is less. A and B share one colour scale.",
+  change: (name: string, before: string, after: string) => `${name} ${before} → ${after}`,
+  mapChange: (share: string) => `map: ${share} of the attention is elsewhere`,
+  receivedChange: (share: string) => `received: ${share} goes to other tokens`,
+  brokenChange: (before: number, after: number) => `rows with NaN or infinity ${whole(before)} → ${whole(after)}`,
+  moved: "moved",
+  still: "did not move",
+  label: (head: string, moved: boolean, what: string) => `${head}, ${moved ? "moved" : "did not move"}${what && `: ${what}`}`,
+  back: "← All changes",
+  nearby: "Heads in this list",
+  previous: "previous head of the list",
+  next: "next head of the list",
+  at: (at: number, of: number) => `${whole(at)} of ${whole(of)}`,
+  statistics: "Statistics of this head in A and B",
+  columns: { name: "mean over queries", before: "A", after: "B", change: "B − A", size: "× threshold" },
+  map: "map: share of the attention that is elsewhere",
+  received: "received: share that goes to other tokens",
+  broken: "rows with NaN or infinity",
+  notMoved: "less than 3 standard errors",
+  sizeHelp: "The change in thresholds. From 1 on, the head has moved, if the change is also larger than three standard errors.",
+  noDifference: "The maps of A and B have different sizes, so there is no difference map. Compare recordings of the same length.",
+  noMaps: "No maps were recorded, so only statistics are compared. Record with Observe(map=64) to see maps.",
+  csv: "CSV",
+  signed: (value: string) => (/^(≈ )?(0|–)$/.test(value) ? value : value.includes("-") && !/^(≈ )?\d/.test(value) ? value.replace("-", "−") : `+${value}`),
+  segment: (query: string, key: string) => `${query} → ${key}`,
+  layer: (name: string) => `layer ${name}`,
+  heads: (layer: string, more: number) => `${counted(more, "head")} of layer ${layer}`,
+  different: (what: "runs" | "lookedAt" | "keys" | "first" | "bins", [a, b]: (readonly [number, number])[]) =>
+    `Different ${{ runs: "numbers of forward passes", lookedAt: "numbers of measured queries", keys: "lengths", first: "numbers of first keys", bins: "numbers of bins of the maps" }[what]}: ${span(a)} in A, ${span(b)} in B.`,
+  unlikeMaps: (all: boolean) => `${all ? "The" : "Some"} maps of A and B have different sizes, so ${all ? "only statistics are compared" : "they are not compared"}.`,
+  otherSample: "Maps are not compared where A and B measured different shares of the queries.",
+  otherSegments: "The segments have different names, so they are not compared.",
+  noSpread: "A page of a single text does not hold the spread of the rows, so every change above its threshold counts.",
+  onlyIn: (side: "A" | "B", names: string[], more: number) => `Only in ${side}: ${names.join(", ")}${more > 0 ? ` and ${whole(more)} more` : ""}.`,
+  unchecked: (which: "A" | "B" | "AB") => `${which === "AB" ? "A and B do" : `${which} does`} not state the model, so headscope cannot check that they belong together.`,
+  otherModel: (a: string, b: string, same: boolean) => `These recordings are of different models: ${a} and ${b}${same ? " with another configuration" : ""}. Compare recordings of one architecture.`,
+  otherHeads: (layer: string, a: number, b: number) => `Layer ${layer} has ${a === b ? "another part of the heads" : `${whole(a)} heads here and ${whole(b)}`} in the other recording. Compare recordings of one architecture.`,
+  otherWidths: (layer: string, a: number, b: number) => `The heads of layer ${layer} have ${whole(a)} dimensions here and ${whole(b)} in the other recording. Compare recordings of one architecture.`,
+  noLayers: (a: string, b: string) => `These recordings have no layer in common (the first ones: ${a}, ${b}). Compare recordings of one model.`,
+};
+
+/** Files that are dropped onto the page. */
+export const dropped = {
+  here: "Drop a recording or a page of headscope to compare it with this one.",
+  reading: (file: string) => `Reading ${file} …`,
+  comparing: (file: string, head: number, of: number) => `Comparing ${file}: head ${whole(head)} of ${whole(of)} …`,
+  cancel: "Cancel",
+  close: "Close",
+  one: (count: number) => `Drop one file at a time, not ${whole(count)}.`,
+  empty: (file: string) => `${file} is empty.`,
+  unreadable: (file: string) => `${file} cannot be read. Drop a file, not a folder.`,
+  foreign: (file: string) => `${file} is not a recording of headscope. Drop a .safetensors file that headscope saved, or one of its .html pages.`,
+  truncated: (file: string) => `${file} is truncated: its end is missing. Copy or save it again.`,
+  damaged: (file: string, what: string) => `${file} is damaged (${what}). Copy or save it again.`,
+  newer: (file: string) => `${file} was saved by a newer version of headscope. Make this page again with that version.`,
+  changed: (file: string) => `${file} was changed while the page read it. Choose it again.`,
+  tooLarge: (file: string, most: number) => `${file} is too large for the page, which reads at most ${whole(most)} MiB of statistics and maps. Use: headscope report A B.`,
+  lacks: (name: string) => `it lacks ${name}`,
+  overlap: "its tensors do not fill it",
+  header: "its header",
+  pageData: "its data",
+  contents: "its content",
 };

@@ -4,8 +4,8 @@ import { binOf, data, hasTokens, type Head, type Layer, queryAt, range, token, t
 import { figure, legend, names, rough, whole } from "./texts";
 
 /** A value of a map, marked if it is stored in 8 bits. */
-export function mapValue(value: number): string {
-  return data.bits === 8 ? rough(value) : figure(value);
+export function mapValue(value: number, layer?: Layer): string {
+  return (layer?.other?.bits ?? data.bits) === 8 ? rough(value) : figure(value);
 }
 
 
@@ -31,7 +31,7 @@ export function nameOf(layer: number, head: number): string {
 
 /** A position with its token, if there is one. */
 export function position(layer: Layer, axis: "query" | "key", at: number): string {
-  const text = hasTokens(layer) ? token(axis === "query" ? queryAt(layer, at) : at, true) : null;
+  const text = hasTokens(layer) ? token(axis === "query" ? queryAt(layer, at) : at, true, layer) : null;
   return text === null ? whole(at) : names.quoted(at, text);
 }
 

@@ -56,6 +56,19 @@ def variation(x: Tensor, y: Tensor) -> Tensor:
     return (torch.cdist(x, y, p=1.0) / 2).clamp(0, 1)
 
 
+def variation_of_heads(old: Tensor, new: Tensor) -> Tensor:
+    """Return the total variation between the same head before and after, [H].
+
+    NaN where one side has no weight; infinite where a weight is not finite, so the two cannot be compared.
+    """
+    old, new = old.cpu(), new.cpu()
+    undefined = ~(old.isfinite().all(-1) & new.isfinite().all(-1))
+    old, new = normalised(old), normalised(new)
+    there = (old.sum(-1) > 0) & (new.sum(-1) > 0)
+    distance = torch.where(there, (old - new).abs().sum(-1) / 2, math.nan)
+    return distance.masked_fill(undefined, math.inf)
+
+
 def profiles(parts: Collection[LayerStats]) -> Tensor:
     """Return the means of ``PROFILE`` of all heads, [heads, quantities]; NaN where a head lacks the quantity."""
     rows: list[Tensor] = []

@@ -11,10 +11,11 @@ from headscope.report._figures import SheetFigures
 from headscope.report._page_file import write
 from headscope.report._viewer import from_recording, from_sheet
 from headscope.report._viewer.html import framed, render_shown
-from headscope.report._viewer.model import Layer, Picture, Shown
+from headscope.report._viewer.model import Against, Layer, Picture, Shown
 from headscope.report.observed_model import ObservedModel, TracedSteps
 
 __all__ = [
+    "Against",
     "Layer",
     "Picture",
     "Shown",
@@ -26,7 +27,7 @@ __all__ = [
     "shown_recording",
 ]
 
-for _class in (Layer, Picture, Shown):
+for _class in (Against, Layer, Picture, Shown):
     _class.__module__ = __name__  # their public path
 
 PROGRESS_DELAY = 1.0  # seconds until a terminal shows that a page is being written
@@ -66,6 +67,8 @@ def render_recording(
     strips: Sequence[tuple[int | str, int]] | None = None,
     trace: TracedSteps | None = None,
     exact: Sequence[tuple[int | str, int]] | None = None,
+    against: ObservedModel | None = None,
+    labels: tuple[str, str] | None = None,
 ) -> str:
     """Return the page of a recording as one self-contained HTML document, which loads nothing.
 
@@ -86,12 +89,15 @@ def render_recording(
             their weights, at every zoom; () = none. They need a map and saved q and k, and take at most 96 MB; if they
             do not fit, the page has fewer and states it. By default, the heads that match an informative pattern
             best, in at most 24 MB.
+        against: a second, later recording of the same model, or of another checkpoint of it: the page opens on a tab
+            that shows which heads moved. docs/guides/compare.md explains when a head has moved.
+        labels: the names of the two recordings; by default "A" and "B".
 
     Raises:
         TypeError: an option has the wrong type.
         ValueError: the maps do not fit one page, an image or grid does not fit the keys, the keys are tokens with
-            texts, a head of ``strips`` or ``exact`` does not exist, the page cannot compute a head of ``exact``, or
-            ``trace`` has sizes only.
+            texts, a head of ``strips`` or ``exact`` does not exist, the page cannot compute a head of ``exact``,
+            ``trace`` has sizes only, or ``against`` is of another architecture or has no layer in common.
         WatchError: nothing has been recorded so far.
 
     Examples:
@@ -106,7 +112,7 @@ def render_recording(
         ('<!-- headscope report -->', True)
     """
     options: dict[str, Any] = {"image": image, "grid": grid, "special": special, "strips": strips, "trace": trace}
-    options["exact"] = exact
+    options |= {"exact": exact, "against": against, "labels": labels}
     return render_shown(shown_recording(recording, title=title, **options))
 
 

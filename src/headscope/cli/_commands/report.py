@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 
     from headscope.watching import Recording
 
-ARGUMENTS = {name: f"--{name}" for name in ("exact", "grid", "image", "special")} | {"strips": "--strip"}  # of the page
+ARGUMENTS = {  # of the page
+    **{name: f"--{name}" for name in ("exact", "grid", "image", "special")},
+    "strips": "--strip",
+    "against": "OTHER",
+}
 LARGEST = 4096  # pixels along a side; larger images are scaled down
 
 
-@click.command(short_help="Write or serve the page of a recording.")
+@click.command(short_help="Write or serve the page of a recording, or of two.")
 @click.argument("recording")
+@click.argument("other", required=False)
 @click.option("--out", metavar="PATH", help=f"Where to write the page.  [default: {PAGE}]")
 @click.option("--title", metavar="TEXT", default="", help="Title of the page.  [default: the model]")
 @click.option("--image", metavar="PATH", help="Image that the model read, if the keys are its patches.")
@@ -50,27 +55,28 @@ LARGEST = 4096  # pixels along a side; larger images are scaled down
 @click.option("--serve", is_flag=True, help="Serve the page to this machine instead, with exact tiles at any zoom.")
 @click.option("--port", type=Whole(0, 65535), help="Port for --serve.  [default: any free one]")
 @click.option("--force", is_flag=True, help=FORCE)
-def report(recording: str, out: str | None, serve: bool, port: int | None, force: bool, **options: Any) -> None:
+def report(
+    recording: str, other: str | None, out: str | None, serve: bool, port: int | None, force: bool, **options: Any
+) -> None:
     """Write the page of a RECORDING that ``watch --out`` or ``Recording.save`` wrote.
 
-    The page is one self-contained HTML file: maps of all heads, one head or two enlarged, statistics as CSV. --serve
+    The page is one self-contained HTML file: maps of all heads, one head or two enlarged, statistics as CSV. With a
+    second recording of the model, OTHER, it opens on the heads that moved: two checkpoints, or two prompts. --serve
     writes nothing and computes every zoomed tile exactly, if the recording contains q and k (watch --keep-qk).
     """
-    _check_options(recording, out, serve, port)
+    _check_options(recording, other, out, serve, port)
     page = PAGE if out is None else out
     if not serve:
-        check_apart("--out", page, {"the recording": recording, "the image": options["image"]})
+        read = {"the recording": recording, "the other recording": other, "the image": options["image"]}
+        check_apart("--out", page, read)
         check_page(page, force, "--out")
     with progress_line("loading torch"):
         import_module("torch")
-    from headscope.watching import Recording
-
-    try:
-        with progress_line(f"reading {recording}"):
-            loaded = Recording.load(recording)
-    except (OSError, ValueError, KeyError) as error:
-        raise Mistake(f"RECORDING: {describe_unreadable(recording, error)}") from error
+    loaded = _load("RECORDING", recording)
     arguments = _page_arguments(**options)
+    if other is not None:
+        labels = _labels(recording, other)
+        arguments |= {"against": _load("OTHER", other), "labels": labels}
     if serve:
         _serve(loaded, port or 0, arguments)
         return
@@ -90,7 +96,28 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
     click.echo(f"Open in a browser: {visible(path)} ({Path(path).stat().st_size / 2**20:.1f} MiB)")
 
 
-def _check_options(recording: str, out: str | None, serve: bool, port: int | None) -> None:
+def _load(argument: str, path: str) -> Recording:
+    """Return the recording at a path; ``argument`` is the one that named it.
+
+    Raises:
+        Mistake: the file cannot be read, or is not a recording.
+    """
+    from headscope.watching import Recording
+
+    try:
+        with progress_line(f"reading {path}"):
+            return Recording.load(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise Mistake(f"{argument}: {describe_unreadable(path, error)}") from error
+
+
+def _labels(recording: str, other: str) -> tuple[str, str]:
+    """Return the names of two files, with their folders if the names are the same."""
+    names = Path(recording).name, Path(other).name
+    return names if names[0] != names[1] else (recording, other)
+
+
+def _check_options(recording: str, other: str | None, out: str | None, serve: bool, port: int | None) -> None:
     """Check the options that exclude or require each other.
 
     Raises:
@@ -100,8 +127,11 @@ def _check_options(recording: str, out: str | None, serve: bool, port: int | Non
         raise Mistake("--serve: got --out too, expected one of the two")
     if port is not None and not serve:
         raise Mistake("--port: requires --serve")
-    if not recording:
-        raise Mistake("RECORDING: is empty, expected a path")
+    if other is not None and serve:
+        raise Mistake("OTHER: expected one recording with --serve, got two")
+    for name, path in (("RECORDING", recording), ("OTHER", other)):
+        if path == "":
+            raise Mistake(f"{name}: is empty, expected a path")
 
 
 def _page_arguments(

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from headscope import decisions
@@ -14,9 +15,10 @@ from headscope._analysis.answers import short_layers
 from headscope._support.arguments import as_whole, check_type, whole
 from headscope.report._texts import broken_layers
 from headscope.report._viewer import texts
+from headscope.report._viewer.compared import Numbers, compared, distances, origin_of
 from headscope.report._viewer.exact_heads import exact_heads
-from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
-from headscope.report._viewer.packing import Strips, sources
+from headscope.report._viewer.model import Against, Columns, Layer, Picture, Scored, Shown
+from headscope.report._viewer.packing import Strips, most_received, sources, standing
 from headscope.report._viewer.packing import exact as holds_every_weight
 from headscope.report._viewer.places import Place, places_of
 from headscope.report._viewer.segments import segment_facts
@@ -45,6 +47,8 @@ def shown(
     strips: Sequence[tuple[int | str, int]] | None = None,
     trace: TracedSteps | None = None,
     exact: Sequence[tuple[int | str, int]] | None = None,
+    against: ObservedModel | None = None,
+    labels: tuple[str, str] | None = None,
 ) -> Shown:
     """Return what the page of a recording shows; for the options see ``render_recording``."""
     check_type("title", title, str, "a str", repr)
@@ -54,6 +58,7 @@ def shown(
             raise ValueError(f"trace: {trace.title} has sizes only, expected values: trace(module, x)")
     stats, about = recording.stats, recording.about
     parts = list(stats.parts.values())
+    other = None if against is None else _against(recording, against, labels)
     if image is not None and about.texts is not None:
         raise ValueError(f"image: expected a recording of patches, got one with the texts of {len(about.texts)} tokens")
     picture = None if image is None else _picture(parts, image, grid, special)
@@ -64,11 +69,12 @@ def shown(
     short, common = short_layers(recording.stats.layers)
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
     computed = exact_heads(stats.parts, patterns, exact)
+    numbers, heads = Numbers(), sum(part.heads for part in parts)
     layers = [
         Layer(
             name,
             short[name],
-            _facts(part, about.kinds.get(name, "self")),
+            _facts(part, about.kinds.get(name, "self")) | _comparable(part, numbers, heads),
             source,
             _statistics(part),
             patterns[n] if patterns else [()] * part.heads,
@@ -89,7 +95,17 @@ def shown(
         run_texts=about.run_texts,
         exact=computed,
         highlights=recording_highlights(recording, unit=unit),
+        origin=origin_of(recording),
+        numbers=numbers.lists,
+        against=other,
     )
+
+
+def _against(recording: ObservedModel, against: ObservedModel, labels: tuple[str, str] | None) -> Against:
+    comparison = compared(recording, against)
+    other = shown(against, strips=(), exact=())
+    names = texts.LABELS if labels is None else labels
+    return Against(other, (names[0], names[1]), distances(comparison, list(against.stats.parts)))
 
 
 # ---------------------------------------------------------------- statistics
@@ -132,6 +148,22 @@ def _facts(part: LayerStats, kind: str) -> dict[str, Any]:
         "broken": part.broken.tolist(),
         "segments": segment_facts(part),
     }
+
+
+def _comparable(part: LayerStats, numbers: Numbers, heads: int) -> dict[str, Any]:
+    """Return what the script needs to compare a layer with one of another recording; ``heads``: those of all layers.
+
+    ``bins``: n of the map. ``counts``, ``eligible``: for each head which list of ``numbers``; None where each visible
+    bin has one pair, where the page pools received weight, or where it has no room.
+    """
+    counts = eligible = None
+    if part.map is not None and not holds_every_weight(part):
+        rows, columns = standing(part.map.bins, part.lengths)
+        counts = numbers.add(part.map.count.cpu().numpy()[np.ix_(np.arange(part.heads), rows, columns)])
+    if part.eligible is not None and part.eligible.shape[1] <= most_received(heads):
+        eligible = numbers.add(part.eligible.cpu().numpy())
+    bins = None if part.map is None else part.map.bins
+    return {"first": part.first, "bins": bins, "counts": counts, "eligible": eligible}
 
 
 def _patterns(recording: ObservedModel, unit: str) -> list[list[list[Scored]]]:

@@ -13,11 +13,12 @@ import numpy as np
 from headscope.report._page_file import MARKER, asset, digest, embedded
 from headscope.report._texts import NOT_EXPLANATION, visible
 from headscope.report._viewer import texts
-from headscope.report._viewer.model import Picture, Shown
+from headscope.report._viewer.model import Against, Picture, Shown
 from headscope.report._viewer.packing import pack
 from headscope.report.highlights import Highlight
 from headscope.report.tables import Section, grid
 from headscope.report.words import PATTERNS, REGIONS, STAGES, word
+from headscope.stats import quantity_of
 
 LABEL = 24  # characters of a token on an axis, at most
 LONGEST = 200  # characters of a token elsewhere, at most
@@ -50,6 +51,7 @@ def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[in
 
     style, script = asset("viewer.css"), asset("viewer.js")
     data, blocks = _data(shown)
+    other = None if shown.against is None else _other_data(shown.against)
     environment = Environment(autoescape=True, trim_blocks=False, keep_trailing_newline=True)
     html = environment.from_string(asset("viewer.html.jinja")).render(
         marker=Markup(MARKER),
@@ -62,6 +64,7 @@ def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[in
         lead=_line(shown.lead, 1000) if shown.lead else "",
         data=Markup(embedded({**data, "served": [*tiles] if served else None})),
         blocks=Markup(blocks),
+        other=other and [Markup(each) for each in other],
         exact=Markup(shown.exact.content),
         notes=[_line(note, 500) for note in shown.notes],
         footer=[(_line(name, 40), _line(value, 1000)) for name, value in shown.footer.items()],
@@ -97,6 +100,7 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
     layers = [
         {
             "name": _line(layer.name, LONGEST),
+            **({} if _line(layer.name, LONGEST) == layer.name else {"key": layer.name}),
             "short": _line(layer.short, 60),
             "heads": layer.source.heads,
             **layer.facts,
@@ -124,15 +128,32 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
         "exact": shown.exact.description(),
         "highlights": [_highlight(each) for each in shown.highlights],
         "opensOn": None if shown.opens_on is None else list(shown.opens_on),
+        "title": _line(shown.title or texts.DEFAULT_TITLE, 160),
+        "origin": shown.origin,
+        "numbers": shown.numbers,
     }
     return data, packed.content
 
 
+OTHER = ("layers", "masks", "bits", "names", "statistics", "tokens", "title", "origin", "numbers")
+
+
+def _other_data(against: Against) -> tuple[str, str]:
+    """Return what the script needs of the recording that a page is compared with, as JSON, and its blocks."""
+    try:
+        data, blocks = _data(against.shown)
+    except ValueError as error:
+        raise ValueError(f"against: {str(error).removeprefix('recording: ')}") from error
+    other = {name: data[name] for name in OTHER} | {"distances": against.distances}
+    return embedded(other | {"labels": [_line(label, 160) for label in against.labels]}), blocks
+
+
 def _named(name: str) -> dict[str, str]:
     """Return a statistic with its heading: its public name in words, or the name of a region."""
-    label = word(name)
+    label, quantity = word(name), quantity_of(name)
     heading = label.heading if name in REGIONS else name.replace("_", " ")
-    return {"name": name, "heading": heading, "meaning": label.meaning}
+    unit = "share" if quantity is None else quantity.unit
+    return {"name": name, "heading": heading, "meaning": label.meaning, "unit": unit}
 
 
 def _tokens(tokens: Sequence[str] | None) -> dict[str, Any] | None:

@@ -79,6 +79,32 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
+class Against:
+    """The recording that a page is compared with.
+
+    Attributes:
+        shown: its content.
+        labels: the names of both recordings.
+        distances: for each of its layers the distances between maps, and between received weight, of each head; None
+            for a layer that only it has.
+
+    Examples:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, watch
+        >>> from headscope.report.viewer import shown_recording
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> shown_recording(recording, against=recording, labels=("before", "after")).against.distances[0]["received"]
+        [0.0, 0.0]
+    """
+
+    shown: Shown
+    labels: tuple[str, str]
+    distances: Sequence[Mapping[str, Sequence[float | None]] | None]
+
+
+@dataclass(frozen=True, eq=False)
 class Shown:
     """All that a page shows. Texts may come from outside: they are escaped when the page is written.
 
@@ -92,6 +118,9 @@ class Shown:
         run_texts: the text of each token of each run, where runs read different texts.
         exact: the heads whose weights the page computes itself.
         highlights: what to look at first.
+        origin: the origin of the recording, ready for JSON; None if it is not known.
+        numbers: lists of whole numbers that the facts of layers refer to, see ``progressions``.
+        against: the recording that it is compared with.
 
     Examples:
         >>> import torch
@@ -119,3 +148,6 @@ class Shown:
     run_texts: Sequence[Sequence[str]] = ()
     exact: ExactHeads = field(default_factory=ExactHeads)
     highlights: Sequence[Highlight] = ()
+    origin: Mapping[str, Any] | None = None
+    numbers: Sequence[Sequence[int]] = ()
+    against: Against | None = None

@@ -52,6 +52,7 @@ __all__ = [
     "Source",
     "Strips",
     "exact",
+    "most_received",
     "pack",
     "sources",
     "standing",
@@ -127,12 +128,17 @@ class Source:
 def sources(parts: Sequence[LayerStats], strips: Sequence[Strips | None]) -> list[Source]:
     """Return the sources of observed layers."""
     heads = sum(part.heads for part in parts)
-    most = max(64, PROFILES // max(heads, 1))
+    most = most_received(heads)
     room = TOP_BYTES // max(1, heads) // 6
     return [
         Source(part.heads, None if part.map is None else Map.of(part.map, part), Rows.of(part, most, room), strip)
         for part, strip in zip(parts, strips, strict=True)
     ]
+
+
+def most_received(heads: int) -> int:
+    """Return the most values of ``received`` of one head, on a page with so many heads."""
+    return max(64, PROFILES // max(heads, 1))
 
 
 def pack(layer_sources: Sequence[Source]) -> Packed:

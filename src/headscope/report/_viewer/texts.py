@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 DEFAULT_TITLE = "Attention heads"
+LABELS = "A", "B"
 NO_SCRIPT = "This page draws its maps with a script inside the file. Allow JavaScript to see them."
 STEPS = "Steps"
 

@@ -1,0 +1,69 @@
+// Files to compare the page with: a button that opens a file chooser, files that are dropped, and what becomes of them.
+
+import { useEffect, useRef, useState } from "preact/hooks";
+import { dismiss, read, useOther } from "./other";
+import type { State } from "./state";
+import { bar, dropped as texts } from "./texts";
+
+type Changed = (part: Partial<State>) => void;
+
+async function offered(files: FileList | File[], change: Changed): Promise<void> {
+  if (await read(files)) change({ view: "changes", onlyMoved: true });
+}
+
+/** A button that opens a file chooser. */
+export function CompareWith({ change }: { change: Changed }) {
+  const input = useRef<HTMLInputElement>(null);
+  const chosen = () => {
+    const files = [...input.current!.files!];
+    input.current!.value = ""; // the same file may be chosen again
+    if (files.length > 0) void offered(files, change);
+  };
+  return (
+    <span class="compare-with">
+      <button type="button" title={bar.compareHelp} onClick={() => input.current!.click()}>{bar.compareWith}</button>
+      <input type="file" ref={input} accept=".safetensors,.html" aria-label={bar.compareWith} hidden onChange={chosen} />
+    </span>
+  );
+}
+
+/** Files may be dropped anywhere on the page. */
+export function useDrop(change: Changed): void {
+  useEffect(() => {
+    const over = (event: DragEvent) => {
+      if (!event.dataTransfer?.types.includes("Files")) return;
+      event.preventDefault(); // the browser would leave the page and open the file
+      document.documentElement.dataset.dropping = "";
+    };
+    const left = (event: DragEvent) => {
+      if (event.relatedTarget === null) delete document.documentElement.dataset.dropping;
+    };
+    const drop = (event: DragEvent) => {
+      delete document.documentElement.dataset.dropping;
+      if (!event.dataTransfer?.types.includes("Files")) return;
+      event.preventDefault();
+      void offered([...event.dataTransfer.files], change);
+    };
+    const events = [["dragover", over], ["dragleave", left], ["drop", drop]] as const;
+    for (const [name, act] of events) addEventListener(name, act);
+    return () => events.forEach(([name, act]) => removeEventListener(name, act));
+  }, [change]);
+}
+
+/** What is being read, or why a file was not; and where a file may be dropped. */
+export function Offered() {
+  const { offer: { progress, error } } = useOther();
+  const [shown, setShown] = useState("");
+  useEffect(() => { // what is over at once is not shown
+    if (!progress) return setShown("");
+    const later = setTimeout(() => setShown(progress), shown ? 0 : 200);
+    return () => clearTimeout(later);
+  }, [progress]);
+  return (
+    <>
+      <p class="drop-here" aria-hidden="true">{texts.here}</p>
+      {shown && <p class="offer" role="status">{shown} <button type="button" onClick={dismiss}>{texts.cancel}</button></p>}
+      {error && <p class="offer note" role="alert">{error} <button type="button" onClick={dismiss}>{texts.close}</button></p>}
+    </>
+  );
+}
