@@ -121,8 +121,24 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
         "exact": shown.exact.description(),
         "highlights": [_highlight(each) for each in shown.highlights],
         "opensOn": None if shown.opens_on is None else list(shown.opens_on),
+        "history": None,
     }
+    if shown.history is not None:
+        layers = [_history_layer(layer) for layer in shown.history.layers]
+        empty = {"statistics": [{} for _ in layers], "patterns": [[] for _ in layers]}
+        history = shown.history.description
+        quantities = [{**_named(each["name"]), **each} for each in history["quantities"]]
+        data |= {"layers": layers, **empty, "history": {**history, "quantities": quantities}}
+        return data, shown.history.content
     return data, packed.content
+
+
+def _history_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layer of a training's history, without all that a recording's layer has."""
+    nothing: dict[str, Any] = dict.fromkeys(("lengths", "map", "strips", "segments"))
+    nothing |= dict.fromkeys(("runs", "lookedAt", "of", "received", "receivedOf", "entropy", "entropyOf", "edges"), 0)
+    nothing |= {name: [] for name in ("rows", "broken", "blocks", "top")}
+    return {**nothing, **layer, "name": _line(layer["name"], LONGEST), "short": _line(layer["short"], 60)}
 
 
 def _named(name: str) -> dict[str, str]:

@@ -13,6 +13,22 @@ from headscope.report._viewer.packing import Source
 from headscope.report.highlights import Highlight
 from headscope.report.tables import Section
 
+
+@dataclass(frozen=True, eq=False)
+class PackedHistory:
+    """The history of a training as the page's script reads it.
+
+    Attributes:
+        layers: name, short name and number of heads of each layer, with empty values for all that a history lacks.
+        description: what the script reads together with the blocks.
+        content: the blocks, base64; see ``from_history.py``.
+    """
+
+    layers: Sequence[Mapping[str, Any]]
+    description: Mapping[str, Any]
+    content: str
+
+
 Columns = Mapping[str, Sequence[float | int | None]]
 """``mean``, ``std``, ``min``, ``max`` and ``count`` of a quantity, each one value per head."""
 
@@ -92,6 +108,7 @@ class Shown:
         run_texts: the text of each token of each run, where runs read different texts.
         exact: the heads whose weights the page computes itself.
         highlights: what to look at first.
+        history: a training's history, in place of ``layers``.
 
     Examples:
         >>> import torch
@@ -119,3 +136,4 @@ class Shown:
     run_texts: Sequence[Sequence[str]] = ()
     exact: ExactHeads = field(default_factory=ExactHeads)
     highlights: Sequence[Highlight] = ()
+    history: PackedHistory | None = None
