@@ -9,6 +9,7 @@ import { data } from "./data";
 import { coloursOf } from "./field";
 import { all, chosen, Exports, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
+import { AlarmTable, History } from "./history";
 import { useHost } from "./host";
 import { Found } from "./found";
 import { Reading } from "./reading";
@@ -105,6 +106,8 @@ function App() {
       <main id="viewer" data-source={__SOURCE__}>
         {NOTES.map((note, n) => <p class="note" key={n}>{note}</p>)}
         <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view}`}>
+          {state.view === "history" && <History {...{ state: shown, theme: drawn, change }} />}
+          {state.view === "alarms" && <AlarmTable {...{ change }} />}
           {state.view === "heads" && <Cards {...{ state, change, open }} />}
           {state.view === "heads" && (
             <section aria-labelledby="heads-title">

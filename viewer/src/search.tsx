@@ -26,7 +26,7 @@ function hitsOf(typed: string, state: State): { hits: Hit[]; count: number } {
   for (const { layer, head } of all()) {
     const name = nameOf(layer, head);
     if (point ? layer === +point[1] && head === +point[2] : name.toLowerCase() === text.toLowerCase()) {
-      hits.push({ text: name, to: { view: "head", ...opened(state, layer, head) } });
+      hits.push({ text: name, to: data.history ? { layer, head } : { view: "head", ...opened(state, layer, head) } });
     }
   }
   if (/^\d[\d,]*$/.test(text)) {

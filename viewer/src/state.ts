@@ -2,13 +2,14 @@
 
 import { data, HAS_READING, HAS_SEGMENTS } from "./data";
 import { tiledLengths } from "./exact";
+import { addHistory, FIRST_HISTORY, type HistoryState, parseHistory } from "./history_data";
 import { type Colours, PALETTES, type Pool, type Scale } from "./field";
 import { tabs } from "./texts";
 
-export type View = "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
+export type View = "history" | "alarms" | "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
 export type Thumbs = "received" | "patch" | "map";
 
-export interface State {
+export interface State extends HistoryState {
   view: View;
   layer: number;
   head: number;
@@ -63,7 +64,8 @@ function telling(): [number, number] {
 const [LAYER, HEAD] = data.opensOn ?? telling();
 
 export const FIRST: State = {
-  view: "heads",
+  ...FIRST_HISTORY,
+  view: data.history ? "history" : "heads",
   layer: LAYER,
   head: HEAD,
   otherLayer: 0,
@@ -104,7 +106,7 @@ function coarse(): boolean {
 export const SINK = data.image === null || data.image.special > 0;
 
 /** The views that this page has something for. */
-export const VIEWS: [View, string][] = [
+export const VIEWS: [View, string][] = data.history ? [["history", tabs.history], ["alarms", tabs.alarms(data.history.alarms.length)]] : [
   ["heads", tabs.heads],
   ["head", tabs.head],
   ...(HAS_READING ? ([["reading", tabs.reading]] as [View, string][]) : []),
@@ -143,6 +145,7 @@ export function parse(hash: string): State {
   const cell = (params.get("cell") ?? "").split(",").map((text, n) => whole(text, tiledLengths(layer)?.[n] ?? 0));
   const names = ["", ...data.names.map((each) => each.name)];
   return {
+    ...parseHistory(params),
     view: oneOf(params.get("view"), VIEWS.map(([name]) => name), FIRST.view),
     layer,
     head: whole(params.get("head"), data.layers[layer].heads) ?? FIRST.head % data.layers[layer].heads,
@@ -195,6 +198,7 @@ export function address(state: State): string {
   }
   for (const name of ["token", "page", "toward", "segmentFrom", "segmentTo"] as const) add(name, state[name], FIRST[name]);
   if (state.also.length > 0) params.set("also", state.also.map((each) => each.join(".")).join(","));
+  addHistory(params, state);
   if (!state.down) params.set("down", "0");
   if (!state.cards) params.set("cards", "0");
   if (state.under) params.set("under", "1");

@@ -39,7 +39,8 @@ EXACT_VALUES = 2**21
 
 MOST_ALARMS = 20_000
 CODES, NEGATIVE, POSITIVE, NOTHING = 252, 253, 254, 255
-FIRST = ("normalized_entropy", "entropy", "max_logit_max", "first")  # at every step as long as they fit
+FIRST = ("normalized_entropy", "entropy", "max_logit_max", "first")
+IMPORTANT = 8  # how much more room each of these may take than another quantity
 LIMITS = {"normalized_entropy": "entropy", "max_logit_max": "max_logit", "first": "sink"}
 OF_ALARM = {"entropy collapse": "normalized_entropy", "growing logits": "max_logit_max", "rising sink": "first"}
 SPREAD = 30.0  # a largest value of so many times the median has the scale asinh
@@ -169,7 +170,7 @@ def shown(history: TrainingHistory, title: str = "") -> Shown:
     packed = _Packed(history)
     notes = [texts.thinned(steps, history.observed)] if steps < history.observed else []
     if packed.coarse:
-        notes.append(texts.coarse_quantities([*packed.coarse], min(packed.coarse.values())))
+        notes.append(texts.coarse_quantities([*packed.coarse], len(history.names), min(packed.coarse.values())))
     if len(history.alarms) > MOST_ALARMS:
         notes.append(texts.alarms_left_out(MOST_ALARMS, len(history.alarms)))
     return Shown(
@@ -262,7 +263,8 @@ class _Packed:
         bands = [name for name in (*FIRST[:2], "max_logit_max") if name in names]
         bands = bands[1:] if bands[:2] == [*FIRST[:2]] else bands  # entropy is drawn once
         bands = ["normalized_entropy", *bands[1:]] if "normalized_entropy" in names else bands
-        self.opens_on = (alarms[0][1], alarms[0][2]) if alarms else None
+        first = min(alarms, key=lambda alarm: alarm[3], default=None)  # the most serious kind, then the first step
+        self.opens_on = (first[1], first[2]) if first else None
         quantities: list[dict[str, Any]] = []
         packed_bands: list[dict[str, Any]] = []
         for at, name in enumerate(names):
@@ -273,7 +275,8 @@ class _Packed:
                 self.opens_on = _most_changed(scale.place(values))
             if name in bands:
                 packed_bands.append({"name": name, "block": self._put(_floats(_band(np.concatenate(rows))))})
-            stride, blocks = self._put_quantity(rows, scale, exact, len(names) - at)
+            weights = [IMPORTANT if each in FIRST else 1 for each in names[at:]]
+            stride, blocks = self._put_quantity(rows, scale, exact, weights[0] / sum(weights))
             entry: dict[str, Any] = {"name": name, **scale.description(), "bits": 32 if exact else 8}
             entry |= {"stride": stride, "blocks": blocks}
             if name == "max_logit_max":
@@ -305,7 +308,7 @@ class _Packed:
         return place
 
     def _put_quantity(
-        self, rows: Sequence[Array], scale: Scale, exact: bool, waiting: int
+        self, rows: Sequence[Array], scale: Scale, exact: bool, share: float
     ) -> tuple[int, list[tuple[int, int]]]:
         """Add the blocks of a quantity; return the stride of their columns, and their places.
 
@@ -313,13 +316,13 @@ class _Packed:
             rows: of each layer, [heads, steps].
             scale: of the quantity.
             exact: whether the page has room for float32.
-            waiting: how many quantities share the room that is free, this one included.
+            share: of the free room that it may take.
         """
         if exact:
             return 1, [self._put(_floats(values)) for values in rows]
         codes = [scale.codes(values) for values in rows]
         start, stride = len(self._content), 1
-        room = max(0, MOST_BYTES - start) / (1 + 0.4 * (waiting - 1))  # the first ones may take more than their share
+        room = max(0, MOST_BYTES - start) * share
         while True:
             blocks = [self._put(_differences(each[:, ::stride]).tobytes(), differs=True) for each in codes]
             size = len(self._content) - start

@@ -165,9 +165,10 @@ def thinned(shown: int, observed: int) -> str:
     )
 
 
-def coarse_quantities(names: Sequence[str], stride: int) -> str:
+def coarse_quantities(names: Sequence[str], all_names: int, stride: int) -> str:
     """Return the note on quantities that the page holds at some of the steps only."""
-    return f"To keep the page small, it has fewer steps of {', '.join(names)}: one of {stride}, or fewer."
+    shown = ", ".join(names) if len(names) <= 3 else f"{len(names)} of {all_names} quantities"
+    return f"To keep the page small, it has fewer steps of {shown}: at most one of {stride}."
 
 
 def alarms_left_out(shown: int, alarms: int) -> str:
