@@ -41,7 +41,7 @@ export function HeadsMap({ state, theme, of, values, rows, change, gutter }: Pro
     context.fillRect(gutter, 0, width, height);
     context.imageSmoothingEnabled = COUNT > width * devicePixelRatio;
     context.drawImage(image, gutter, 0, width, height);
-    drawNames(context, rows, row, gutter);
+    drawNames(context, rows, row, gutter, state.rank === "layer");
     drawStarts(context, gutter, width, height);
     const flag = (each: Alarm, size: number) => drawMark(context, each, gutter + across(each.moment, width), (places.get(indexOf(each))! + 0.5) * row, size);
     const size = Math.max(4, Math.min(6, row / 2));
@@ -96,8 +96,8 @@ export function HeadsMap({ state, theme, of, values, rows, change, gutter }: Pro
   );
 }
 
-/** Each head where its row has room for a name, else each layer where its first head is. */
-function drawNames(context: CanvasRenderingContext2D, rows: Place[], row: number, gutter: number): void {
+/** Each head where its row has room for a name, else each layer where its first head is, if they are in that order. */
+function drawNames(context: CanvasRenderingContext2D, rows: Place[], row: number, gutter: number, byLayer: boolean): void {
   context.fillStyle = ink("quiet");
   context.font = `${Math.min(12, Math.max(10, row - 2))}px system-ui, sans-serif`;
   context.textAlign = "right";
@@ -107,8 +107,8 @@ function drawNames(context: CanvasRenderingContext2D, rows: Place[], row: number
     const y = (at + 0.5) * row;
     const begins = at === 0 || rows[at - 1].layer !== layer;
     const whole = row >= 11;
-    const name = whole ? tickName(layer, head) : begins && row * data.layers[layer].heads >= 4 ? data.layers[layer].short : "";
-    if (!name || (!whole && (y < free || (at > 0 && rows[at - 1].layer > layer)))) return;
+    const name = whole ? tickName(layer, head) : byLayer && begins && row * data.layers[layer].heads >= 4 ? data.layers[layer].short : "";
+    if (!name || (!whole && y < free)) return;
     context.fillText(fitted(name, gutter - 6), gutter - 4, Math.max(y, 6));
     free = y + 12;
   });
