@@ -176,6 +176,9 @@ def _read(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StoredHis
     about = read_value(header, "about", dict)
     for name, kinds in _ABOUT.items():
         read_value(about, name, *kinds)
+    for texts in (about["versions"], about["kinds"]):
+        for name in texts:
+            read_value(texts, name, str)
     for name in ("forwards", "ran"):
         read_whole(about, name, 0)
     limits = read_value(header, "limits", dict, NoneType)

@@ -113,11 +113,14 @@ class History:
         self._lock = threading.RLock()
         if stored is None:
             return
-        self._alarms = [Alarm(*alarm) for alarm in stored.alarms]
+        try:
+            self._alarms = [Alarm(*alarm) for alarm in stored.alarms]
+            self.about = About(**stored.about)
+            self.limits = None if stored.limits is None else Limits(**stored.limits)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.path}: is damaged: {error}") from error
         self._starts = list(stored.starts)
-        self.about = About(**stored.about)
         self._next_step = self.about.ran
-        self.limits = None if stored.limits is None else Limits(**stored.limits)
 
     # ------------------------------------------------------------ reading
 
@@ -132,10 +135,7 @@ class History:
         """
         history = History.__new__(History)
         history.path = Path(path)
-        try:
-            history._begin(load_history(history.path))
-        except TypeError as error:  # an option that this version does not know
-            raise ValueError(f"{path}: is damaged: {error}") from error
+        history._begin(load_history(history.path))
         return history
 
     @staticmethod
