@@ -69,7 +69,7 @@ def is_history(path: Path) -> bool:
     """Return whether a file holds a readable history of headscope."""
     try:
         return path.is_file() and read_header(path, HISTORY) is not None  # opening a pipe would wait
-    except ValueError:
+    except (OSError, ValueError):  # OSError: a name of 300 characters
         return False
 
 

@@ -111,7 +111,7 @@ def _write_history(path: str, page: str, force: bool, serve: bool, options: dict
 
     others = {"strips": "--strip"}
     for name, value in {"serve": serve, **options}.items():
-        if name != "title" and value not in (None, False, ()):
+        if name != "title" and value is not None and value is not False and value != ():
             raise Mistake(f"{others.get(name, f'--{name}')}: does not apply to the history of a training")
     try:
         with progress_line("writing the page"):
