@@ -46,7 +46,7 @@ export function History({ state, theme, change }: Props) {
           ))}
           <p class="hint">{texts.hint} {history.bands.length > 0 && texts.bandHint} {texts.stored(of)}</p>
         </section>
-        <section class="history-side" aria-label={`${texts.step(step)}, ${name}`}>
+        <section class="history-side" aria-label={texts.side(step, name)}>
           <h2>{texts.gridTitle(step)}</h2>
           {found && <StepGrid {...{ state, theme, change }} of={found.of} values={found.values} />}
           <h2>{texts.curves(name)}</h2>
@@ -107,7 +107,7 @@ function Happened({ state, change }: Pick<Props, "state" | "change">) {
             <li key={first.what}>
               <button type="button" class="card" title={texts.open} aria-pressed={now} onClick={() => change({ layer, head, moment, quantity })}>
                 <span><i class={`mark ${FLAG[first.what]}`} aria-hidden="true">{texts.marks[first.what]}</i> <b>{texts.does[first.what](headName(layer, head), whole(first.step))}</b></span>
-                <small>{texts.change[first.what](shown(first.reference), shown(first.value), round(first.limit))}{more > 0 && ` · ${texts.more(more, whole(raised[more].step))}`}</small>
+                <small>{texts.change[first.what](shown(first.reference), shown(first.value), round(first.limit))} {more > 0 && texts.more(more, whole(raised[more].step))}</small>
               </button>
             </li>
           );

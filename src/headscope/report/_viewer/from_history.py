@@ -24,9 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headscope._analysis.answers import short_layers
 from headscope.report._viewer import texts
-from headscope.report._viewer.from_recording import list_options
+from headscope.report._viewer.from_recording import list_options, short_layers
 from headscope.report._viewer.model import PackedHistory, Shown
 
 Array = NDArray[Any]
