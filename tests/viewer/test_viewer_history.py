@@ -105,14 +105,14 @@ def value(history: History, layer: int, head: int, quantity: str, step: int) -> 
 def test_the_first_screen_states_which_head_collapsed_and_when(opened: Any, history: History) -> None:
     page = opened(history)
     first, second, *others = texts(page, ".card")
-    assert first.splitlines()[0] == f"▼ b, head 1 collapses at step {COLLAPSE}"
+    assert first.splitlines()[0] == f"▼ Head 1.1 (b) collapses at step {COLLAPSE}"
     alarm = next(each for each in history.alarms if each.what == "entropy collapse")
     before, now = figure(alarm.reference), figure(alarm.value)
     assert first.splitlines()[1].startswith(f"normalized entropy {before} → {now} (alarm below 0.1)")
-    assert second.splitlines()[0] == f"▲ b, head 2: logits grow too large at step {COLLAPSE + 5}"
+    assert second.splitlines()[0] == f"▲ Head 1.2 (b): logits grow too large at step {COLLAPSE + 5}"
     assert "more head" not in second
     assert page.locator(".history-steps output").inner_text() == f"Step {COLLAPSE}", "the page opens there"
-    assert texts(page, ".history-side h2") == [f"All heads at step {COLLAPSE}", "b, head 1: all quantities"]
+    assert texts(page, ".history-side h2") == [f"All heads at step {COLLAPSE}", "Head 1.1 (b): all quantities"]
     assert texts(page, "[role=tab]") == ["Training", f"Alarms ({len(history.alarms)})"], "what does not apply is absent"
     assert others == [], "no head turns to the first token"
 
@@ -128,7 +128,7 @@ def test_the_curves_have_the_values_of_the_step(opened: Any, history: History) -
     label = page.locator(".history-curves svg").nth(1).get_attribute("aria-label")
     curve = history[0, 2, "entropy"]
     low, high = figure(float(curve.min())), figure(float(curve.max()))
-    assert label == f"entropy of a, head 2: {value(history, 0, 2, 'entropy', 5)} at step 5; from {low} to {high}."
+    assert label == f"entropy of Head 0.2 (a): {value(history, 0, 2, 'entropy', 5)} at step 5; from {low} to {high}."
 
 
 def test_keys_and_the_slider_move_through_the_steps(opened: Any, history: History) -> None:
@@ -159,12 +159,12 @@ def test_the_map_is_clicked_and_walked_through(opened: Any, history: History) ->
     left, width = GUTTER, box["width"] - GUTTER
     canvas.click(position={"x": left + width * 3.5 / STEPS, "y": box["height"] * 2.5 / 6})
     assert page.locator(".history-steps output").inner_text() == "Step 3"
-    assert texts(page, ".history-side h2")[1] == "a, head 2: all quantities"
+    assert texts(page, ".history-side h2")[1] == "Head 0.2 (a): all quantities"
     assert texts(page, ".history-map + .readout") == [
-        f"a, head 2, step 3: normalized entropy {value(history, 0, 2, 'normalized_entropy', 3)}"
+        f"Head 0.2 (a), step 3: normalized entropy {value(history, 0, 2, 'normalized_entropy', 3)}"
     ]
     page.keyboard.press("ArrowDown")
-    assert texts(page, ".history-side h2")[1] == "b, head 0: all quantities"
+    assert texts(page, ".history-side h2")[1] == "Head 1.0 (b): all quantities"
     page.keyboard.press("ArrowRight")
     assert page.locator(".history-steps output").inner_text() == "Step 4"
     page.wait_for_url(lambda url: "step=4" in url)
@@ -198,10 +198,10 @@ def test_quantity_order_and_head_are_in_the_address(opened: Any, history: Histor
     for _ in range(6):
         page.keyboard.press("ArrowUp")
     layer, head = divmod(int(changes.argmax()), 3)
-    assert texts(page, ".history-side h2")[1] == f"{'ab'[layer]}, head {head}: all quantities", "the first row"
+    assert texts(page, ".history-side h2")[1] == f"Head {layer}.{head} ({'ab'[layer]}): all quantities", "the first row"
     page.locator(".card").nth(1).click()
     page.wait_for_url(lambda url: "quantity=max_logit_max" in url)
-    assert texts(page, ".history-side h2")[1] == "b, head 2: all quantities"
+    assert texts(page, ".history-side h2")[1] == "Head 1.2 (b): all quantities"
     assert page.locator(".card").nth(1).get_attribute("aria-pressed") == "true"
 
 
@@ -209,14 +209,14 @@ def test_alarms_are_listed_and_stepped_through(opened: Any, history: History) ->
     page = opened(history)
     page.get_by_role("button", name="Next alarm").click()
     assert page.locator(".history-steps output").inner_text() == f"Step {COLLAPSE + 5}"
-    assert texts(page, ".history-side h2")[1] == "b, head 2: all quantities"
+    assert texts(page, ".history-side h2")[1] == "Head 1.2 (b): all quantities"
     assert page.get_by_role("button", name="Next alarm").get_attribute("aria-disabled") == "true"
     page.get_by_role("tab", name="Alarms").click()
     lines = [each.inner_text().split("\t") for each in page.locator("tbody tr").all()]
     assert len(lines) == len(history.alarms) >= 3
     first = history.alarms[0]
     assert lines[0] == [
-        str(COLLAPSE), "b, head 1", "▼ entropy collapse", figure(first.value), "0.1", figure(first.reference),
+        str(COLLAPSE), "Head 1.1 (b)", "▼ entropy collapse", figure(first.value), "0.1", figure(first.reference),
     ]  # fmt: skip
     page.locator("tbody button").first.click()
     page.locator(".history-map canvas[data-drawn]").wait_for()
@@ -242,11 +242,18 @@ def test_the_bands_have_the_quantiles_and_the_limits(opened: Any, history: Histo
 
 
 def test_without_alarms_the_page_says_so(opened: Any, tmp_path: Path) -> None:
-    page = opened(run(tmp_path / "a.safetensors", ["a", "b"], steps=5))
-    assert texts(page, ".card") == ["No alarm in 5 steps."]
+    history = run(tmp_path / "a.safetensors", ["a", "b"], steps=5)
+    page = opened(history)
+    layer, head = divmod(
+        int((history["normalized_entropy"].max(0).values - history["normalized_entropy"].min(0).values).argmax()), 3
+    )
+    changed = f"Most change in normalized entropy: Head {layer}.{head} ({'ab'[layer]})"
+    assert texts(page, ".card") == [f"No alarm in 5 steps.\n{changed}"]
+    assert page.locator(".card").get_attribute("aria-pressed") == "true", "the page opens on it"
     assert page.locator(".history-steps output").inner_text() == "Step 4", "the last one"
     page = opened(run(tmp_path / "b.safetensors", ["a", "b"], alarms=False))
-    assert texts(page, ".card") == ["No alarms were requested: watch(alarms=True) raises them."]
+    (card,) = texts(page, ".card")
+    assert card.splitlines()[0] == "No alarms were requested: watch(alarms=True) raises them."
     assert page.locator(".limit").count() == 0
 
 
@@ -283,9 +290,9 @@ def test_infinite_and_missing_values_are_shown(opened: Any, tmp_path: Path) -> N
     assert column is not None
     column[4, 0], column[5, 0] = float("inf"), float("nan")
     page = opened(history, "quantity=max_logit_max&layer=0&head=0&step=4")
-    assert texts(page, ".history-map + .readout") == ["a, head 0, step 4: largest logit ∞"]
+    assert texts(page, ".history-map + .readout") == ["Head 0.0 (a), step 4: largest logit ∞"]
     page.keyboard.press("ArrowRight")
-    assert texts(page, ".history-map + .readout") == ["a, head 0, step 5: largest logit –"]
+    assert texts(page, ".history-map + .readout") == ["Head 0.0 (a), step 5: largest logit –"]
 
 
 def test_a_large_page_states_its_error_and_keeps_to_it(
@@ -304,12 +311,16 @@ def test_a_large_page_states_its_error_and_keeps_to_it(
     assert shown == pytest.approx(170, rel=0.02)
 
 
-def test_the_search_finds_a_head_and_the_menu_a_palette(opened: Any, history: History) -> None:
+def test_the_search_finds_heads_and_steps_and_the_menu_has_palettes(opened: Any, history: History) -> None:
     page = opened(history)
     page.keyboard.press("/")
     page.keyboard.type("0.2")
     page.get_by_role("option").first.click()
-    assert texts(page, ".history-side h2")[1] == "a, head 2: all quantities"
+    assert texts(page, ".history-side h2")[1] == "Head 0.2 (a): all quantities"
+    page.keyboard.press("Escape")
+    page.get_by_role("combobox", name="Find").fill("step 3")
+    page.get_by_role("option", name="Step 3").click()
+    assert page.locator(".history-steps output").inner_text() == "Step 3"
     open_menu(page)
     page.get_by_label("Colours").select_option("magma")
     page.wait_for_url(lambda url: "colours=magma" in url)

@@ -1,6 +1,7 @@
 // The history of a training: what happened, heads × steps, the bands of all heads, one step, one head.
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { data } from "./data";
 import { Curves, Band, useCurves } from "./history_chart";
 import { type Alarm, ALARMED, alarms, allValues, COUNT, firstAlarms, history, type Quantity, quantityOf, ranked, RANKS, type What } from "./history_data";
 import { across, EDGE, ends, FLAG, headName, round, shown } from "./history_draw";
@@ -44,7 +45,7 @@ export function History({ state, theme, change }: Props) {
           {history.bands.map(({ name, block }) => (
             <Band key={name} {...{ name, state, change }} place={block} gutter={GUTTER} selected={curves?.curves[history.quantities.findIndex((each) => each.name === name)] ?? null} />
           ))}
-          <p class="hint">{texts.hint} {history.bands.length > 0 && texts.bandHint} {texts.stored(of)}</p>
+          <p class="hint">{texts.hint} {history.starts.length > 1 && texts.startsHint} {history.bands.length > 0 && texts.bandHint} {texts.stored(of)}</p>
         </section>
         <section class="history-side" aria-label={texts.side(step, name)}>
           <h2>{texts.gridTitle(step)}</h2>
@@ -93,7 +94,7 @@ function Happened({ state, change }: Pick<Props, "state" | "change">) {
     for (const each of firstAlarms) of.set(each.what, [...(of.get(each.what) ?? []), each]);
     return [...of.values()];
   }, []);
-  if (kinds.length === 0) return <p class="card">{history.alarmed ? texts.quiet(COUNT) : texts.unwatched}</p>;
+  if (kinds.length === 0) return <Quiet {...{ state, change }} />;
   return (
     <div class="cards happened">
       <ul>
@@ -112,6 +113,25 @@ function Happened({ state, change }: Pick<Props, "state" | "change">) {
             </li>
           );
         })}
+      </ul>
+    </div>
+  );
+}
+
+/** Without an alarm: the head that changed most. */
+function Quiet({ state, change }: Pick<Props, "state" | "change">) {
+  const [layer, head] = data.opensOn ?? [0, 0];
+  const quantity = history.quantities[0];
+  const now = state.layer === layer && state.head === head && state.quantity === quantity.name;
+  return (
+    <div class="cards happened">
+      <ul>
+        <li>
+          <button type="button" class="card" title={texts.openHead} aria-pressed={now} onClick={() => change({ layer, head, quantity: quantity.name })}>
+            <b>{history.alarmed ? texts.quiet(COUNT) : texts.unwatched}</b>
+            <small>{texts.changed(headName(layer, head), quantity.heading)}</small>
+          </button>
+        </li>
       </ul>
     </div>
   );

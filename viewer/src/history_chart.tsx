@@ -46,7 +46,7 @@ function Chart({ axis, gutter, height, label, moment, ticks, flags, limit, move,
           {seen && width > 0 && (
             <g class="limit">
               <line x1={0} x2={width} y1={y(limit)} y2={y(limit)} />
-              <text x={width - 3} y={y(limit) + (y(limit) < 16 ? 10 : -5)}>{texts.limit(round(limit))}</text>
+              <text x={4} y={y(limit) + (y(limit) < 16 ? 10 : -5)}>{texts.limit(round(limit))}</text>
             </g>
           )}
           {width > 0 && flags.map((each, n) => (

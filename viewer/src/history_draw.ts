@@ -6,18 +6,24 @@ import { colour } from "./field";
 import { type Alarm, alarms, COUNT, type Curve, indexOf, type Place, placeOn, type Quantity, type What } from "./history_data";
 import { data } from "./data";
 import { figure, history as texts } from "./texts";
-import { nameOf } from "./words";
 
-/** "Head 0.2"; "Head 2" of a single layer; the full name where the layer has no number. */
+const NUMBERED = data.layers.every(({ short }) => /^\d+$/.test(short));
+
+/** A layer on an axis: its number in the model, or else its number among these layers. */
+export function layerTick(layer: number): string {
+  return NUMBERED ? data.layers[layer].short : String(layer);
+}
+
+/** "Head 0.2"; "Head 2" of a single layer; with the name where layers have no numbers. */
 export function headName(layer: number, head: number): string {
   if (data.layers.length === 1) return texts.only(head);
-  const { short } = data.layers[layer];
-  return /^\d+$/.test(short) ? texts.head(texts.short(short, head)) : nameOf(layer, head);
+  const number = texts.short(layerTick(layer), head);
+  return NUMBERED ? texts.head(number) : texts.named(number, data.layers[layer].short);
 }
 
 /** The same, as short as an axis needs it. */
 export function tickName(layer: number, head: number): string {
-  return data.layers.length === 1 ? String(head) : texts.short(data.layers[layer].short, head);
+  return data.layers.length === 1 ? String(head) : texts.short(layerTick(layer), head);
 }
 
 /** Pixels at the right of the map and the charts, for the half of the slider's thumb. */
@@ -197,8 +203,9 @@ export function shown(value: number): string {
   return value === Infinity ? "∞" : value === -Infinity ? "−∞" : figure(value);
 }
 
-/** A round number, such as a limit, without the zeros that three digits add. */
+/** A round number, such as a limit, without the zeros that three digits add; short enough for an axis. */
 export function round(value: number): string {
+  if (Number.isFinite(value) && Math.abs(value) >= 1e5) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
   return figure(value).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
 }
 

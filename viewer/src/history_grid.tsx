@@ -3,8 +3,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { data } from "./data";
 import { COUNT, history, indexOf, type Place, type Quantity } from "./history_data";
-import { alarmsAt, drawMark, headName, ink, picture, shown, sized } from "./history_draw";
-import { fitted } from "./draw";
+import { alarmsAt, drawMark, headName, ink, layerTick, picture, shown, sized } from "./history_draw";
 import { useWidth } from "./screen";
 import type { State } from "./state";
 import { history as texts } from "./texts";
@@ -24,7 +23,7 @@ export function StepGrid({ state, theme, of, values, change }: Props) {
   const box = useRef<HTMLDivElement>(null);
   const canvas = useRef<HTMLCanvasElement>(null);
   const [over, setOver] = useState<Place | null>(null);
-  const left = data.layers.length === 1 ? 4 : Math.min(90, 12 + 7 * Math.max(...data.layers.map(({ short }) => short.length)));
+  const left = data.layers.length === 1 ? 4 : 12 + 7 * Math.max(...data.layers.map((_, at) => layerTick(at).length));
   const width = useWidth(box) - left;
   const cell = Math.max(3, Math.min(34, Math.floor(width / WIDEST), Math.max(10, Math.floor(300 / data.layers.length))));
   const height = TOP + cell * data.layers.length;
@@ -94,7 +93,7 @@ function drawNumbers(context: CanvasRenderingContext2D, left: number, cell: numb
   if (data.layers.length === 1) return;
   context.textAlign = "right";
   const lines = Math.ceil(13 / cell);
-  for (let layer = 0; layer < data.layers.length; layer += lines) context.fillText(fitted(data.layers[layer].short, left - 8), left - 5, TOP + (layer + 0.5) * cell);
+  for (let layer = 0; layer < data.layers.length; layer += lines) context.fillText(layerTick(layer), left - 5, TOP + (layer + 0.5) * cell);
 }
 
 /** Lines between the cells. */

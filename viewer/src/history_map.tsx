@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { data } from "./data";
 import { fitted } from "./draw";
 import { type Alarm, alarms, COUNT, firstAlarms, history, indexOf, type Place, type Quantity } from "./history_data";
-import { across, alarmsOf, drawMark, EDGE, headName, ink, momentAt, picture, shown, sized, tickName } from "./history_draw";
+import { across, alarmsOf, drawMark, EDGE, headName, ink, layerTick, momentAt, picture, shown, sized, tickName } from "./history_draw";
 import { useWidth } from "./screen";
 import type { State } from "./state";
 import { history as texts } from "./texts";
@@ -107,7 +107,7 @@ function drawNames(context: CanvasRenderingContext2D, rows: Place[], row: number
     const y = (at + 0.5) * row;
     const begins = at === 0 || rows[at - 1].layer !== layer;
     const whole = row >= 11;
-    const name = whole ? tickName(layer, head) : byLayer && begins && row * data.layers[layer].heads >= 4 ? data.layers[layer].short : "";
+    const name = whole ? tickName(layer, head) : byLayer && begins && row * data.layers[layer].heads >= 4 ? layerTick(layer) : "";
     if (!name || (!whole && y < free)) return;
     context.fillText(fitted(name, gutter - 6), gutter - 4, Math.max(y, 6));
     free = y + 12;

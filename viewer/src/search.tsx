@@ -5,7 +5,7 @@ import { data, HAS_READING, token } from "./data";
 import { all } from "./grid";
 import { opened, selected } from "./head";
 import type { State } from "./state";
-import { names, search as texts } from "./texts";
+import { history, names, search as texts } from "./texts";
 import { nameOf } from "./words";
 
 const SHOWN = 8;
@@ -33,6 +33,8 @@ function hitsOf(typed: string, state: State): { hits: Hit[]; count: number } {
     const at = Number(text.replaceAll(",", ""));
     if (at < length) hits.push({ text: texts.token(at, around(at)), to: goTo(at, state) });
   }
+  const step = data.history?.steps.indexOf(Number(text.replace(/^step\s*/i, "").replaceAll(",", "") || NaN)) ?? -1;
+  if (step >= 0) hits.push({ text: history.step(data.history!.steps[step]), to: { moment: step } });
   let count = hits.length;
   for (const at of startsOf(text.toLowerCase())) {
     count++;
@@ -103,7 +105,7 @@ export function Search({ state, change }: Props) {
   };
   return (
     <div class="search" role="search" onKeyDown={pressed}>
-      <input ref={input} type="text" aria-label={texts.label} placeholder={data.tokens ? texts.placeholder : texts.onlyHeads} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list"
+      <input ref={input} type="text" aria-label={texts.label} placeholder={data.history ? texts.steps : data.tokens ? texts.placeholder : texts.onlyHeads} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list"
         onInput={(event) => { setTyped(event.currentTarget.value); setAt(0); setOpen(true); }} onFocus={() => setOpen(true)} onBlur={() => setTimeout(() => setOpen(false), 150)} />
       <ul id="found" role="listbox" aria-label={texts.results} hidden={hits.length === 0}>
         {hits.map((hit, n) => (
@@ -111,7 +113,7 @@ export function Search({ state, change }: Props) {
         ))}
         {count > hits.length && <li class="hint" aria-disabled="true">{texts.more(count - hits.length)}</li>}
       </ul>
-      {open && typed.trim() !== "" && count === 0 && <span class="hint none" role="status">{data.tokens ? texts.none : texts.noTokens}</span>}
+      {open && typed.trim() !== "" && count === 0 && <span class="hint none" role="status">{data.tokens || data.history ? texts.none : texts.noTokens}</span>}
     </div>
   );
 }

@@ -71,6 +71,7 @@ export const search = {
   more: (count: number) => `and ${whole(count)} more`,
   none: "Nothing fits.",
   onlyHeads: "Find a head: 3.3",
+  steps: "Find: 3.3, step 120",
   noTokens: "Heads only, such as 3.3: the page does not hold one text, token by token.",
 };
 
@@ -515,6 +516,7 @@ export const history = {
   title: "Every head over the training",
   keys: "Left and right arrow keys move to another step, Home and End to the first and the last one. In the map, up and down choose a head.",
   hint: "Each row is a head, each column a step. Click to select a head and a step.",
+  startsHint: "A thin line marks where a further watch begins.",
   quantity: "Show",
   rows: "Rows",
   ranks: { layer: "by layer", change: "most changed first", alarm: "first alarm first" },
@@ -539,8 +541,11 @@ export const history = {
   more: (heads: number, step: string) => `· ${whole(heads)} more ${plural(heads, "head")} by step ${step}`,
   quiet: (steps: number) => `No alarm in ${counted(steps, "step")}.`,
   unwatched: "No alarms were requested: watch(alarms=True) raises them.",
+  changed: (name: string, quantity: string) => `Most change in ${quantity}: ${name}`,
   open: "Show this head at this step",
+  openHead: "Show this head",
   head: (name: string) => `Head ${name}`,
+  named: (number: string, layer: string) => `Head ${number} (${layer})`,
   only: (head: number) => `Head ${head}`,
   short: (layer: string, head: number) => `${layer}.${head}`,
   mapLabel: (quantity: string, heads: number, steps: number) =>

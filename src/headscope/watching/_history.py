@@ -49,7 +49,6 @@ class History:
 
     Attributes:
         path: the file.
-        about: class and options of the model, kinds of its layers, and the numbers of forward passes.
         limits: the limits of the alarms; None if no alarms were requested.
 
     Examples:
@@ -107,7 +106,7 @@ class History:
         self._alarms: list[Alarm] = []
         self._starts: list[int] = []
         self._next_step = 0  # the number of forward passes of the watches before
-        self.about, self.limits = About(), None
+        self._about, self.limits = About(), None
         self._read_about: Callable[[], About] | None = None  # while a watch is open
         self._seconds, self._due, self._loaded = SECONDS, 0.0, True
         self._lock = threading.RLock()
@@ -115,7 +114,7 @@ class History:
             return
         try:
             self._alarms = [Alarm(*alarm) for alarm in stored.alarms]
-            self.about = About(**stored.about)
+            self._about = About(**stored.about)
             self.limits = None if stored.limits is None else Limits(**stored.limits)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.path}: is damaged: {error}") from error
@@ -142,6 +141,16 @@ class History:
     def is_history(path: str | Path) -> bool:
         """Return whether a file holds a history; False also where there is no file."""
         return is_history(Path(path))
+
+    @property
+    def about(self) -> About:
+        """The origin and options; the numbers of forward passes are those of all watches."""
+        if self._read_about is None:
+            return self._about
+        about, before = self._read_about(), self._about
+        kinds = {**before.kinds, **about.kinds}
+        ran, forwards = self._next_step + about.ran, before.forwards + about.forwards
+        return replace(before, options=about.options, versions=about.versions, kinds=kinds, forwards=forwards, ran=ran)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -312,17 +321,8 @@ class History:
         return self.path
 
     def _stored_about(self) -> dict[str, Any]:
-        about = self._now()
+        about = self.about
         return {name: getattr(about, name) for name in ("model", "options", "versions", "kinds", "forwards", "ran")}
-
-    def _now(self) -> About:
-        """Return the origin and options with those of the open watch, which counts its own forward passes."""
-        if self._read_about is None:
-            return self.about
-        about, before = self._read_about(), self.about
-        kinds = {**before.kinds, **about.kinds}
-        ran, forwards = self._next_step + about.ran, before.forwards + about.forwards
-        return replace(before, options=about.options, versions=about.versions, kinds=kinds, forwards=forwards, ran=ran)
 
     def _open(self, read_about: Callable[[], About], limits: Limits | None) -> None:
         """Begin a watch; ``read_about`` returns the origin and options of its recording.
@@ -338,11 +338,11 @@ class History:
                 )
             if self._read_about is not None:
                 raise WatchError(f"log: the history {self.path} is in use by another watch; give each watch its own")
-            if self._table.observed and self.about.model != model:
+            if self._table.observed and self._about.model != model:
                 raise WatchError(
-                    f"log: the history {self.path} is of the model {self.about.model}, got {model}; write another file"
+                    f"log: the history {self.path} is of the model {self._about.model}, got {model}; write another file"
                 )
-            self.about = replace(self.about, model=model)
+            self._about = replace(self._about, model=model)
             self._read_about = read_about
             self.limits = limits or self.limits
 
@@ -388,8 +388,8 @@ class History:
         with self._lock:
             if self._read_about is None:
                 return
-            self.about = self._now()
-            self._next_step, self._read_about = self.about.ran, None
+            self._about = self.about
+            self._next_step, self._read_about = self._about.ran, None
             if not self._table.observed:
                 return
             if failed:
