@@ -10,6 +10,7 @@ import io
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ SHOTS = {
     "viewer_image": Shot("image", "view=head&layer=2&head=1&row=35&column=35", height=760),
     "viewer_long": Shot("long", "view=head&layer=1&head=7&row=40&column=31&pool=max", height=1500),
     "viewer_narrow": Shot("text", "view=head&layer=3&head=6&row=15&column=14", width=360, height=1100),
+    "viewer_history": Shot("history", "", height=900),
     "viewer_dark": Shot("text", "view=head&layer=4&head=6", height=1100, width=900, scheme="dark"),
 }
 
@@ -64,6 +66,8 @@ def make_page(name: str, folder: Path) -> Path:
         headscope("watch", "text", "--text", TEXT, "--page", str(path))
     elif name == "changes":
         make_changes(path)
+    elif name == "history":
+        train(path)
     else:
         sys.path.insert(0, str(ROOT / "benchmarks"))
         import viewer  # pyright: ignore[reportMissingImports]
@@ -89,6 +93,29 @@ def make_changes(path: Path) -> None:
             example.model(ids)
         recordings.append(recording)
     recordings[0].save_html(path, against=recordings[1], labels=("before.safetensors", "after.safetensors"))
+
+
+def train(path: Path) -> None:
+    """Write the page of a training that diverges: three layers that copy, until the learning rate is raised."""
+    import torch
+
+    from headscope import History, MultiHeadAttention, watch
+
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(MultiHeadAttention(48, 6) for _ in range(3)))
+    optimizer = torch.optim.Adam(layers.parameters(), lr=0.001)
+    history = History(path.with_suffix(".safetensors"))
+    with warnings.catch_warnings(), watch(layers, rows=64, log=history, alarms=True):
+        warnings.simplefilter("ignore")
+        for step in range(160):
+            if step == 110:
+                optimizer.param_groups[0]["lr"] = 0.05
+            x = torch.randn(4, 64, 48)
+            loss = (layers(x) - x.roll(1, 1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    history.save_html(path, title="Three layers")
 
 
 def small(png: bytes) -> bytes:

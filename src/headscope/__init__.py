@@ -14,6 +14,7 @@ _HOME = {
     "Attended": "functional",
     "Findings": "checking",
     "HeadStats": "stats",
+    "History": "watching",
     "MultiHeadAttention": "module",
     "Observe": "stats",
     "Recording": "watching",
@@ -35,6 +36,7 @@ __all__ = [
     "Attended",
     "Findings",
     "HeadStats",
+    "History",
     "MultiHeadAttention",
     "Observe",
     "Recording",
@@ -69,7 +71,7 @@ if TYPE_CHECKING:
     from headscope.module import MultiHeadAttention
     from headscope.stats import HeadStats, Observe, Segments
     from headscope.tracing import Trace, trace
-    from headscope.watching import Recording, watch
+    from headscope.watching import History, Recording, watch
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from headscope import HeadStats, Observe, masks, observe
+from headscope import HeadStats, History, MultiHeadAttention, Observe, masks, observe, watch
 from headscope.report.page import MARKER
 from headscope.watching import About, Recording
 from support.commands import Ran, Run
@@ -321,3 +321,59 @@ def test_the_footer_of_a_page_says_of_what_it_is(run: Run) -> None:
     assert (found["Averages"], found["Options"]) == ("over up to 64 patches per head", "head=0")
     assert footer("watch", "text", "--text", "a" * 99)["Input"].startswith(f"“{'a' * 59}…”; ")
     assert footer("watch", "text", "--file", "given.txt")["Input"].startswith("given.txt; ")
+
+
+# ---------------------------------------------------------------- the history of a training
+
+
+@pytest.fixture
+def trained(run: Run) -> History:
+    """The history of three steps, in the folder that the command runs in."""
+    model, history = MultiHeadAttention(10, 5), History("run.safetensors")
+    with watch(model, log=history):
+        for _ in range(3):
+            model(torch.randn(2, 7, 10))
+    return history
+
+
+def test_the_history_of_a_training_has_its_page(trained: History, run: Run) -> None:
+    ran = run("report", "run.safetensors", "--out", "run.html", "--title", "<b>mine</b>")
+    assert (ran.code, ran.err) == (0, "")
+    assert re.fullmatch(r"Open in a browser: run\.html \(\d\.\d MiB\)\n", ran.out)
+    page = Page(Path("run.html").read_text(encoding="utf-8"))
+    assert [h1.text for h1 in page.all("h1")] == ["<b>mine</b>"]
+    facts = page.data["history"]
+    assert facts["steps"] == [0, 1, 2] == list(trained.steps)
+    assert {each["name"] for each in facts["quantities"]} == set(trained.names)
+    assert page.data["layers"][0]["heads"] == 5
+
+
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--serve",), "--serve"),
+        (("--grid", "3x3"), "--grid"),
+        (("--strip", "0.1"), "--strip"),
+        (("--exact", "none"), "--exact"),
+        (("--special", "0"), "--special"),
+    ],
+)
+def test_options_of_recordings_do_not_apply_to_a_history(options: tuple[str, ...], named: str, run: Run) -> None:
+    said = f"headscope report: {named}: does not apply to the history of a training\n"
+    assert run("report", "run.safetensors", *options) == Ran(2, "", said)
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_damaged_history_is_one_line(run: Run) -> None:
+    content = bytearray(Path("run.safetensors").read_bytes())
+    content[-30] ^= 1
+    Path("run.safetensors").write_bytes(content)
+    ran = run("report", "run.safetensors")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("headscope report: RECORDING: run.safetensors: is damaged: ")
+    assert ran.err.count("\n") == 1
+    Path("run.safetensors").write_bytes(content[: len(content) // 2])
+    assert run("report", "run.safetensors").err == (
+        "headscope report: RECORDING: run.safetensors: is truncated; its end is missing\n"
+    )

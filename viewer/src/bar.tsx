@@ -10,7 +10,7 @@ import { NumberField } from "./number";
 import { Search } from "./search";
 import { CompareWith } from "./offer";
 import { address, SINK, type State, type View, views } from "./state";
-import { averageOver, bar, controls, type FirstColumn, grid, head, tabs, themes } from "./texts";
+import { averageOver, bar, controls, type FirstColumn, grid, head, history, tabs, themes } from "./texts";
 import { statistic } from "./words";
 
 export const THEMES = { "": themes.auto, light: themes.light, dark: themes.dark };
@@ -40,6 +40,7 @@ export function TopBar({ title, lead, drawn, ...rest }: Props & { title: string;
           {lead && <p>{lead}</p>}
           {state.view === "heads" && <p>{grid.click} {grid.keys}</p>}
           {state.view === "heads" && <p>{grid.axes} {HAS_MAPS && (data.image ? grid.pictures : grid.map)}</p>}
+          {state.view === "history" && <p>{history.keys}</p>}
           {state.view === "head" && <p>{head.steps.keys} {HAS_MAPS && grid.map}</p>}
         </Menu>
         <Menu name="view" label={bar.view}><Switches {...rest} /></Menu>
@@ -131,6 +132,12 @@ function Switches({ state, change, theme, pick }: Props) {
           {data.image && state.view !== "compare" && (
             <label>{controls.overlay} <input type="checkbox" checked={state.over} onChange={(event) => change({ over: event.currentTarget.checked })} /></label>
           )}
+        </fieldset>
+      )}
+      {state.view === "history" && (
+        <fieldset>
+          <legend>{bar.maps}</legend>
+          <Select label={controls.colours} value={state.colours} options={PALETTES.map((name) => [name, controls.palettes[name]])} choose={(colours) => change({ colours })} />
         </fieldset>
       )}
       {many && (

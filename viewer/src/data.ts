@@ -2,6 +2,7 @@
 // The layout of a block is that of src/headscope/report/_viewer/packing.py.
 
 import type { ExactHead } from "./exact_worker";
+import type { HistoryFacts } from "./history_data";
 import { names } from "./texts";
 
 export interface MapFacts {
@@ -126,6 +127,7 @@ export interface Data {
   opensOn: [number, number] | null; // the layer and head to open first
   served: ([number, number] | null)[] | null; // of each layer with tiles on the server, the lengths of their run
   exact: ExactHead[]; // the heads whose weights the page computes
+  history: HistoryFacts | null; // of a training, in place of maps and statistics
   title?: string;
   origin?: Origin | null;
   numbers?: number[][]; // lists of whole numbers, as runs: first number, step, length

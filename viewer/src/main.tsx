@@ -10,6 +10,7 @@ import { data } from "./data";
 import { coloursOf } from "./field";
 import { all, chosen, Exports, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
+import { AlarmTable, History } from "./history";
 import { useHost } from "./host";
 import { Found } from "./found";
 import { keyName, queryOf } from "./picture";
@@ -110,6 +111,8 @@ function App() {
         {NOTES.map((note, n) => <p class="note" key={n}>{note}</p>)}
         <Offered />
         <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view === "change" ? "changes" : state.view}`}>
+          {state.view === "history" && <History {...{ state: shown, theme: drawn, change }} />}
+          {state.view === "alarms" && <AlarmTable {...{ change }} />}
           {state.view === "changes" && <ChangesView {...{ state: shown, theme: drawn, change }} />}
           {state.view === "change" && <ChangeView {...{ state: shown, theme: drawn, change }} />}
           {state.view === "heads" && <Cards {...{ state, change, open }} theme={drawn} />}

@@ -6,7 +6,7 @@ import { all } from "./grid";
 import { opened } from "./head";
 import { selected } from "./selection";
 import type { State } from "./state";
-import { names, search as texts } from "./texts";
+import { history, names, search as texts } from "./texts";
 import { binAt, nameOf } from "./words";
 
 const SHOWN = 8;
@@ -26,7 +26,7 @@ function hitsOf(typed: string, state: State): (() => Hit)[] {
   for (const { layer, head } of all()) {
     const name = nameOf(layer, head);
     if (point ? layer === +point[1] && head === +point[2] : name.toLowerCase() === text.toLowerCase()) {
-      hits.push(() => ({ text: name, to: { view: "head", ...opened(state, layer, head) } }));
+      hits.push(() => ({ text: name, to: data.history ? { layer, head } : { view: "head", ...opened(state, layer, head) } }));
     }
   }
   const found = indexed();
@@ -34,6 +34,8 @@ function hitsOf(typed: string, state: State): (() => Hit)[] {
     const at = Number(text.replaceAll(",", ""));
     if (at < found.ends.length) hits.push(() => hitAt(at, state));
   }
+  const step = data.history?.steps.indexOf(Number(text.replace(/^step\s*/i, "").replaceAll(",", "") || NaN)) ?? -1;
+  if (step >= 0) hits.push(() => ({ text: history.step(data.history!.steps[step]), to: { moment: step } }));
   for (const at of startsOf(text.toLowerCase(), found)) hits.push(() => hitAt(at, state));
   return hits;
 }
@@ -140,7 +142,7 @@ export function Search({ state, change }: Props) {
   };
   return (
     <div class="search" role="search" onKeyDown={pressed}>
-      <input ref={input} type="text" aria-label={texts.label} placeholder={hasText ? texts.placeholder : texts.onlyHeads} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list"
+      <input ref={input} type="text" aria-label={texts.label} placeholder={data.history ? texts.steps : hasText ? texts.placeholder : texts.onlyHeads} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list"
         onInput={(event) => { setTyped(event.currentTarget.value); setAt(0); setChosen(null); setOpen(true); }} onFocus={() => setOpen(true)} onBlur={() => setTimeout(() => { setOpen(false); setChosen(null); }, 150)} />
       <ul id="found" role="listbox" aria-label={texts.results} hidden={hits.length === 0}>
         {hits.map((hit, n) => (
@@ -148,7 +150,7 @@ export function Search({ state, change }: Props) {
         ))}
         {every.length > hits.length && <li class="hint" aria-disabled="true">{texts.more(every.length - hits.length)}</li>}
       </ul>
-      {open && typed.trim() !== "" && every.length === 0 && <span class="hint none" role="status">{hasText ? texts.none : texts.noTokens}</span>}
+      {open && typed.trim() !== "" && every.length === 0 && <span class="hint none" role="status">{hasText || data.history ? texts.none : texts.noTokens}</span>}
       {!open && chosen !== null && every.length > 1 && <span class="hint none nth" role="status">{texts.nth(chosen + 1, every.length)} <bdi>{every[chosen]?.().text}</bdi></span>}
     </div>
   );

@@ -2,14 +2,15 @@
 
 import { data, HAS_READING, HAS_SEGMENTS } from "./data";
 import { tiledLengths } from "./exact";
+import { addHistory, FIRST_HISTORY, type HistoryState, parseHistory } from "./history_data";
 import { type Colours, PALETTES, type Pool, type Scale } from "./field";
 import { other } from "./other";
 import { tabs } from "./texts";
 
-export type View = "changes" | "change" | "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
+export type View = "history" | "alarms" | "changes" | "change" | "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
 export type Thumbs = "received" | "patch" | "map";
 
-export interface State {
+export interface State extends HistoryState {
   view: View;
   layer: number;
   head: number;
@@ -71,7 +72,8 @@ function telling(): [number, number] {
 const [LAYER, HEAD] = data.opensOn ?? telling();
 
 export const FIRST: State = {
-  view: other() ? "changes" : "heads",
+  ...FIRST_HISTORY,
+  view: data.history ? "history" : other() ? "changes" : "heads",
   layer: LAYER,
   head: HEAD,
   otherLayer: 0,
@@ -118,7 +120,7 @@ export function views(): [View, string][] {
   return other() ? [["changes", tabs.changes], ...VIEWS] : VIEWS;
 }
 
-const VIEWS: [View, string][] = [
+const VIEWS: [View, string][] = data.history ? [["history", tabs.history], ["alarms", tabs.alarms(data.history.alarms.length)]] : [
   ["heads", tabs.heads],
   ["head", tabs.head],
   ...(HAS_READING ? ([["reading", tabs.reading]] as [View, string][]) : []),
@@ -157,7 +159,8 @@ export function parse(hash: string): State {
   const cell = (params.get("cell") ?? "").split(",").map((text, n) => whole(text, tiledLengths(layer)?.[n] ?? 0));
   const names = ["", ...data.names.map((each) => each.name)];
   return {
-    view: oneOf(params.get("view"), [...views().map(([name]) => name), ...(other() ? (["change"] as const) : [])], other() ? FIRST.view : "heads"),
+    ...parseHistory(params),
+    view: oneOf(params.get("view"), [...views().map(([name]) => name), ...(other() ? (["change"] as const) : [])], other() || data.history ? FIRST.view : "heads"),
     layer,
     head: whole(params.get("head"), data.layers[layer].heads) ?? FIRST.head % data.layers[layer].heads,
     otherLayer,
@@ -211,6 +214,7 @@ export function address(state: State): string {
   }
   for (const name of ["token", "page", "toward", "segmentFrom", "segmentTo", "patchesOf"] as const) add(name, state[name], FIRST[name]);
   if (state.also.length > 0) params.set("also", state.also.map((each) => each.join(".")).join(","));
+  addHistory(params, state);
   if (!state.down) params.set("down", "0");
   if (!state.onlyMoved) params.set("moved", "0");
   if (!state.cards) params.set("cards", "0");

@@ -89,6 +89,7 @@ export const search = {
   nth: (n: number, of: number) => `${whole(n)} of ${whole(of)}, Enter: next.`,
   none: "Nothing fits.",
   onlyHeads: "Find a head: 3.3",
+  steps: "Find: 3.3, step 120",
   noTokens: "Heads only, such as 3.3: the page does not hold one text, token by token.",
 };
 
@@ -117,7 +118,7 @@ export const reading = {
 
 // ---------------------------------------------------------------- the bar on top
 
-export const tabs = { label: "Views", heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step", reading: "Reading", segments: "Segments", changes: "Changes" };
+export const tabs = { label: "Views", history: "Training", alarms: (count: number) => `Alarms (${whole(count)})`, heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step", reading: "Reading", segments: "Segments", changes: "Changes" };
 
 export const bar = {
   view: "View",
@@ -690,4 +691,73 @@ export const dropped = {
   header: "its header",
   pageData: "its data",
   contents: "its content",
+};
+
+// ---------------------------------------------------------------- a training's history
+
+export const history = {
+  title: "Every head over the training",
+  keys: "Left and right arrow keys move to another step, Home and End to the first and the last one. In the map, up and down choose a head.",
+  hint: "Each row is a head, each column a step. Click to select a head and a step.",
+  startsHint: "A thin line marks where a further watch begins.",
+  quantity: "Show",
+  rows: "Rows",
+  ranks: { layer: "by layer", change: "most changed first", alarm: "first alarm first" },
+  step: (step: number) => `Step ${whole(step)}`,
+  side: (step: number, name: string) => `Step ${whole(step)}, ${name}`,
+  slider: "Step",
+  axis: "step",
+  before: "Previous alarm",
+  after: "Next alarm",
+  flags: { "entropy collapse": "entropy collapse", "growing logits": "growing logits", "rising sink": "rising sink" },
+  marks: { "entropy collapse": "▼", "growing logits": "▲", "rising sink": "◆" },
+  does: {
+    "entropy collapse": (name: string, step: string) => `${name} collapses at step ${step}`,
+    "growing logits": (name: string, step: string) => `${name}: logits grow too large at step ${step}`,
+    "rising sink": (name: string, step: string) => `${name} turns to the first token at step ${step}`,
+  },
+  change: {
+    "entropy collapse": (before: string, value: string, limit: string) => `normalized entropy ${before} → ${value} (alarm below ${limit})`,
+    "growing logits": (before: string, value: string, limit: string) => `largest logit ${before} → ${value} (alarm above ${limit})`,
+    "rising sink": (before: string, value: string, limit: string) => `weight on the first token ${before} → ${value} (alarm above ${limit})`,
+  },
+  more: (heads: number, step: string) => `· ${whole(heads)} more ${plural(heads, "head")} by step ${step}`,
+  quiet: (steps: number) => `No alarm in ${counted(steps, "step")}.`,
+  unwatched: "No alarms were requested: watch(alarms=True) raises them.",
+  changed: (name: string, quantity: string) => `Most change in ${quantity}: ${name}`,
+  open: "Show this head at this step",
+  openHead: "Show this head",
+  head: (name: string) => `Head ${name}`,
+  named: (number: string, layer: string) => `Head ${number} (${layer})`,
+  only: (head: number) => `Head ${head}`,
+  short: (layer: string, head: number) => `${layer}.${head}`,
+  mapLabel: (quantity: string, heads: number, steps: number) =>
+    `Map of ${quantity}: ${counted(heads, "head")}, ${counted(steps, "step")}. Up and down arrow keys choose a head, left and right a step.`,
+  gridTitle: (step: number) => `All heads at step ${whole(step)}`,
+  gridLabel: (quantity: string, step: number, low: string, high: string) => `${quantity} of all heads at step ${whole(step)}: ${low} to ${high}. Arrow keys choose a head.`,
+  gridAxes: "Rows are layers, columns are heads.",
+  value: (name: string, step: number, quantity: string, value: string) => `${name}, step ${whole(step)}: ${quantity} ${value}`,
+  alarm: (what: string, value: string, limit: string) => `${what}: ${value} (limit ${limit})`,
+  bands: (quantity: string) => `${quantity}, all heads`,
+  bandLabel: (quantity: string, step: number, parts: string[]) =>
+    `${quantity} over all heads. At step ${whole(step)}: minimum ${parts[0]}, 10 % ${parts[1]}, median ${parts[2]}, 90 % ${parts[3]}, maximum ${parts[4]}.`,
+  bandHint: "Shaded: all heads, darker 10–90 %. Line: median. Red: the selected head. Dashed: the limit of the alarm.",
+  limit: (value: string) => `alarm ${value}`,
+  curves: (name: string) => `${name}: all quantities`,
+  curveLabel: (quantity: string, name: string, step: number, value: string, low: string, high: string) =>
+    `${quantity} of ${name}: ${value} at step ${whole(step)}; from ${low} to ${high}.`,
+  stored: (of: { scale: "linear" | "asinh"; pivot: number; low: number; high: number; bits: number; stride: number }) => {
+    const every = of.stride > 1 ? ` at every ${of.stride}th of these steps` : "";
+    if (of.bits === 32) return "";
+    const error = (of.high - of.low) / 252 / 2;
+    const size = of.scale === "linear" ? `± ${figure(error, 2)}` : `± ${percent(error)} (± ${figure(error * of.pivot, 2)} near 0)`;
+    return `Stored in 8 bits${every}: ${size}.`;
+  },
+  logScale: "Logarithmic scale.",
+  table: {
+    title: (count: number) => counted(count, "alarm"),
+    hint: "Each alarm is raised once, and again only after the value has gone back within its limit. Click a head to see it.",
+    columns: { step: "step", head: "head", what: "alarm", value: "value", limit: "limit", before: "before" },
+    more: (count: number) => `and ${whole(count)} more, in the history file`,
+  },
 };

@@ -9,7 +9,8 @@ from typing import Any
 from headscope._support.progress import progress_line
 from headscope.report._figures import SheetFigures
 from headscope.report._page_file import write
-from headscope.report._viewer import from_recording, from_sheet
+from headscope.report._viewer import from_history, from_recording, from_sheet
+from headscope.report._viewer.from_history import TrainingHistory
 from headscope.report._viewer.html import framed, render_shown
 from headscope.report._viewer.model import Against, Layer, Picture, Shown
 from headscope.report.observed_model import ObservedModel, TracedSteps
@@ -19,15 +20,18 @@ __all__ = [
     "Layer",
     "Picture",
     "Shown",
+    "TrainingHistory",
     "framed",
+    "render_history",
     "render_recording",
     "render_sheet",
     "render_shown",
+    "save_history",
     "save_recording",
     "shown_recording",
 ]
 
-for _class in (Against, Layer, Picture, Shown):
+for _class in (Against, Layer, Picture, Shown, TrainingHistory):
     _class.__module__ = __name__  # their public path
 
 PROGRESS_DELAY = 1.0  # seconds until a terminal shows that a page is being written
@@ -148,3 +152,48 @@ def render_sheet(sheet: SheetFigures) -> str:
         ('<!-- headscope report -->', True)
     """
     return render_shown(from_sheet.shown(sheet))
+
+
+def render_history(history: TrainingHistory, *, title: str = "") -> str:
+    """Return the page of a training's history as one self-contained HTML document, which loads nothing.
+
+    Args:
+        history: a ``headscope.History``, or another object with the same attributes.
+        title: one line; by default the name of the model.
+
+    Raises:
+        ValueError: the history has no step yet.
+
+    Examples:
+        >>> import torch
+        >>> from headscope import History, MultiHeadAttention, watch
+        >>> from headscope.report.viewer import render_history
+        >>> model, history = MultiHeadAttention(8, 2), History("run.safetensors")
+        >>> with watch(model, log=history):
+        ...     _ = model(torch.randn(1, 4, 8)), model(torch.randn(1, 4, 8))
+        >>> html = render_history(history, title="A new model")
+        >>> html.splitlines()[1], "A new model" in html
+        ('<!-- headscope report -->', True)
+    """
+    return render_shown(from_history.shown(history, title))
+
+
+def save_history(history: TrainingHistory, path: str | Path, *, title: str = "", force: bool = False) -> Path:
+    """Write the page of a training's history atomically; arguments as for ``render_history``.
+
+    Raises:
+        SaveError: the path is a directory, holds a file that headscope did not write, or cannot be written.
+        ValueError: the history has no step yet.
+
+    Examples:
+        >>> import torch
+        >>> from headscope import History, MultiHeadAttention, watch
+        >>> from headscope.report.viewer import save_history
+        >>> model, history = MultiHeadAttention(8, 2), History("run.safetensors")
+        >>> with watch(model, log=history):
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> save_history(history, "run.html").name
+        'run.html'
+    """
+    with progress_line("writing the page", delay=PROGRESS_DELAY):
+        return write(render_history(history, title=title), path, force=force)

@@ -15,6 +15,12 @@ from headscope.stats._differentiable import DIFFERENTIABLE, DifferentiableStats
 from headscope.stats._head_means import HeadMeans, broken_rows, head_means
 from headscope.stats._head_stats import HeadStats
 from headscope.stats._head_weights import HeadWeights
+from headscope.stats._history_file import StoredAlarm as StoredAlarm
+from headscope.stats._history_file import StoredHistory as StoredHistory
+from headscope.stats._history_file import check_history_target as check_history_target
+from headscope.stats._history_file import is_history as is_history
+from headscope.stats._history_file import load_history as load_history
+from headscope.stats._history_file import save_history as save_history
 from headscope.stats._layer import Edge, Edges, HeadMap, Kept
 from headscope.stats._merge import merge
 from headscope.stats._nulls import Null

@@ -14,6 +14,7 @@ from headscope.stats._tensor_reader import LONGEST_HEADER, ChangedFileError, NoT
 
 STATISTICS = "headscope.stats"
 RECORDING = "headscope.recording"
+HISTORY = "headscope.history"
 ORIGIN = "headscope.origin"
 CHECKSUMS = "headscope.checksums"
 _MOST_SHOWN = 300  # characters of a damaged value: a name may be as long as the file
@@ -52,14 +53,14 @@ def parse_entry(file: TensorFile, key: str) -> dict[str, Any] | None:
         return {**json.loads(file.metadata[key])}
 
 
-def is_cut_short(path: Path) -> bool:
-    """Return whether a file has the header of statistics, or its start, and ends before its tensors do."""
+def is_cut_short(path: Path, key: str = STATISTICS) -> bool:
+    """Return whether a file has a header with this entry, or its start, and ends before its tensors do."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             head = file.read(min(length, size)) if length <= LONGEST_HEADER else b""
-        if f'"{STATISTICS}"'.encode() not in head:
+        if f'"{key}"'.encode() not in head:
             return False
         if len(head) < length:
             return True

@@ -29,6 +29,7 @@ from headscope.stats._checks import (
 from headscope.stats._checksums import read_checksums, store_checksums
 from headscope.stats._head_weights import HeadWeights, check_weights, store_weights
 from headscope.stats._header import (
+    HISTORY,
     ORIGIN,
     RECORDING,
     STATISTICS,
@@ -149,8 +150,10 @@ def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
     except NoTensorsError:
         file = header = None
     if file is None or header is None:
-        if is_cut_short(path):
+        if is_cut_short(path) or is_cut_short(path, HISTORY):
             raise ValueError(f"{path}: is truncated; its end is missing")
+        if file is not None and HISTORY in file.metadata:
+            raise ValueError(f"{path}: holds the history of a training; load it with headscope.History.load")
         raise ValueError(f"{path}: is not a file of headscope statistics")
     check_format(path, header, VERSION)
     read_checksums(file, header)

@@ -3,6 +3,7 @@
 from headscope._intercept import WatchError, WatchWarning
 from headscope.stats._origin import Origin, Part
 from headscope.watching._about import About
+from headscope.watching._history import History
 from headscope.watching._monitor import Alarm, AttentionWarning, Limits
 from headscope.watching._recording import Recording
 from headscope.watching._register import register_transformers
@@ -13,6 +14,7 @@ __all__ = [
     "About",
     "Alarm",
     "AttentionWarning",
+    "History",
     "Limits",
     "Origin",
     "Part",

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -145,6 +145,26 @@ class _Step:
     arrived: Any
 
 
+class Collector(Protocol):
+    """What receives the values of each step as a tensor, before its alarms are raised: a ``History``."""
+
+    def _open(self, read_about: Callable[[], Any], limits: Limits | None) -> None:
+        """Begin a watch; ``read_about`` returns the origin and options of its recording."""
+        ...
+
+    def _close(self, *, failed: bool) -> None:
+        """End the watch."""
+        ...
+
+    def _add_step(self, step: int, names: Sequence[tuple[str, str, int]], values: Tensor) -> None:
+        """Add a step: layer, quantity and number of heads of each column, and the values of all columns."""
+        ...
+
+    def _add_alarms(self, alarms: Sequence[Alarm]) -> None:
+        """Add the alarms of the last step."""
+        ...
+
+
 class Monitor:
     """A monitor that passes the values of each step to writers, and checks the limits of alarms.
 
@@ -152,8 +172,9 @@ class Monitor:
         alarms: those that were raised so far.
     """
 
-    def __init__(self, writers: Iterable[Write], limits: Limits | None) -> None:
+    def __init__(self, writers: Iterable[Write], limits: Limits | None, collectors: Iterable[Collector] = ()) -> None:
         self.writers = tuple(writers)
+        self.collectors = tuple(collectors)
         self.limits = limits
         self.alarms: list[Alarm] = []
         self._waiting: deque[_Step] = deque()
@@ -161,6 +182,27 @@ class Monitor:
         self._writing = False
         self._references: dict[tuple[str, int, str], float] = {}
         self._raised: set[tuple[str, int, str]] = set()
+
+    def open(self, read_about: Callable[[], Any]) -> None:
+        """Begin a watch; ``read_about`` returns the origin and options of its recording."""
+        for at, collector in enumerate(self.collectors):
+            try:
+                collector._open(read_about, self.limits)
+            except BaseException:
+                for opened in self.collectors[:at]:
+                    opened._close(failed=True)
+                raise
+
+    def close(self, *, failed: bool) -> None:
+        """Wait for the remaining values, pass them on, and end the watch; ``failed``: by an exception."""
+        try:
+            self.finish()
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            for collector in self.collectors:
+                collector._close(failed=failed)
 
     def step(self, number: int, parts: Mapping[str, LayerStats]) -> None:
         """Start to fetch the values of a step, and pass on those that have arrived; do nothing while a writer runs.
@@ -187,6 +229,24 @@ class Monitor:
             self._hand_on(step)
 
     def _hand_on(self, step: _Step) -> None:
+        columns = [(layer, quantity, heads) for (layer, _, quantity), heads in zip(step.names, step.heads, strict=True)]
+        for collector in self.collectors:
+            collector._add_step(step.number, columns, step.values.detach())
+        before = len(self.alarms)
+        try:
+            flat = self._flat(step) if self.writers or self.limits is not None else {}
+        finally:  # also where a filter turns the warning of an alarm into an error
+            for collector in self.collectors:
+                collector._add_alarms(self.alarms[before:])
+        self._writing = True
+        try:
+            for write in self.writers:
+                write(flat, step.number)
+        finally:
+            self._writing = False
+
+    def _flat(self, step: _Step) -> dict[str, float]:
+        """Return the values under flat names, and raise alarms."""
         flat: dict[str, float] = {}
         numbers = iter(step.values.tolist())
         for (layer, at, quantity), heads in zip(step.names, step.heads, strict=True):
@@ -197,12 +257,7 @@ class Monitor:
                 flat[f"attn/L{at:02d}/H{head:02d}/{quantity}"] = value
                 if self.limits is not None:
                     self._look(self.limits, step.number, (layer, head, quantity), value)
-        self._writing = True
-        try:
-            for write in self.writers:
-                write(flat, step.number)
-        finally:
-            self._writing = False
+        return flat
 
     def _look(self, limits: Limits, step: int, at: tuple[str, int, str], value: float) -> None:
         """Raise an alarm if a limit is passed; the next one of that head only after the value has returned."""

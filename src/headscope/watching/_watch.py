@@ -42,6 +42,7 @@ from headscope._support.user_line import user_stacklevel
 from headscope.stats import HeadStats, Observe
 from headscope.watching._about import about_of
 from headscope.watching._chosen_heads import RECORDING_GIB, ChosenHeads, check_chosen_heads
+from headscope.watching._history import History
 from headscope.watching._known_modules import Described, KnownModules, repeated_options
 from headscope.watching._monitor import Limits, Monitor, writer
 from headscope.watching._options import Options, check, texts_of
@@ -99,9 +100,9 @@ def watch(
         unseen: "error": raise if a module called attention ran and could not be observed; warn if an observed one may
             also attend by a softmax of its own. "ignore": neither.
         log: the tracker for the values of each observed forward pass, under flat names (``attn/L03/H05/entropy``): a
-            TensorBoard ``SummaryWriter``, a Weights & Biases run, a function of the values and the step, or several. A
-            layer's number does not change: the layers of a step are numbered in the order of the model, and layers
-            first observed in a later step get the next numbers.
+            TensorBoard ``SummaryWriter``, a Weights & Biases run, a ``History``, a function of the values and the step,
+            or several. A layer's number does not change: the layers of a step are numbered in the order of the model,
+            and layers first observed in a later step get the next numbers.
         alarms: warn of entropy collapse, growing logits and a rising sink; ``Limits`` defines when.
         verify: compute this many rows of each recorded call again in float64, from 0, and compare statistics and
             output; ``recording.about.verified`` has the errors. An error that rounding does not explain is a warning.
@@ -140,7 +141,9 @@ def watch(
     verify = whole("verify", verify, 0)
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
     limits = Limits() if alarms is True else alarms or None
-    monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
+    histories = [target for target in targets if isinstance(target, History)]
+    writers = [writer(target) for target in targets if not isinstance(target, History)]
+    monitor = Monitor(writers, limits, histories) if targets or limits else None
     what, layers = check_chosen_heads(what, weights, weights_gib, layers)
     limit = RECORDING_GIB if weights_gib is None else what.weights_gib
     options = Options(
@@ -209,6 +212,8 @@ class Watch:
         if refusal := transformers_refusal(self.modules):
             raise WatchError(refusal)
         self._entered = True
+        if self.monitor is not None:
+            self.monitor.open(lambda: self.recording.about)
         open_watch(self, self.modules)
         return self.recording
 
@@ -218,7 +223,7 @@ class Watch:
         self._leave_running_passes()
         close_watch(self, self.modules)
         if self.monitor is not None:
-            self.monitor.finish()
+            self.monitor.close(failed=error is not None)
         if error is None:
             self.layout.check(last=True)
             self._check()

@@ -58,11 +58,14 @@ LARGEST = 4096  # pixels along a side; larger images are scaled down
 def report(
     recording: str, other: str | None, out: str | None, serve: bool, port: int | None, force: bool, **options: Any
 ) -> None:
-    """Write the page of a RECORDING that ``watch --out`` or ``Recording.save`` wrote.
+    """Write the page of a RECORDING that ``watch --out`` or ``Recording.save`` wrote, or of a training's history.
 
     The page is one self-contained HTML file: maps of all heads, one head or two enlarged, statistics as CSV. With a
     second recording of the model, OTHER, it opens on the heads that moved: two checkpoints, or two prompts. --serve
     writes nothing and computes every zoomed tile exactly, if the recording contains q and k (watch --keep-qk).
+
+    RECORDING may be the file of ``headscope.History``. Its page shows every head over the steps of the training, with
+    the alarms; --out, --title and --force apply.
     """
     _check_options(recording, other, out, serve, port)
     page = PAGE if out is None else out
@@ -72,6 +75,11 @@ def report(
         check_page(page, force, "--out")
     with progress_line("loading torch"):
         import_module("torch")
+    from headscope.watching import History
+
+    if History.is_history(recording):
+        _write_history(recording, page, force, {"other": other, "serve": serve, **options})
+        return
     loaded = _load("RECORDING", recording)
     arguments = _page_arguments(**options)
     if other is not None:
@@ -90,10 +98,35 @@ def report(
         message = str(error).removeprefix("recording: ")
         raise Mistake(name_options(message, ARGUMENTS, default="RECORDING")) from error
     path = write_page(page, html, force, "--out")
+    _show_path(path)
     if exact := _without_strips(loaded, arguments.get("strips", ())):
         why = "the map already holds every weight of the layer, so the page has no strip for it"
         say(f"headscope report: --strip: {', '.join(exact)}: {why}")
+
+
+def _show_path(path: str) -> None:
     click.echo(f"Open in a browser: {visible(path)} ({Path(path).stat().st_size / 2**20:.1f} MiB)")
+
+
+def _write_history(path: str, page: str, force: bool, options: dict[str, Any]) -> None:
+    """Write the page of a training's history.
+
+    Raises:
+        Mistake: an option of recordings was passed, or the file is damaged or empty.
+    """
+    from headscope.report.viewer import render_history
+    from headscope.watching import History
+
+    others = {"strips": "--strip", "other": "OTHER"}
+    for name, value in options.items():
+        if name != "title" and value is not None and value is not False and value != ():
+            raise Mistake(f"{others.get(name, f'--{name}')}: does not apply to the history of a training")
+    try:
+        with progress_line("writing the page"):
+            html = render_history(History.load(path), title=options["title"])
+    except (OSError, ValueError) as error:
+        raise Mistake(f"RECORDING: {describe_unreadable(path, error)}") from error
+    _show_path(write_page(page, html, force, "--out"))
 
 
 def _load(argument: str, path: str) -> Recording:

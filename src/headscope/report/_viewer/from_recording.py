@@ -335,7 +335,7 @@ def _footer(recording: ObservedModel, common: str) -> dict[str, str]:
     rows = [int(n) for part in stats.parts.values() for n in part.rows.tolist()]
     input_options = about.options.get("input")
     source = f"{input_options['source']}; " if isinstance(input_options, dict) and "source" in input_options else ""
-    options = _options(about.options)
+    options = list_options(about.options)
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
     return {
         texts.MODEL: about.model or texts.NO_NAME,
@@ -382,7 +382,7 @@ def _verified(layers: Mapping[str, Errors]) -> str:
     return texts.verified(sum(each.rows for each in layers.values()), len(layers), errors, unfit)
 
 
-def _options(options: Mapping[str, Any]) -> str:
+def list_options(options: Mapping[str, Any]) -> str:
     """Return the options that differ from their defaults; of a tensor, that it was one."""
     usual: dict[str, Any] = {each.name: each.default for each in fields(Observe)} | {
         "every": 1,

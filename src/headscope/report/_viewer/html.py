@@ -131,7 +131,15 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
         "title": _line(shown.title or texts.DEFAULT_TITLE, 160),
         "origin": shown.origin,
         "numbers": shown.numbers,
+        "history": None,
     }
+    if shown.history is not None:
+        layers = [_history_layer(layer) for layer in shown.history.layers]
+        empty = {"statistics": [{} for _ in layers], "patterns": [[] for _ in layers]}
+        history = shown.history.description
+        quantities = [{**_named(each["name"]), **each} for each in history["quantities"]]
+        data |= {"layers": layers, **empty, "history": {**history, "quantities": quantities}}
+        return data, shown.history.content
     return data, packed.content
 
 
@@ -146,6 +154,14 @@ def _other_data(against: Against) -> tuple[str, str]:
         raise ValueError(f"against: {str(error).removeprefix('recording: ')}") from error
     other = {name: data[name] for name in OTHER} | {"distances": against.distances}
     return embedded(other | {"labels": [_line(label, 160) for label in against.labels]}), blocks
+
+
+def _history_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layer of a training's history, without all that a recording's layer has."""
+    nothing: dict[str, Any] = dict.fromkeys(("lengths", "map", "strips", "segments"))
+    nothing |= dict.fromkeys(("runs", "lookedAt", "of", "received", "receivedOf", "entropy", "entropyOf", "edges"), 0)
+    nothing |= {name: [] for name in ("rows", "broken", "blocks", "top")}
+    return {**nothing, **layer, "name": _line(layer["name"], LONGEST), "short": _line(layer["short"], 60)}
 
 
 def _named(name: str) -> dict[str, str]:

@@ -13,6 +13,22 @@ from headscope.report._viewer.packing import Source
 from headscope.report.highlights import Highlight
 from headscope.report.tables import Section
 
+
+@dataclass(frozen=True, eq=False)
+class PackedHistory:
+    """The history of a training as the page's script reads it.
+
+    Attributes:
+        layers: name, short name and number of heads of each layer, with empty values for all that a history lacks.
+        description: what the script reads together with the blocks.
+        content: the blocks, base64; see ``from_history.py``.
+    """
+
+    layers: Sequence[Mapping[str, Any]]
+    description: Mapping[str, Any]
+    content: str
+
+
 Columns = Mapping[str, Sequence[float | int | None]]
 """``mean``, ``std``, ``min``, ``max`` and ``count`` of a quantity, each one value per head."""
 
@@ -121,6 +137,7 @@ class Shown:
         origin: the origin of the recording, ready for JSON; None if it is not known.
         numbers: lists of whole numbers that the facts of layers refer to, see ``progressions``.
         against: the recording that it is compared with.
+        history: a training's history, in place of ``layers``.
 
     Examples:
         >>> import torch
@@ -151,3 +168,4 @@ class Shown:
     origin: Mapping[str, Any] | None = None
     numbers: Sequence[Sequence[int]] = ()
     against: Against | None = None
+    history: PackedHistory | None = None

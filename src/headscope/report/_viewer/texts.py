@@ -144,3 +144,54 @@ def exact_left_out(fitting: int, chosen: int, requested: bool) -> str:
 def exact_coarse(heads: int) -> str:
     """Return the note about heads whose logits are too large to be stored."""
     return f"Exact at every zoom: without {counted(heads, 'head')}, whose logits are too large to be stored precisely."
+
+
+# ---------------------------------------------------------------- a training's history
+
+STEPS_OBSERVED, ALARMS = "Steps", "Alarms"
+LARGEST_LOGIT, LARGEST_LOGIT_MEANING = "largest logit", "The largest logit of all rows of the step."
+
+
+def lead_of_history(steps: int, layers: int, heads: int) -> str:
+    """Return the sentences below the title of a history's page."""
+    sizes = f"{counted(steps, 'step')}, {counted(layers, 'layer')}, {counted(heads, 'head')}"
+    return f"{sizes}. Each row of the map is a head, each column a step of the training. {_NUMBERING}"
+
+
+def thinned(shown: int, observed: int) -> str:
+    """Return the note on a history that stores some of its steps only."""
+    return (
+        f"The history stores {shown:,} of {counted(observed, 'observed step')}, evenly spaced. Alarms are those of all "
+        "steps."
+    )
+
+
+def coarse_quantities(names: Sequence[str], all_names: int, stride: int) -> str:
+    """Return the note on quantities that the page holds at some of the steps only."""
+    shown = ", ".join(names) if len(names) <= 3 else f"{len(names)} of {all_names} quantities"
+    return f"To keep the page small, it has fewer steps of {shown}: at most one of {stride}."
+
+
+def alarms_left_out(shown: int, alarms: int) -> str:
+    """Return the note on alarms for which the page has no room."""
+    return f"The page shows the first {shown:,} of {alarms:,} alarms. The history has all of them."
+
+
+def steps_of(steps: Sequence[int], observed: int, ran: int, watches: int) -> str:
+    """Return which steps a history has."""
+    first_to_last = f"{steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"{steps[0]:,}"
+    several = f", in {watches:,} watches" if watches > 1 else ""
+    return f"{first_to_last}; {observed:,} of {counted(ran, 'forward pass', 'forward passes')} observed{several}"
+
+
+def alarm_limits(entropy: float | None, max_logit: float | None, sink: float | None) -> str:
+    """Return the limits of the alarms."""
+    limits = [
+        *([f"normalized entropy below {entropy:g}"] if entropy is not None else []),
+        *([f"largest logit above {max_logit:g}"] if max_logit is not None else []),
+        *([f"weight on the first token above {sink:g}"] if sink is not None else []),
+    ]
+    return ", ".join(limits) or "none"
+
+
+NO_ALARMS = "not requested; watch(alarms=True) does"
