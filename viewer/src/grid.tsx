@@ -11,7 +11,7 @@ import { drawPatches, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { figure, files, grid, NO_VALUE } from "./texts";
+import { figure, files, grid, NO_VALUE, patternNames, regionNames } from "./texts";
 import { isClear, layerName, nameOf, parts, statistic } from "./words";
 
 export interface Place {
@@ -51,10 +51,10 @@ export function chosen(state: State): Place[] {
 
 export function bestPattern({ layer, head }: Place): string {
   const look = data.image?.looks[layer]?.[head];
-  if (look) return isClear(look) ? grid.region(look[0], look[1]) : NO_VALUE;
+  if (look) return isClear(look) ? grid.region(regionNames[look[0]] ?? look[0], look[1]) : NO_VALUE;
   const best = data.patterns[layer]?.[head]?.[0];
   if (!best) return "";
-  return best[1] < NAMED ? NO_VALUE : grid.match(best[0], best[1]);
+  return best[1] < NAMED ? NO_VALUE : grid.match(patternNames[best[0]] ?? best[0], best[1]);
 }
 
 const NAMED = 0.3; // the score from which a head has a name

@@ -3,9 +3,12 @@
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { data, type Head, hasPatches, hasTexts, hasTokens, head as decoded, known, type Layer, queryAt, range, token } from "./data";
 import { type Colours, colour, type Field, field, place, type Scale } from "./field";
+import { UNIT } from "./describe";
+import { Term } from "./glossary";
 import { Bar } from "./legend";
 import { Cell, Exact, MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
+import { useRoving } from "./roving";
 import { useRoom } from "./screen";
 import type { State } from "./state";
 import { SegmentTable } from "./segments";
@@ -111,14 +114,11 @@ function single({ map, lengths }: Layer): boolean {
 
 const WEAK = 0.3; // below this score no pattern fits
 
-/** What patterns count: tokens, or patches where all keys are. */
-const UNIT = data.image?.special === 0 ? "patch" : "token";
-
 /** The region of the image that the head looks at most, in a sentence. */
 function Region({ look }: { look: [string, number] | null | undefined }) {
   const { mostRegion, noRegion } = texts.image;
   if (!isClear(look)) return <p class="likeness">{noRegion}</p>;
-  return <p class="likeness" title={data.image!.regionWords[look[0]].meaning}>{fill(mostRegion(look[1]), { region: <b>{look[0]}</b> })}</p>;
+  return <p class="likeness" title={data.image!.regionWords[look[0]].meaning}>{fill(mostRegion(look[1]), { region: <b>{texts.regionNames[look[0]] ?? look[0]}</b> })}</p>;
 }
 
 /** The pattern that the head matches best, in a sentence. */
@@ -131,7 +131,7 @@ function Likeness({ layer, head }: { layer: number; head: number }) {
   const { kind, does } = texts.patterns[name]?.(UNIT) ?? { kind: name, does: data.patternWords[name] };
   return (
     <p class="likeness" title={texts.head.likenessHelp}>
-      {fill(texts.head.likeness, { kind: <b>{kind}</b>, match: percent(score), rows: counted(rows, UNIT), does })}
+      {fill(texts.head.likeness, { kind: <b><Term name={name}>{kind}</Term></b>, match: percent(score), rows: counted(rows, UNIT), does })}
     </p>
   );
 }
@@ -306,10 +306,12 @@ function Strips({ layer, field: of, state, change, over, setOver }: Pointed) {
   const hoverRow = over === null ? null : binAt(layer, "query", over - queryAt(layer, 0));
   const row = hoverRow !== null && over! >= queryAt(layer, 0) ? hoverRow : state.row ?? layer.map!.rows - 1;
   const column = over === null ? state.column ?? layer.map!.columns - 1 : binAt(layer, "key", over);
+  const [keyStrip, queryStrip] = [useRef<HTMLDivElement>(null), useRef<HTMLDivElement>(null)];
+  const [keyRoving, queryRoving] = [useRoving(keyStrip, "button"), useRoving(queryStrip, "button")];
   const strip = (which: "key" | "query") => {
     const middle = which === "key" ? x : y;
     return (
-      <div class="strip" onMouseLeave={() => setOver(null)}>
+      <div class="strip" onMouseLeave={() => setOver(null)} ref={which === "key" ? keyStrip : queryStrip} {...(which === "key" ? keyRoving : queryRoving)}>
         {Array.from({ length: stop(middle) - start(middle) }, (_, n) => start(middle) + n).map((at) => (
           <Chip key={at} {...{ at, layer, field: of, scale: state.scale, colours: state.colours }}
             row={which === "key" ? row : binAt(layer, "query", at - queryAt(layer, 0))}
@@ -420,7 +422,7 @@ export function Figures({ layer, head }: { layer: number; head: number }) {
         <p>
           {fill(texts.head.patternMatch, { list: patterns.map(([name, score, rows, exact], n) => (
             <span key={name} title={data.patternWords[name]}>
-              {n > 0 && ", "}<b>{name}</b> {exact ? "" : texts.head.about}{percent(score)} <small>({counted(rows, UNIT)})</small>
+              {n > 0 && ", "}<b><Term name={name}>{texts.patternNames[name] ?? name}</Term></b> {exact ? "" : texts.head.about}{percent(score)} <small>({counted(rows, UNIT)})</small>
             </span>
           )) })} <small>{texts.head.patternScale}</small>
         </p>
@@ -431,7 +433,7 @@ export function Figures({ layer, head }: { layer: number; head: number }) {
           <tbody>
             {names.map(({ name, heading, meaning }) => (
               <tr key={name} data-name={name}>
-                <th scope="row" title={meaning}>{heading}</th>
+                <th scope="row" title={meaning}><Term name={name}>{heading}</Term></th>
                 {columns.map((what) => <td key={what}>{figure(statistics[name][what][head])}</td>)}
                 <td>{whole(statistics[name].count[head] ?? 0)}</td>
               </tr>

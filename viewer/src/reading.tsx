@@ -4,6 +4,7 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { data, type Head, head as decoded, type Layer, NONE, queryAt, readable, token } from "./data";
 import { all } from "./grid";
 import { selected } from "./head";
+import { useRoving } from "./roving";
 import { useWidth } from "./screen";
 import type { State } from "./state";
 import { fill, figure, names, percent, reading as texts, whole } from "./texts";
@@ -187,7 +188,7 @@ function Text({ start, stop, at, kept, pairs, theme, setOver, keep }: TextProps)
     })));
   }, [drawn, width, start, theme]);
   return (
-    <div class="reading-text" ref={frame} onMouseLeave={() => setOver(null)}>
+    <div class="reading-text" ref={frame} onMouseLeave={() => setOver(null)} {...useRoving(frame, "button", ".chosen")}>
       <svg aria-hidden="true" width="100%" height="100%">
         {lines.map(({ d, p, n }, index) => <path key={index} d={d} style={{ stroke: `var(${COLOURS[n]})`, strokeWidth: `${0.8 + 3.5 * p}px`, opacity: 0.25 + 0.75 * Math.min(1, p) }} />)}
       </svg>

@@ -1,8 +1,10 @@
 // How much weight flows between the named segments of the input: for one head as a table, for all heads as a picture.
 
+import { useRef } from "preact/hooks";
 import { data, type Layer } from "./data";
 import { all, type Place } from "./grid";
 import { colour } from "./field";
+import { useRoving } from "./roving";
 import type { State } from "./state";
 import { NO_VALUE, percent, segments as texts, whole } from "./texts";
 import { layerName, nameOf } from "./words";
@@ -73,6 +75,8 @@ export function SegmentView({ state, change, open }: Props) {
   const places = all().filter(({ layer }) => sameNames(data.layers[layer], names));
   const value = ({ layer, head }: Place) => share(data.layers[layer], head, from, to);
   const best = places.map((place) => ({ place, value: value(place) })).filter((each) => each.value !== null).sort((a, b) => b.value! - a.value!).slice(0, LISTED);
+  const table = useRef<HTMLTableElement>(null);
+  const roving = useRoving(table, "button");
   const picker = (label: string, at: number, choose: (at: number) => void) => (
     <label>{label}{" "}
       <select value={at} onChange={(event) => choose(Number(event.currentTarget.value))}>
@@ -90,7 +94,7 @@ export function SegmentView({ state, change, open }: Props) {
       <p class="hint">{texts.viewHint}</p>
       <div class="segment-columns">
         <div class="scroll" tabIndex={0} role="region" aria-label={texts.allHeads}>
-          <table class="segment-heads">
+          <table class="segment-heads" ref={table} {...roving}>
             <thead>
               <tr>
                 <th scope="col">{texts.layerAndHead}</th>

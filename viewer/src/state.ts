@@ -3,6 +3,7 @@
 import { data, HAS_READING, HAS_SEGMENTS } from "./data";
 import { tiledLengths } from "./exact";
 import { type Colours, PALETTES, type Pool, type Scale } from "./field";
+import { type Language, LANGUAGES } from "./languages";
 import { tabs } from "./texts";
 
 export type View = "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
@@ -10,6 +11,7 @@ export type Thumbs = "received" | "patch" | "map";
 
 export interface State {
   view: View;
+  lang: Language | ""; // that the address names
   layer: number;
   head: number;
   otherLayer: number;
@@ -64,6 +66,7 @@ const [LAYER, HEAD] = data.opensOn ?? telling();
 
 export const FIRST: State = {
   view: "heads",
+  lang: "",
   layer: LAYER,
   head: HEAD,
   otherLayer: 0,
@@ -144,6 +147,7 @@ export function parse(hash: string): State {
   const names = ["", ...data.names.map((each) => each.name)];
   return {
     view: oneOf(params.get("view"), VIEWS.map(([name]) => name), FIRST.view),
+    lang: oneOf(params.get("lang"), ["", ...(Object.keys(LANGUAGES) as Language[])], ""),
     layer,
     head: whole(params.get("head"), data.layers[layer].heads) ?? FIRST.head % data.layers[layer].heads,
     otherLayer,
@@ -184,6 +188,7 @@ export function address(state: State): string {
     if (String(value) !== String(first) && value !== null) params.set(name, String(value));
   };
   add("view", state.view, FIRST.view);
+  add("lang", state.lang, FIRST.lang);
   add("layer", state.layer, FIRST.layer);
   add("head", state.head, FIRST.head % data.layers[state.layer].heads);
   if (state.view === "compare") {

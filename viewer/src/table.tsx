@@ -1,10 +1,13 @@
 // Every head with its means, sortable by any column, and as CSV.
 
+import { useRef } from "preact/hooks";
 import { data } from "./data";
+import { Term } from "./glossary";
 import { chosen, type Place } from "./grid";
 import { save } from "./map";
+import { useRoving } from "./roving";
 import type { State } from "./state";
-import { figure, files, head as headTexts, NO_VALUE, table } from "./texts";
+import { figure, files, head as headTexts, NO_VALUE, patternNames, table } from "./texts";
 import { nameOf, statistic } from "./words";
 
 interface Props {
@@ -40,8 +43,15 @@ export function Meanings({ names }: { names: { heading: string; meaning: string 
   );
 }
 
+function patternOf({ layer, head }: Place): string {
+  const best = data.patterns[layer]?.[head]?.[0];
+  return best ? (patternNames[best[0]] ?? best[0]) : NO_VALUE;
+}
+
 export function Table({ state, change, open }: Props) {
   const places = chosen(state);
+  const frame = useRef<HTMLTableElement>(null);
+  const roving = useRoving(frame, "tbody button");
   const columns = [{ name: "score", heading: table.score, meaning: table.scoreMeaning }, ...data.names];
   const sort = (name: string) => change(state.sort === name ? { down: !state.down } : { sort: name, down: true });
   const arrow = (name: string) => (state.sort === name ? (state.down ? " ↓" : " ↑") : "");
@@ -53,8 +63,8 @@ export function Table({ state, change, open }: Props) {
         <button type="button" onClick={() => save("headscope-figures.csv", new Blob([csv(places)], { type: "text/csv" }))}>{files.csv}</button>
       </p>
       <Meanings names={columns} />
-      <div class="scroll" tabIndex={0} role="region" aria-labelledby="table-title">
-        <table class="every">
+      <div class="scroll" tabIndex={0} role="group" aria-labelledby="table-title">
+        <table class="every" ref={frame} {...roving}>
           <thead>
             <tr>
               <th scope="col" aria-sort={state.sort ? "none" : "ascending"}>
@@ -72,7 +82,7 @@ export function Table({ state, change, open }: Props) {
             {places.map((place) => (
               <tr key={`${place.layer}.${place.head}`}>
                 <th scope="row"><button type="button" onClick={() => open(place)}>{nameOf(place.layer, place.head)}</button></th>
-                <td class="text">{data.patterns[place.layer]?.[place.head]?.[0]?.[0] ?? NO_VALUE}</td>
+                <td class="text"><Term name={data.patterns[place.layer]?.[place.head]?.[0]?.[0] ?? ""}>{patternOf(place)}</Term></td>
                 {columns.map(({ name }) => <td key={name}>{figure(statistic(place.layer, place.head, name))}</td>)}
               </tr>
             ))}
