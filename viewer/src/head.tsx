@@ -307,7 +307,7 @@ function Strips({ layer, field: of, state, change, over, setOver }: Pointed) {
   const row = hoverRow !== null && over! >= queryAt(layer, 0) ? hoverRow : state.row ?? layer.map!.rows - 1;
   const column = over === null ? state.column ?? layer.map!.columns - 1 : binAt(layer, "key", over);
   const [keyStrip, queryStrip] = [useRef<HTMLDivElement>(null), useRef<HTMLDivElement>(null)];
-  const [keyRoving, queryRoving] = [useRoving(keyStrip, "button"), useRoving(queryStrip, "button")];
+  const [keyRoving, queryRoving] = [useRoving(keyStrip, "button", { lines: false }), useRoving(queryStrip, "button", { lines: false })];
   const strip = (which: "key" | "query") => {
     const middle = which === "key" ? x : y;
     return (

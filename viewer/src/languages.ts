@@ -89,7 +89,10 @@ function footer(): Map<Element, string> {
 
 // ---------------------------------------------------------------- what Python wrote
 
-type Template = { is: RegExp; names: string[]; into: string };
+const NUMBER = "([\\d.,–]+(?:e[+-]?\\d+)?%?)";
+const PART = "((?:(?!; | · |[.!?] ).)+)";
+
+type Template = { is: RegExp; all: RegExp; names: string[]; into: string };
 const dictionaries = new Map<Language, { exact: Map<string, string>; templates: Template[] }>();
 
 function dictionary() {
@@ -99,7 +102,10 @@ function dictionary() {
     for (const [english, de, zh] of PHRASES) {
       const into = spoken === "de" ? de : zh;
       if (!english.includes("{")) known.exact.set(english, into);
-      else known.templates.push({ is: new RegExp(`^${english.replace(/[.*+?^$()|[\]\\]/g, "\\$&").replace(/\{\w+\}/g, "(.+?)")}$`, "s"), names: [...english.matchAll(/\{(\w+)\}/g)].map((each) => each[1]), into });
+      else {
+        const form = (part: string) => new RegExp(`^${english.replace(/[.*+?^$()|[\]\\]/g, "\\$&").replace(/\{[nabp]\}/g, NUMBER).replace(/\{\w+\}/g, part)}$`, "s");
+        known.templates.push({ is: form(PART), all: form("(.+)"), names: [...english.matchAll(/\{(\w+)\}/g)].map((each) => each[1]), into });
+      }
     }
     dictionaries.set(spoken, known);
   }
@@ -115,11 +121,11 @@ export function say(text: string, whole = false): string {
 
 function one(text: string, whole: boolean): string | null {
   const { exact, templates } = dictionary();
-  const found = exact.get(text);
+  const found = exact.get(text) ?? (/^[a-z]+(_\w+)+$/.test(text) ? exact.get(text.replaceAll("_", " ")) : undefined);
   if (found !== undefined) return found;
   if (/^[−~≈-]?[\d,]+(\.\d+)?(e[+-]?\d+)?%?$/.test(text)) return number(text);
-  for (const { is, names, into } of templates) {
-    const match = is.exec(text);
+  for (const { is, all, names, into } of templates) {
+    const match = (whole ? all : is).exec(text);
     if (!match) continue;
     const parts = Object.fromEntries(names.map((name, n) => [name, whole ? match[n + 1] : say(match[n + 1])]));
     return into.replace(/\{(\w+)\}/g, (_, name: string) => parts[name] ?? "");
@@ -127,7 +133,7 @@ function one(text: string, whole: boolean): string | null {
   return null;
 }
 
-const ENDS = [/(?<=[.!?]) (?=[A-Z~“0-9])/, / · /, /; /, /: /, /, /];
+const ENDS = [/(?<=[.!?]) (?=[\w~“])/, / · /, /; /, /: /, /, /];
 
 /** Sentence by sentence, then by the parts of a sentence. */
 function pieces(text: string, level = 0): string {

@@ -188,7 +188,7 @@ function Text({ start, stop, at, kept, pairs, theme, setOver, keep }: TextProps)
     })));
   }, [drawn, width, start, theme]);
   return (
-    <div class="reading-text" ref={frame} onMouseLeave={() => setOver(null)} {...useRoving(frame, "button", ".chosen")}>
+    <div class="reading-text" ref={frame} onMouseLeave={() => setOver(null)} {...useRoving(frame, "button", { first: ".chosen" })}>
       <svg aria-hidden="true" width="100%" height="100%">
         {lines.map(({ d, p, n }, index) => <path key={index} d={d} style={{ stroke: `var(${COLOURS[n]})`, strokeWidth: `${0.8 + 3.5 * p}px`, opacity: 0.25 + 0.75 * Math.min(1, p) }} />)}
       </svg>

@@ -3,8 +3,9 @@
 import type { RefObject } from "preact";
 import { useLayoutEffect } from "preact/hooks";
 
-/** The handlers for the element around the buttons; `first` selects the one that Tab leads to until another has had the focus. */
-export function useRoving(frame: RefObject<HTMLElement | null>, selector: string, first = "") {
+/** The handlers for the element around the buttons; `first` selects the one that Tab leads to until another has had the focus; without
+ * `lines`, arrows up and down do something else. */
+export function useRoving(frame: RefObject<HTMLElement | null>, selector: string, { first = "", lines = true } = {}) {
   const items = () => [...(frame.current?.querySelectorAll<HTMLElement>(selector) ?? [])];
   useLayoutEffect(() => { // after every render: buttons come and go
     const all = items();
@@ -21,7 +22,7 @@ export function useRoving(frame: RefObject<HTMLElement | null>, selector: string
     const all = items();
     const at = all.indexOf(event.target as HTMLElement);
     if (at < 0) return;
-    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: all.length - 1, ArrowUp: above(all, at, -1), ArrowDown: above(all, at, 1) }[event.key];
+    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: all.length - 1, ...(lines ? { ArrowUp: above(all, at, -1), ArrowDown: above(all, at, 1) } : {}) }[event.key];
     if (to === undefined) return;
     event.preventDefault();
     event.stopPropagation();
