@@ -13,7 +13,7 @@ const nouns: Record<Counted, [string, string]> = { head: ["Head", "Heads"], toke
 const patch = (unit: string) => unit === "patch";
 const plural = (unit: string) => (patch(unit) ? "Patches" : "Tokens");
 const previous = (unit: string) => (patch(unit) ? "den vorigen Patch" : "das vorige Token");
-const each = (unit: string) => (patch(unit) ? "jeder Patch" : "jedes Token");
+const each = (unit: string) => (patch(unit) ? "Jeder Patch" : "Jedes Token");
 const first = (unit: string) => (patch(unit) ? "den ersten Patch" : "das erste Token");
 
 const signed = (value: number) => `${value < 0 ? "−" : "+"}${four(Math.abs(value))}`;
@@ -73,7 +73,7 @@ export const german: Translation = {
     goTo: (at) => `Zu Token ${whole(at)}`,
     at: (at) => whole(at),
   },
-  tabs: { label: "Ansichten", heads: "Alle Heads", head: "Ein Head", compare: "Vergleich", table: "Statistik", found: "Ergebnisse", trace: "Schritt für Schritt", reading: "Text", segments: "Segmente" },
+  tabs: { label: "Ansichten", heads: "Alle Heads", head: "Ein Head", compare: "Vergleich", table: "Statistik", found: "Ergebnisse", trace: "Schritte", reading: "Text", segments: "Segmente" },
   bar: { view: "Ansicht", language: "Sprache (Language)", help: "Hilfe", maps: "Karten", heads: "Heads", page: "Seite", copyLink: "Link kopieren", copied: "Kopiert" },
   themes: { label: "Farbschema", auto: "automatisch", light: "hell", dark: "dunkel" },
   controls: {
@@ -99,7 +99,7 @@ export const german: Translation = {
     smallest: "kleinste zuerst",
     pattern: "Bestes Muster",
     anyPattern: "beliebig",
-    score: "Übereinstimmung",
+    score: "Score",
     filter: "Filter",
     anyStatistic: "keine Größe",
     atLeast: "mindestens oder höchstens",
@@ -185,8 +185,8 @@ export const german: Translation = {
     self: (unit) => ({ kind: patch(unit) ? "einem Gleicher-Patch-Head" : "einem Current-Token-Head", does: `${each(unit)} achtet auf sich selbst.` }),
     "fixed key": (unit) => ({ kind: "einem Head mit festem Key", does: `${each(unit)} achtet auf ${patch(unit) ? "denselben, der nicht der erste" : "dasselbe, das nicht das erste"} ist.` }),
     first: (unit) => ({ kind: patch(unit) ? "einem Erster-Patch-Head" : "einem First-Token-Head", does: `${each(unit)} achtet auf ${first(unit)}.` }),
-    duplicate: () => ({ kind: "einem Duplicate-Token-Head", does: "er achtet auf andere Vorkommen des aktuellen Tokens." }),
-    induction: () => ({ kind: "einem Induction-Head", does: "er achtet auf das Token, das auf ein anderes Vorkommen des aktuellen Tokens folgte." }),
+    duplicate: () => ({ kind: "einem Duplicate-Token-Head", does: "Er achtet auf andere Vorkommen des aktuellen Tokens." }),
+    induction: () => ({ kind: "einem Induction-Head", does: "Er achtet auf das Token, das auf ein anderes Vorkommen des aktuellen Tokens folgte." }),
     local: (unit) => ({ kind: "einem lokalen Head", does: `${each(unit)} achtet gleichmäßig auf die höchstens 3 Stellen entfernten.` }),
     uniform: (unit) => ({ kind: "einem gleichmäßigen Head", does: `${each(unit)} achtet gleichmäßig auf alle, auf die ${patch(unit) ? "er" : "es"} achten kann.` }),
   },
@@ -314,11 +314,11 @@ export const german: Translation = {
     next: "Weiter",
     back: "Zurück",
     done: "Fertig",
-    leave: "Rundgang beenden",
+    leave: "Beenden",
     steps: {
       cards: "Was zuerst ansehen: die auffälligen Heads, jeder in einem Satz. Ein Klick öffnet den Head und wählt ein Beispiel aus.",
       grid: "Alle Heads: eine kleine Karte für jeden. Zeilen sind Schichten, Spalten sind Heads. Dunkle Zellen sind starke Aufmerksamkeit, auf einer dunklen Seite helle.",
-      map: "Ein Head: Jede Zeile ist ein Token, das schaut, jede Spalte ein Token, auf das es schaut. Der Zeiger auf einer Zelle zeigt ihr Gewicht, ein Klick wählt sie aus.",
+      map: "Ein Head: Jede Zeile ist ein Token, das auf andere achtet, jede Spalte eines, das beachtet wird. Der Zeiger auf einer Zelle zeigt ihr Gewicht, ein Klick wählt sie aus.",
       beside: "Hier steht, worauf das gewählte Token achtet, warum, und die Statistik des Heads.",
       reading: "Text: Linien führen von jedem Token zu denen, auf die es achtet.",
       find: "Ein Token, eine Position oder einen Head suchen. Die Taste / führt hierher, ? öffnet die Hilfe mit Tasten und Glossar.",
@@ -423,8 +423,8 @@ export const german: Translation = {
     scale: "Jedes Bild hat seine eigene Farbskala, von 0 bis zu seinem größten Patch.",
     outline: "Die Linie ist der Umriss des Objekts.",
     regions: "Worauf er achtet",
-    mostRegion: (ratio) => `Achtet am meisten auf {region}: ${fixed(ratio, 1)}-mal so viel wie eine gleichmäßige Verteilung.`,
-    noRegion: "Achtet auf keine Region viel mehr, als eine gleichmäßige Verteilung es tut.",
+    mostRegion: (ratio) => `Am meisten beachtete Region: {region}, ${fixed(ratio, 1)}-mal so viel wie bei gleichmäßiger Verteilung.`,
+    noRegion: "Beachtet keine Region viel stärker als bei gleichmäßiger Verteilung.",
     ratio: (ratio) => `× ${fixed(ratio, 2)}`,
     even: "Der Strich markiert × 1, eine gleichmäßige Verteilung. Regionen überlappen sich.",
   },
@@ -461,7 +461,7 @@ export const german: Translation = {
     hint: "Jeder Wert ist ein Mittel über die Queries, für die es die Größe gibt. Entropien sind in nats. Ein Klick auf eine Überschrift sortiert.",
     head: "Head",
     pattern: "Muster",
-    score: "Übereinstimmung",
+    score: "Score",
     scoreMeaning: "Wie genau die Karte ihrem besten Muster folgt: 1 = genau, 0 = nicht näher als der Zufall.",
   },
   trace: {

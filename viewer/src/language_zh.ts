@@ -129,7 +129,7 @@ export const chinese: Translation = {
     head: "头",
     axes: "此视图的行是层，列是头。将指针移到编号上可突出其所在的行或列。",
     layerTip: (name) => `${name} 的所有头`,
-    headTip: (head) => `每一层的头 ${head}`,
+    headTip: (head) => `每一层的 ${head} 号头`,
     matching: (shown, all) => `${whole(all)} 个头中有 ${whole(shown)} 个符合筛选条件。`,
     keys: "方向键在头之间移动，回车键打开一个头。带框的是“单个头”视图中显示的头。",
     map: "热图的每一行是一个查询，每一列是一个键；颜色刻度区分小权重和大权重。",
@@ -144,7 +144,7 @@ export const chinese: Translation = {
   files: { png: "PNG", svg: "SVG", csv: "CSV", of: (kind, what) => `${what}的 ${kind}`, allHeads: "所有头", map: (head) => `${head}的热图`, strip: "附近词元" },
   names: {
     layer: (short) => (/^\d+$/.test(short) ? `第 ${short} 层` : short),
-    head: (layer, head) => `${layer}头 ${head}`,
+    head: (layer, head) => `${layer} ${head} 号头`,
     title: (name) => name,
     cls: "CLS",
     register: (at) => `寄存器 ${at}`,

@@ -116,7 +116,11 @@ function dictionary() {
  * parts are the reader's own. */
 export function say(text: string, whole = false): string {
   if (spoken === "en" || !text) return text;
-  return one(text, whole) ?? (whole ? text : pieces(text));
+  if (whole) return one(text, whole) ?? text;
+  const quotes: string[] = []; // what the reader wrote stays as it is
+  const masked = text.replace(/“[^”]*”/g, (each) => `\ue000${quotes.push(each) - 1}\ue001`);
+  const found = one(masked, false) ?? pieces(masked);
+  return quotes.length === 0 ? found : found.replace(/\ue000(\d+)\ue001/g, (_, n: string) => (spoken === "de" ? quotes[+n].replace("“", "„").replace(/”$/, "“") : quotes[+n]));
 }
 
 function one(text: string, whole: boolean): string | null {
@@ -141,7 +145,8 @@ function pieces(text: string, level = 0): string {
   const parts = text.split(ENDS[level]);
   if (parts.length === 1) return pieces(text, level + 1);
   const between = [spoken === "zh" ? "" : " ", " · ", spoken === "zh" ? "；" : "; ", spoken === "zh" ? "：" : ": ", spoken === "zh" ? "，" : ", "][level];
-  return parts.map((part) => one(part, false) ?? pieces(part, level + 1)).join(between);
+  const done = parts.map((part) => one(part, false) ?? pieces(part, level + 1));
+  return done.reduce((text, part) => text + (between || (/[。：，；）]$/.test(text) ? "" : " ")) + part);
 }
 
 /** A number as Python writes it, with commas and a point. */
