@@ -115,7 +115,7 @@ function dictionary() {
 /** A text that Python wrote, in the language of the page; what has no translation stays. `whole`: as one text, such as a title, of which the
  * parts are the reader's own. */
 export function say(text: string, whole = false): string {
-  if (spoken === "en" || !text) return text;
+  if (spoken === "en" || !text || /^\w+=/.test(text)) return text; // an option is the same in every language
   if (whole) return one(text, whole) ?? text;
   const quotes: string[] = []; // what the reader wrote stays as it is
   const masked = text.replace(/“[^”]*”/g, (each) => `\ue000${quotes.push(each) - 1}\ue001`);
@@ -170,7 +170,7 @@ function translateData(): void {
     Object.assign(table, { title: say(title), says: say(says), columns: columns.map((each) => one(each, false) ?? each), cells: cells.map((line) => line.map(cell)), caption: say(caption) });
   });
   if (data.trace) {
-    data.trace.title = say(english.trace!.title);
+    data.trace.title = say(english.trace!.title, true);
     data.trace.stages.forEach((stage, n) => {
       const from = english!.trace!.stages[n];
       stage.name = from.name.replace(/^(\d+\. )?(.*)$/, (_, number: string | undefined, name: string) => (number ?? "") + say(name));
