@@ -16,8 +16,8 @@ if not (ROOT / "csrc").exists() or not DOCS.exists():
     pytest.skip("not in a checkout", allow_module_level=True)
 
 PAGES = [ROOT / "CONTRIBUTING.md", *sorted((DOCS / "development").rglob("*.md"))]
-FOLDERS = ("src", "csrc", "tests", "scripts", "benchmarks", "docs", ".github")
-SOURCES = {".py", ".h", ".cpp", ".js", ".jsx", ".toml", ".json", ".yml", ""}
+FOLDERS = ("src", "csrc", "tests", "scripts", "benchmarks", "docs", ".github", "viewer/src")
+SOURCES = {".py", ".h", ".cpp", ".js", ".jsx", ".ts", ".tsx", ".toml", ".json", ".yml", ""}
 CREATED = {"yours.py"}
 """Files that a step of a page creates."""
 

@@ -252,7 +252,7 @@ def test_a_phone_has_four_thumbnails_a_row_with_names(look: Any, heads: Any) -> 
 
 
 SMALL = """() => [...document.querySelectorAll("button, select, summary, input")]
-  .filter((e) => e.checkVisibility() && !e.closest("[hidden]"))
+  .filter((e) => e.checkVisibility() && !e.closest("[hidden]") && !e.matches("p .term")) // a word of a sentence
   .map((e) => [e.closest("label") ?? e, e])
   .filter(([area]) => area.getBoundingClientRect().height < 40)
   .map(([, e]) => e.outerHTML.slice(0, 120))"""

@@ -210,8 +210,8 @@ def test_a_token_in_focus_is_still_pointed_at_in_another_head(look: Any, short: 
     page.locator(".strip").first.locator("button").nth(5).focus()
     pointed = titles.all_inner_texts()
     assert pointed != pinned
-    page.keyboard.press("ArrowRight")
-    heading(page, "Layer 0, head 1")
+    page.keyboard.press("ArrowDown")
+    heading(page, "Layer 1, head 0")
     assert titles.all_inner_texts()[0] == pointed[0]
     page.locator(".map canvas").focus()
     assert titles.all_inner_texts() == pinned

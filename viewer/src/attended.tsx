@@ -7,7 +7,7 @@ import { single, useHead } from "./head";
 import { drawAttended, keyName, queryOf, rowOf, theImage } from "./picture";
 import type { State } from "./state";
 import { CanvasSurface } from "./surface";
-import { fill, image as texts, percent } from "./texts";
+import { described, fill, image as texts, percent } from "./texts";
 
 const SIDE = 168; // pixels of the longer side
 
@@ -29,12 +29,13 @@ export function Attended({ state, place, theme, change }: Props) {
   const most = weights ? strongest(weights) : null;
   const pin = (at: number) => change({ row: at, column: at });
   const heading = `${layer.short}.${place.head}`;
+  const strongestKey = most === null || !weights ? texts.noWeight : fill(texts.firstMost, { key: keyName(most), share: percent(weights[most]) }).join("");
   return (
     <div class="attended">
-      <Picture {...{ query, theme, pin }} weights={null} label={texts.label(texts.titles.image, name)}
+      <Picture {...{ query, theme, pin }} weights={null} label={texts.label(texts.titles.image, name, described.image(...data.image!.grid))}
         caption={fill(texts.first, { name: <b>{name}</b> })} />
       {weights && (
-        <Picture {...{ query, weights, theme, pin }} label={texts.label(texts.firstTitle(name, heading), name)}
+        <Picture {...{ query, weights, theme, pin }} label={texts.label(texts.firstTitle(name, heading), name, strongestKey)}
           caption={fill(texts.firstHead, { head: <b>{heading}</b>, name: <b>{name}</b>, most: most === null ? texts.noWeight : fill(texts.firstMost, { key: <b>{keyName(most)}</b>, share: percent(weights[most]) }) })} />
       )}
     </div>

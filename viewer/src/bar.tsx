@@ -3,18 +3,21 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { data } from "./data";
+import { FIRST_COLUMN } from "./describe";
 import { PALETTES } from "./field";
+import { openGlossary } from "./glossary";
 import { all } from "./grid";
 import { InView } from "./head";
+import { type Language, LANGUAGES, languageOf, remember } from "./languages";
 import { NumberField } from "./number";
 import { Search } from "./search";
 import { CompareWith } from "./offer";
-import { address, SINK, type State, type View, views } from "./state";
-import { averageOver, bar, controls, type FirstColumn, grid, head, history, tabs, themes } from "./texts";
+import { address, SINK, type State, type Tab, type View, views } from "./state";
+import { bar, controls, grid, head, help, history, patternNames, tabs, themes } from "./texts";
+import { startTour } from "./tour";
 import { statistic } from "./words";
 
-export const THEMES = { "": themes.auto, light: themes.light, dark: themes.dark };
-export type Theme = keyof typeof THEMES;
+export type Theme = "" | "light" | "dark";
 
 export const HAS_MAPS = data.layers.some((layer) => layer.map);
 
@@ -37,11 +40,18 @@ export function TopBar({ title, lead, drawn, ...rest }: Props & { title: string;
         <CompareWith change={change} />
         <Search {...{ state, change }} />
         <Menu name="help" label={bar.help} mark="?">
+          <p class="guides">
+            <button type="button" class="close-menu" onClick={startTour}>{help.takeTour}</button>{" "}
+            <button type="button" class="close-menu" aria-haspopup="dialog" onClick={() => openGlossary()}>{help.glossary}</button>
+          </p>
+          <h2>{help.page}</h2>
           {lead && <p>{lead}</p>}
           {state.view === "heads" && <p>{grid.click} {grid.keys}</p>}
           {state.view === "heads" && <p>{grid.axes} {HAS_MAPS && (data.image ? grid.pictures : grid.map)}</p>}
           {state.view === "history" && <p>{history.keys}</p>}
           {state.view === "head" && <p>{head.steps.keys} {HAS_MAPS && grid.map}</p>}
+          <h2>{help.keysTitle}</h2>
+          <dl class="keys">{help.keys.map(([key, does]) => <div key={does}><dt><kbd>{key}</kbd></dt><dd>{does}</dd></div>)}</dl>
         </Menu>
         <Menu name="view" label={bar.view}><Switches {...rest} /></Menu>
       </div>
@@ -54,6 +64,7 @@ function Menu({ name, label, mark, children }: { name: string; label: string; ma
   const [open, setOpen] = useState(false);
   const element = useRef<HTMLDivElement>(null);
   const button = useRef<HTMLButtonElement>(null);
+  const panel = useRef<HTMLDivElement>(null);
   useLayoutEffect(() => { // at once: a click before the next frame closes it, too
     if (!open) return;
     const elsewhere = (event: Event) => element.current!.contains(event.target as Node) || setOpen(false);
@@ -61,6 +72,19 @@ function Menu({ name, label, mark, children }: { name: string; label: string; ma
     for (const each of events) addEventListener(each, elsewhere);
     return () => events.forEach((each) => removeEventListener(each, elsewhere));
   }, [open]);
+  useLayoutEffect(() => {
+    if (!mark) return;
+    const typed = (event: KeyboardEvent) => { // the mark is a key, too
+      if (event.key !== mark || event.ctrlKey || event.altKey || event.metaKey || /^(INPUT|SELECT|TEXTAREA)$/.test((event.target as HTMLElement).tagName)) return;
+      event.preventDefault();
+      setOpen(true);
+      panel.current!.hidden = false; // now: what is hidden cannot get the focus
+      panel.current!.querySelector("button")?.focus();
+    };
+    addEventListener("keydown", typed);
+    return () => removeEventListener("keydown", typed);
+  }, [mark]);
+  const clicked = (event: MouseEvent) => (event.target as Element).closest(".close-menu") && setOpen(false); // it opens something else
   const pressed = (event: KeyboardEvent) => {
     if (event.key !== "Escape" || !open) return;
     event.stopPropagation();
@@ -72,7 +96,7 @@ function Menu({ name, label, mark, children }: { name: string; label: string; ma
       <button type="button" ref={button} aria-label={mark ? label : undefined} title={mark ? label : undefined} aria-expanded={open} aria-controls={`menu-${name}`} onClick={() => setOpen(!open)}>
         {mark ?? <>{label} <span aria-hidden="true">▾</span></>}
       </button>
-      <div id={`menu-${name}`} class="panel" hidden={!open}>{children}</div>
+      <div id={`menu-${name}`} class="panel" ref={panel} hidden={!open} onClick={clicked}>{children}</div>
     </div>
   );
 }
@@ -85,19 +109,19 @@ function Tabs({ view, show }: { view: View; show: (view: View) => void }) {
   }, [view]);
   const VIEWS = views();
   const pressed = (event: KeyboardEvent) => {
-    const at = VIEWS.findIndex(([name]) => name === view);
+    const at = VIEWS.indexOf(view as Tab);
     const next = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: -1 }[event.key];
     if (next === undefined) return;
     event.preventDefault();
-    const [to] = VIEWS[(next + VIEWS.length) % VIEWS.length];
+    const to = VIEWS[(next + VIEWS.length) % VIEWS.length];
     show(to);
     document.getElementById(`tab-${to}`)!.focus();
   };
   return (
     <div role="tablist" aria-label={tabs.label} onKeyDown={pressed} ref={list}>
-      {VIEWS.map(([name, text]) => (
+      {VIEWS.map((name) => (
         <button key={name} type="button" role="tab" id={`tab-${name}`} aria-selected={view === name} aria-controls="view"
-          tabIndex={view === name ? 0 : -1} onClick={() => show(name)}>{text}</button>
+          tabIndex={view === name ? 0 : -1} onClick={() => show(name)}>{name === "alarms" ? tabs.alarms(data.history!.alarms.length) : tabs[name]}</button>
       ))}
     </div>
   );
@@ -105,9 +129,6 @@ function Tabs({ view, show }: { view: View; show: (view: View) => void }) {
 
 /** The statistics that some head has. */
 const KNOWN = data.names.filter(({ name }) => all().some(({ layer, head }) => statistic(layer, head, name) !== null));
-
-/** The content of the first column of the maps. */
-const FIRST_COLUMN: FirstColumn = data.image ? "CLS" : data.layers.every((layer) => !layer.map || (layer.lengths && layer.map.columns === layer.lengths[1])) ? "token" : "bin";
 
 function Switches({ state, change, theme, pick }: Props) {
   const maps = HAS_MAPS && ["heads", "head", "compare", "changes", "change"].includes(state.view);
@@ -121,7 +142,7 @@ function Switches({ state, change, theme, pick }: Props) {
         <fieldset>
           <legend>{bar.maps}</legend>
           {data.image && state.view === "heads" && (
-            <Select label={controls.thumbs} value={state.thumbs} options={[["received", averageOver(data.image.special)], ["patch", controls.thumbsSelected], ["map", controls.thumbsMap]]} choose={(thumbs) => change({ thumbs })} />
+            <Select label={controls.thumbs} value={state.thumbs} options={[["received", controls.thumbsMean(data.image.special)], ["patch", controls.thumbsSelected], ["map", controls.thumbsMap]]} choose={(thumbs) => change({ thumbs })} />
           )}
           <Select label={controls.scale} value={state.scale} options={[["linear", controls.scales.linear], ["log", controls.scales.log]]} choose={(scale) => change({ scale })} />
           <Select label={controls.colours} value={state.colours} options={PALETTES.map((name) => [name, controls.palettes[name]])} choose={(colours) => change({ colours })} />
@@ -146,7 +167,7 @@ function Switches({ state, change, theme, pick }: Props) {
           <Select label={controls.sort} value={state.sort} options={[["", controls.sortLayer], ...names]} choose={(sort) => change({ sort })} />
           {state.sort && <Select label={controls.order} value={state.down ? "1" : ""} options={[["1", controls.largest], ["", controls.smallest]]} choose={(down) => change({ down: down !== "" })} />}
           {data.patterns.length > 0 && (
-            <Select label={controls.pattern} value={state.pattern} options={[["", controls.anyPattern], ...Object.keys(data.patternWords).map((name): [string, string] => [name, name])]} choose={(pattern) => change({ pattern })} />
+            <Select label={controls.pattern} value={state.pattern} options={[["", controls.anyPattern], ...Object.keys(data.patternWords).map((name): [string, string] => [name, patternNames[name] ?? name])]} choose={(pattern) => change({ pattern })} />
           )}
           <Select label={controls.filter} value={state.by} options={[["", controls.anyStatistic], ...names]} choose={(by) => change({ by })} />
           {state.by && (
@@ -162,7 +183,8 @@ function Switches({ state, change, theme, pick }: Props) {
       )}
       <fieldset>
         <legend>{bar.page}</legend>
-        <Select label={themes.label} value={theme} options={Object.entries(THEMES) as [Theme, string][]} choose={pick} />
+        <Select label={themes.label} value={theme} options={[["", themes.auto], ["light", themes.light], ["dark", themes.dark]]} choose={pick} />
+        <Select label={bar.language} value={languageOf(state.lang)} options={Object.entries(LANGUAGES) as [Language, string][]} choose={(to) => change({ lang: remember(to) && !state.lang ? "" : to })} />
         <CompareWith change={change} />
         {location.protocol !== "about:" && <CopyLink state={state} />}
       </fieldset>

@@ -6,7 +6,7 @@ import { data, hasTokens, type Highlight, type Layer, queryAt, token } from "./d
 import type { Place } from "./grid";
 import type { State } from "./state";
 import { cards, fill, percent, whole } from "./texts";
-import { binAt } from "./words";
+import { binAt, nameOf } from "./words";
 
 interface Props {
   state: State;
@@ -51,7 +51,7 @@ function Card({ highlight, state, change, open }: Props & { highlight: Highlight
   const pair = example(highlight);
   return (
     <button type="button" class="card" title={highlight.cell ? cards.openCell : cards.open} onClick={() => open({ layer, head }, selection(highlight))}>
-      <span><b>{highlight.name}</b> {does(highlight)}</span>{" "}
+      <span><b>{/^[\d.]+$/.test(highlight.name) ? highlight.name : nameOf(layer, head)}</b> {does(highlight)}</span>{" "}
       <small>{pair}{pair && highlight.heads > 1 && " · "}{highlight.heads > 1 && cards.more(highlight.heads - 1)}</small>
     </button>
   );

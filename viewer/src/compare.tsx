@@ -3,6 +3,7 @@
 import { useMemo } from "preact/hooks";
 import { data } from "./data";
 import { difference, field } from "./field";
+import { Term } from "./glossary";
 import { all, bestPattern } from "./grid";
 import { alike, Legend, NoMap, opened, useHead, useShown } from "./head";
 import { MapView, type Zoom } from "./map";
@@ -37,12 +38,12 @@ export function Compare({ state: asked, theme, change: changed }: Props) {
       <div class="pair">
         <div>
           <Choice label={compare.a} layer={asked.layer} head={asked.head} choose={(layer, head) => changed(opened(asked, layer, head))} />
-          {a && fieldA && <MapView {...rest} layer={layerA} head={a} field={fieldA} title={nameA} exports={`${file}-one`} about={bestPattern(state)} />}
+          {a && fieldA && <MapView {...rest} which={state.head} layer={layerA} head={a} field={fieldA} title={nameA} exports={`${file}-one`} about={bestPattern(state)} />}
           {fieldA && <Legend layer={layerA} field={fieldA} state={state} />}
         </div>
         <div>
           <Choice label={compare.b} layer={asked.otherLayer} head={asked.otherHead} choose={(otherLayer, otherHead) => changed({ otherLayer, otherHead })} />
-          {b && fieldB && <MapView {...rest} {...unpinned} layer={layerB} head={b} field={fieldB} title={nameB} exports={`${file}-other`} about={bestPattern({ layer: state.otherLayer, head: state.otherHead })} />}
+          {b && fieldB && <MapView {...rest} {...unpinned} which={state.otherHead} layer={layerB} head={b} field={fieldB} title={nameB} exports={`${file}-other`} about={bestPattern({ layer: state.otherLayer, head: state.otherHead })} />}
           {fieldB && <Legend layer={layerB} head={state.otherHead} field={fieldB} state={state} />}
         </div>
         <div>
@@ -60,7 +61,7 @@ export function Compare({ state: asked, theme, change: changed }: Props) {
               const [x, y] = [statistic(state.layer, state.head, name), statistic(state.otherLayer, state.otherHead, name)];
               return (
                 <tr key={name}>
-                  <th scope="row" title={meaning}>{heading}</th>
+                  <th scope="row" title={meaning}><Term name={name}>{heading}</Term></th>
                   <td>{figure(x)}</td><td>{figure(y)}</td><td>{x === null || y === null ? NO_VALUE : figure(x - y)}</td>
                 </tr>
               );

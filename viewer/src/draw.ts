@@ -4,7 +4,7 @@ import { binOf, type Head, hasTokens, type Layer, queryAt, token } from "./data"
 import { tiledLengths } from "./exact";
 import type { Field, Pictures } from "./field";
 import { type Box, FONT, type Surface } from "./surface";
-import { map as texts, whole } from "./texts";
+import { local, map as texts, whole } from "./texts";
 import { step } from "./words";
 
 export interface Inks {
@@ -257,7 +257,7 @@ function profile(surface: Surface, scene: Scene, which: "query" | "key"): void {
     surface.path(points, inks.profile);
   });
   const room = which === "key" ? plot.width - measured(texts.axis(which)) - 12 : plot.y - 10;
-  const variants = (which === "key" ? texts.received : texts.entropy)(most.toPrecision(2));
+  const variants = (which === "key" ? texts.received : texts.entropy)(local(most.toPrecision(2)));
   const text = variants.find((each) => measured(each) <= room) ?? variants[variants.length - 1];
   const quiet = { fill: inks.quiet, size: 11 } as const;
   if (which === "key") surface.text(text, plot.x, 9, { ...quiet, anchor: "start" });

@@ -10,7 +10,7 @@ export function Found() {
           <h2 id={`found-${n}`}>{title}</h2>
           <p class="hint">{says}</p>
           {cells.length > 0 && (
-            <div class="scroll" tabIndex={0} role="region" aria-labelledby={`found-${n}`}>
+            <div class="scroll" tabIndex={0} role="group" aria-labelledby={`found-${n}`}>
               <table>
                 <thead><tr>{columns.map((column, at) => <th scope="col" key={column} class={words[at] ? "text" : ""}>{column}</th>)}</tr></thead>
                 <tbody>

@@ -13,7 +13,7 @@ import { drawPatches, queryOf, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface } from "./surface";
-import { averageOver, controls, figure, figures, grid, image, NO_VALUE } from "./texts";
+import { controls, figure, figures, grid, image, NO_VALUE, patternNames, regionNames } from "./texts";
 import { binning, isClear, layerName, nameOf, parts, statistic } from "./words";
 
 export interface Place {
@@ -53,10 +53,10 @@ export function chosen(state: State): Place[] {
 
 export function bestPattern({ layer, head }: Place): string {
   const look = data.image?.looks[layer]?.[head];
-  if (look) return isClear(look) ? grid.region(look[0], look[1]) : NO_VALUE;
+  if (look) return isClear(look) ? grid.region(regionNames[look[0]] ?? look[0], look[1]) : NO_VALUE;
   const best = data.patterns[layer]?.[head]?.[0];
   if (!best) return "";
-  return best[1] < NAMED ? NO_VALUE : grid.match(best[0], best[1]);
+  return best[1] < NAMED ? NO_VALUE : grid.match(patternNames[best[0]] ?? best[0], best[1]);
 }
 
 export const NAMED = 0.3; // the score from which a head has a name
@@ -363,7 +363,7 @@ function gridFigure(state: State, paper: Paper, progress: (drawn: number) => voi
     title: figures.heads(found.length, state.sort && (data.names.find(({ name }) => name === state.sort)?.heading ?? controls.score)),
     caption: [
       ...origin(),
-      pictures ? (state.thumbs === "patch" ? figures.eachPatch(token(patchOf(state), true)!) : figures.eachPicture(averageOver(data.image!.special))) : figures.eachMap,
+      pictures ? (state.thumbs === "patch" ? figures.eachPatch(token(patchOf(state), true)!) : figures.eachPicture(controls.thumbsMean(data.image!.special))) : figures.eachMap,
       pictures ? grid.ownScale("image", "", false) : figures.ownScales,
       pictures ? "" : binning(first, state.pool),
       figures.scale(scale),

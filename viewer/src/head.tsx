@@ -3,7 +3,9 @@
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { BandLegend } from "./bands";
 import { data, FULL, type Head, hasPatches, head as decoded, known, type Layer, queryAt, readable } from "./data";
+import { UNIT } from "./describe";
 import { type Field, field } from "./field";
+import { Term } from "./glossary";
 import { bestPattern } from "./grid";
 import { Bar } from "./legend";
 import { Largest } from "./largest";
@@ -127,14 +129,11 @@ export function single({ map, lengths }: Layer): boolean {
 
 const WEAK = 0.3; // below this score no pattern fits
 
-/** What patterns count: tokens, or patches where all keys are. */
-const UNIT = data.image?.special === 0 ? "patch" : "token";
-
 /** The region of the image that the head looks at most, in a sentence. */
 function Region({ look }: { look: [string, number] | null | undefined }) {
   const { mostRegion, noRegion } = texts.image;
   if (!isClear(look)) return <p class="likeness">{noRegion}</p>;
-  return <p class="likeness" title={data.image!.regionWords[look[0]].meaning}>{fill(mostRegion(look[1]), { region: <b>{texts.cards.regions[look[0]] ?? look[0]}</b> })}</p>;
+  return <p class="likeness" title={data.image!.regionWords[look[0]].meaning}>{fill(mostRegion(look[1]), { region: <b>{texts.regionNames[look[0]] ?? look[0]}</b> })}</p>;
 }
 
 /** The pattern that the head matches best, in a sentence. */
@@ -147,7 +146,7 @@ function Likeness({ layer, head }: { layer: number; head: number }) {
   const { kind, does } = texts.patterns[name]?.(UNIT) ?? { kind: name, does: data.patternWords[name] };
   return (
     <p class="likeness" title={texts.head.likenessHelp}>
-      {fill(texts.head.likeness, { kind: <b>{kind}</b>, match: percent(score), rows: counted(rows, UNIT), does })}
+      {fill(texts.head.likeness, { kind: <b><Term name={name}>{kind}</Term></b>, match: percent(score), rows: counted(rows, UNIT), does })}
     </p>
   );
 }
@@ -230,7 +229,7 @@ export function Figures({ layer, head }: { layer: number; head: number }) {
         <p>
           {fill(texts.head.patternMatch, { list: patterns.map(([name, score, rows, exact], n) => (
             <span key={name} title={data.patternWords[name]}>
-              {n > 0 && ", "}<b>{name}</b> {exact ? "" : texts.head.about}{percent(score)} <small>({counted(rows, UNIT)})</small>
+              {n > 0 && ", "}<b><Term name={name}>{texts.patternNames[name] ?? name}</Term></b> {exact ? "" : texts.head.about}{percent(score)} <small>({counted(rows, UNIT)})</small>
             </span>
           )) })} <small>{texts.head.patternScale}</small>
         </p>
@@ -241,7 +240,7 @@ export function Figures({ layer, head }: { layer: number; head: number }) {
           <tbody>
             {names.map(({ name, heading, meaning }) => (
               <tr key={name} data-name={name}>
-                <th scope="row" title={meaning}>{heading}</th>
+                <th scope="row" title={meaning}><Term name={name}>{heading}</Term></th>
                 {columns.map((what) => <td key={what}>{figure(statistics[name][what][head])}</td>)}
                 <td>{whole(statistics[name].count[head] ?? 0)}</td>
               </tr>

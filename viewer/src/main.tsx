@@ -12,7 +12,9 @@ import { all, chosen, Exports, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
 import { AlarmTable, History } from "./history";
 import { useHost } from "./host";
+import { languageOf, say, speak } from "./languages";
 import { Found } from "./found";
+import { Glossary } from "./glossary";
 import { keyName, queryOf } from "./picture";
 import { Offered, useDrop } from "./offer";
 import { Reading } from "./reading";
@@ -21,6 +23,7 @@ import { isDark, useScreen } from "./screen";
 import { address, parse, type State } from "./state";
 import { Table } from "./table";
 import { controls, grid, image } from "./texts";
+import { Tour } from "./tour";
 import { Trace } from "./trace";
 import "./style.css";
 
@@ -30,7 +33,9 @@ function App() {
   const [drawnHead, setDrawnHead] = useState<Place>(state);
   // another row or column ends the selection of a single query and key
   const change = useCallback((part: Partial<State>) => setState((before) => ({ ...before, ...("row" in part || "column" in part ? { cell: null } : {}), ...part })), []);
-  const drawn = `${theme} ${useScreen()}`; // what is drawn is drawn again when this changes
+  const language = languageOf(state.lang);
+  speak(language);
+  const drawn = `${theme} ${language} ${useScreen()}`; // what is drawn is drawn again when this changes
   const dark = isDark(theme);
   // what is drawn: the address keeps the name of the palette, its colours are those of a light or a dark page
   const shown = useMemo(() => ({ ...state, colours: coloursOf(state.colours, dark) }), [state, dark]);
@@ -106,9 +111,9 @@ function App() {
   };
   return (
     <>
-      <TopBar title={TITLE} lead={LEAD} drawn={drawnHead} {...{ state, change, theme, pick }} />
+      <TopBar title={say(TITLE, true)} lead={say(LEAD)} drawn={drawnHead} {...{ state, change, theme, pick }} />
       <main id="viewer" data-source={__SOURCE__}>
-        {NOTES.map((note, n) => <p class="note" key={n}>{note}</p>)}
+        {NOTES.map((note, n) => <p class="note" key={n}>{say(note)}</p>)}
         <Offered />
         <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view === "change" ? "changes" : state.view}`}>
           {state.view === "history" && <History {...{ state: shown, theme: drawn, change }} />}
@@ -132,6 +137,8 @@ function App() {
           {state.view === "table" && <Table {...{ state, change, open }} />}
         </div>
       </main>
+      <Tour {...{ state, change }} />
+      <Glossary />
     </>
   );
 }

@@ -2,8 +2,9 @@
 
 import { select } from "d3-selection";
 import { zoom as zooming, zoomIdentity, type ZoomTransform } from "d3-zoom";
-import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useId, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { type Head, type Layer, range } from "./data";
+import { describeMap } from "./describe";
 import { draw, geometry, type Inks, type Scene, type Sight } from "./draw";
 import { type Colours, type Field, Pictures, type Scale } from "./field";
 import { useWidth } from "./screen";
@@ -26,6 +27,7 @@ interface Props {
   layer: Layer;
   head: Head;
   number?: number; // of the head, if the page may request tiles of it
+  which?: number; // of the head, for its description
   field: Field;
   scale: Scale;
   colours: Colours;
@@ -223,8 +225,15 @@ export function MapView(props: Props) {
     const same = hit.row === props.row && hit.column === props.column && String(to) === String(props.cell ?? undefined);
     pin(same ? null : hit.row, same ? null : hit.column, same ? undefined : to);
   };
-  const moved = (row: number, column: number) =>
-    pin(Math.min(field.rows - 1, Math.max(0, row)), Math.min(field.columns - 1, Math.max(0, column)));
+  const moved = (down: number, across: number) => {
+    const row = Math.min(field.rows - 1, Math.max(0, down));
+    const column = Math.min(field.columns - 1, Math.max(0, across));
+    pin(row, column);
+    const { k, x, y } = scene.current!.sight;
+    const outside = (share: number, offset: number) => share * k * side + offset < 0 || share * k * side + offset > side;
+    const [right, below] = [(column + 0.5) / field.columns, (row + 0.5) / field.rows];
+    if (outside(right, x) || outside(below, y)) zoom.change([at[0], right, below]); // it stays in sight
+  };
   const closer = (by: number) => {
     const [x, y] = by > 1 && props.row !== null && props.column !== null ? [(props.column + 0.5) / field.columns, (props.row + 0.5) / field.rows] : [at[1], at[2]];
     zoom.change([Math.min(closest, Math.max(1, at[0] * by)), x, y]); // to the selection, if there is one
@@ -241,6 +250,8 @@ export function MapView(props: Props) {
     event.stopPropagation();
   };
 
+  const described = useMemo(() => describeMap(layer, head, field, title, props.which ?? props.number), [layer, head, field, title, props.theme]);
+  const name = useId();
   return (
     <div class="map" ref={frame}>
       <canvas
@@ -249,7 +260,8 @@ export function MapView(props: Props) {
         role="img"
         data-plot={JSON.stringify(places.plot)}
         style={{ touchAction: at[0] > 1 ? "none" : "pan-y" }}
-        aria-label={texts.map.label(title)}
+        aria-label={described}
+        aria-describedby={`keys-${name}`}
         onClick={click}
         onMouseMove={(event) => {
           setOver(event.buttons ? null : cell(event));
@@ -258,6 +270,7 @@ export function MapView(props: Props) {
         onMouseLeave={() => setOver(null)}
         onKeyDown={pressed}
       />
+      <span class="unseen" id={`keys-${name}`}>{texts.map.keys}</span>
       {over?.layer === layer && <Tooltip {...props} {...over} tile={tile} />}
       {failed ? <p class="hint" role="status">{failed}</p> : tile && <p class="hint exact" role="status">{texts.map.sight(isExact(tile), tile.queries, tile.keys, oneOf(layer))}</p>}
       {tile && <Closeness layer={layer} head={props.number} />}

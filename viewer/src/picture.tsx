@@ -9,7 +9,7 @@ import { barOf, titled } from "./figures";
 import { bestPattern } from "./grid";
 import type { State } from "./state";
 import { CanvasSurface, type Surface } from "./surface";
-import { figures, fill, image as texts, regionNames } from "./texts";
+import { described, figures, fill, image as texts, regionNames } from "./texts";
 import { mapValue, nameOf } from "./words";
 
 const made: Record<string, HTMLCanvasElement> = {};
@@ -153,7 +153,7 @@ interface Props {
 }
 
 export function Images({ layer, field: of, state, theme, change }: Props) {
-  const { special } = data.image!;
+  const { grid, special } = data.image!;
   const chosen = queryOf(state, layer.index, state.head);
   const [over, setOver] = useState("");
   useLayoutEffect(() => setOver(""), [layer.index, state.head, chosen]); // the number was that of another
@@ -173,13 +173,13 @@ export function Images({ layer, field: of, state, theme, change }: Props) {
   return (
     <div>
       <div class="pictures">
-        <Pane {...rest} values={null} caption={texts.original} picture="image"
+        <Pane {...rest} values={null} shown={described.image(grid[0], grid[1])} caption={texts.original} picture="image"
           say={(at) => say(at === null ? null : token(at, true))} />
-        <Pane {...rest} values={row} caption={fill(texts.looks, { name: <b>{name}</b>, most: best(row) })} picture="looks"
+        <Pane {...rest} values={row} shown={best(row)} caption={fill(texts.looks, { name: <b>{name}</b>, most: best(row) })} picture="looks"
           say={(at) => say(at === null ? null : texts.pair(token(chosen, true)!, token(at, true)!, mapValue(row[at])))} />
-        <Pane {...rest} values={column} caption={fill(texts.lookedAt, { name: <b>{name}</b> })} picture="looked-at"
+        <Pane {...rest} values={column} shown={best(column)} caption={fill(texts.lookedAt, { name: <b>{name}</b> })} picture="looked-at"
           say={(at) => say(at === null ? null : texts.pair(token(at, true)!, token(chosen, true)!, mapValue(column[at])))} />
-        <Pane {...rest} values={mean} caption={fill(texts.average(special), { most: best(mean) })} picture="all"
+        <Pane {...rest} values={mean} shown={best(mean)} caption={fill(texts.average(special), { most: best(mean) })} picture="all"
           say={(at) => say(at === null ? null : texts.averageOf(token(at, true)!, mapValue(mean[at])))} />
       </div>
       <p class="readout" aria-live="polite">{over || texts.hover}</p>
@@ -200,6 +200,7 @@ interface PaneProps {
   theme: string;
   chosen: number;
   values: Float32Array | null;
+  shown: string; // in words
   caption: preact.ComponentChildren;
   picture: keyof typeof texts.titles; // also the end of the names of its files
   head: [number, number];
@@ -207,7 +208,7 @@ interface PaneProps {
   say: (at: number | null) => void;
 }
 
-function Pane({ state, theme, chosen, values, caption, picture, head, pin, say }: PaneProps) {
+function Pane({ state, theme, chosen, values, shown, caption, picture, head, pin, say }: PaneProps) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const { grid: [rows, columns], special } = data.image!;
   const side = Math.max(1, Math.floor(300 / Math.max(rows, columns)));
@@ -257,7 +258,7 @@ function Pane({ state, theme, chosen, values, caption, picture, head, pin, say }
   };
   return (
     <figure>
-      <canvas ref={canvas} class="patches" tabIndex={0} role="img" aria-label={texts.label(texts.titles[picture], nameOf(...head))}
+      <canvas ref={canvas} class="patches" tabIndex={0} role="img" aria-label={texts.label(texts.titles[picture], nameOf(...head), shown)}
         onClick={(event) => pin(at(event))} onMouseMove={(event) => say(at(event))} onMouseLeave={() => say(null)} onKeyDown={pressed} />
       <figcaption>{caption}{" "}
         {values && (

@@ -8,6 +8,7 @@ import { FigureMenu } from "./figure_menu";
 import { titled } from "./figures";
 import { all, bestPattern } from "./grid";
 import { selected } from "./selection";
+import { useRoving } from "./roving";
 import { useWidth } from "./screen";
 import type { State } from "./state";
 import { fill, figure, figures, names, NO_VALUE, percent, reading as texts, whole } from "./texts";
@@ -206,7 +207,7 @@ function Text({ start, stop, at, kept, pairs, theme, setOver, keep }: TextProps)
     })));
   }, [drawn, width, start, theme]);
   return (
-    <div class="reading-text" ref={frame} onMouseLeave={() => setOver(null)}>
+    <div class="reading-text" ref={frame} onMouseLeave={() => setOver(null)} {...useRoving(frame, "button", { first: ".chosen" })}>
       <svg aria-hidden="true" width="100%" height="100%">
         {lines.map(({ d, p, n }, index) => <path key={index} d={d} style={{ stroke: `var(${COLOURS[n]})`, strokeWidth: `${0.8 + 3.5 * p}px`, opacity: 0.25 + 0.75 * Math.min(1, p) }} />)}
       </svg>

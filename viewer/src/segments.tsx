@@ -1,5 +1,6 @@
 // How much weight flows between the named segments of the input: for one head as a table, for all heads as a picture.
 
+import { useRef } from "preact/hooks";
 import { hasBands, Swatch } from "./bands";
 import { data, type Layer } from "./data";
 import { all, bestPattern, type Place } from "./grid";
@@ -7,6 +8,7 @@ import { colour } from "./field";
 import { coloursOn, type Figure, origin, type Paper, tabular } from "./figure";
 import { FigureMenu } from "./figure_menu";
 import { barOf, titled } from "./figures";
+import { useRoving } from "./roving";
 import type { State } from "./state";
 import { figures, grid, NO_VALUE, percent, segments as texts, whole } from "./texts";
 import { layerName, nameOf } from "./words";
@@ -122,6 +124,8 @@ export function SegmentView({ state, change, open }: Props) {
   const evenOf = ({ layer, head }: Place) => share(data.layers[layer], head, from, to, "even");
   const evens = places.map(evenOf).filter((each) => each !== null);
   const best = places.map((place) => ({ place, value: value(place) })).filter((each) => each.value !== null).sort((a, b) => b.value! - a.value!).slice(0, LISTED);
+  const table = useRef<HTMLTableElement>(null);
+  const roving = useRoving(table, "button");
   const picker = (label: string, at: number, choose: (at: number) => void) => (
     <label>{label}{" "}
       <select value={at} onChange={(event) => choose(Number(event.currentTarget.value))}>
@@ -140,7 +144,7 @@ export function SegmentView({ state, change, open }: Props) {
       <p class="hint">{texts.viewHint} {evens.length > 0 && texts.viewEven(percent(evens.reduce((a, b) => a + b, 0) / evens.length))}</p>
       <div class="segment-columns">
         <div class="scroll" tabIndex={0} role="region" aria-label={texts.allHeads}>
-          <table class="segment-heads">
+          <table class="segment-heads" ref={table} {...roving}>
             <thead>
               <tr>
                 <th scope="col">{texts.layerAndHead}</th>

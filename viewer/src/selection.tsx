@@ -1,9 +1,11 @@
 // The selected query and key: the cell, the tokens in the colours of its row and column, and the largest keys.
 
+import { useRef } from "preact/hooks";
 import { data, type Head, hasTexts, hasTokens, known, type Layer, queryAt, range, token } from "./data";
 import { type Colours, colour, type Field, place, type Scale } from "./field";
 import { single } from "./head";
 import { Cell, Exact } from "./map";
+import { useRoving } from "./roving";
 import type { State } from "./state";
 import * as texts from "./texts";
 import { fill, whole } from "./texts";
@@ -119,10 +121,12 @@ function Strips({ layer, field: of, state, change, over, setOver }: Pointed) {
   const marked = over === null ? state : strongestOf(layer, over, state); // a preview of what a click selects
   const row = marked.row ?? layer.map!.rows - 1;
   const column = marked.column ?? layer.map!.columns - 1;
+  const [keyStrip, queryStrip] = [useRef<HTMLDivElement>(null), useRef<HTMLDivElement>(null)];
+  const [keyRoving, queryRoving] = [useRoving(keyStrip, "button", { lines: false }), useRoving(queryStrip, "button", { lines: false })];
   const strip = (which: "key" | "query") => {
     const middle = which === "key" ? x : y;
     return (
-      <div class="strip" onMouseLeave={() => setOver(null)}>
+      <div class="strip" onMouseLeave={() => setOver(null)} ref={which === "key" ? keyStrip : queryStrip} {...(which === "key" ? keyRoving : queryRoving)}>
         {Array.from({ length: stop(middle) - start(middle) }, (_, n) => start(middle) + n).map((at) => (
           <Chip key={at} {...{ at, layer, field: of, scale: state.scale, colours: state.colours }}
             row={which === "key" ? row : binAt(layer, "query", at - queryAt(layer, 0))}

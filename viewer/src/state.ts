@@ -4,14 +4,16 @@ import { data, HAS_READING, HAS_SEGMENTS } from "./data";
 import { tiledLengths } from "./exact";
 import { addHistory, FIRST_HISTORY, type HistoryState, parseHistory } from "./history_data";
 import { type Colours, PALETTES, type Pool, type Scale } from "./field";
+import { type Language, LANGUAGES } from "./languages";
 import { other } from "./other";
-import { tabs } from "./texts";
 
-export type View = "history" | "alarms" | "changes" | "change" | "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
+export type Tab = "history" | "alarms" | "changes" | "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
+export type View = Tab | "change"; // a change is shown under the tab of changes
 export type Thumbs = "received" | "patch" | "map";
 
 export interface State extends HistoryState {
   view: View;
+  lang: Language | ""; // that the address names
   layer: number;
   head: number;
   otherLayer: number;
@@ -74,6 +76,7 @@ const [LAYER, HEAD] = data.opensOn ?? telling();
 export const FIRST: State = {
   ...FIRST_HISTORY,
   view: data.history ? "history" : other() ? "changes" : "heads",
+  lang: "",
   layer: LAYER,
   head: HEAD,
   otherLayer: 0,
@@ -116,19 +119,19 @@ function coarse(): boolean {
 export const SINK = data.image === null || data.image.special > 0;
 
 /** The views that this page has something for; a recording that is compared with it may come later. */
-export function views(): [View, string][] {
-  return other() ? [["changes", tabs.changes], ...VIEWS] : VIEWS;
+export function views(): Tab[] {
+  return other() ? ["changes", ...VIEWS] : VIEWS;
 }
 
-const VIEWS: [View, string][] = data.history ? [["history", tabs.history], ["alarms", tabs.alarms(data.history.alarms.length)]] : [
-  ["heads", tabs.heads],
-  ["head", tabs.head],
-  ...(HAS_READING ? ([["reading", tabs.reading]] as [View, string][]) : []),
-  ...(HAS_SEGMENTS ? ([["segments", tabs.segments]] as [View, string][]) : []),
-  ["compare", tabs.compare],
-  ["table", tabs.table],
-  ...(data.tables.length > 0 ? ([["found", tabs.found]] as [View, string][]) : []),
-  ...(data.trace ? ([["trace", tabs.trace]] as [View, string][]) : []),
+const VIEWS: Tab[] = data.history ? ["history", "alarms"] : [
+  "heads",
+  "head",
+  ...(HAS_READING ? (["reading"] as const) : []),
+  ...(HAS_SEGMENTS ? (["segments"] as const) : []),
+  "compare",
+  "table",
+  ...(data.tables.length > 0 ? (["found"] as const) : []),
+  ...(data.trace ? (["trace"] as const) : []),
 ];
 
 const MOST_ZOOM = 2 ** 17;
@@ -160,7 +163,8 @@ export function parse(hash: string): State {
   const names = ["", ...data.names.map((each) => each.name)];
   return {
     ...parseHistory(params),
-    view: oneOf(params.get("view"), [...views().map(([name]) => name), ...(other() ? (["change"] as const) : [])], other() || data.history ? FIRST.view : "heads"),
+    view: oneOf(params.get("view"), [...views(), ...(other() ? (["change"] as const) : [])], other() || data.history ? FIRST.view : "heads"),
+    lang: oneOf(params.get("lang"), ["", ...(Object.keys(LANGUAGES) as Language[])], ""),
     layer,
     head: whole(params.get("head"), data.layers[layer].heads) ?? FIRST.head % data.layers[layer].heads,
     otherLayer,
@@ -203,6 +207,7 @@ export function address(state: State): string {
     if (String(value) !== String(first) && value !== null) params.set(name, String(value));
   };
   add("view", state.view, FIRST.view);
+  add("lang", state.lang, FIRST.lang);
   add("layer", state.layer, FIRST.layer);
   add("head", state.head, FIRST.head % data.layers[state.layer].heads);
   if (state.view === "compare") {

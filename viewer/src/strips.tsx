@@ -1,6 +1,6 @@
 // Weights near the diagonal and on the first keys, at full resolution: a column for each query, a line for each distance.
 
-import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { hasTexts, type Layer, queryAt, strip, token } from "./data";
 import { colour, type Colours } from "./field";
 import { Bar } from "./legend";
@@ -12,7 +12,7 @@ import { useWidth } from "./screen";
 import { MOST_QUERIES, type State } from "./state";
 import { CanvasSurface, type Surface } from "./surface";
 import { served, stripOf, why } from "./tiles";
-import { figure, figures, fill, legend, map as mapTexts, names, rough, strips as texts, strongest, whole } from "./texts";
+import { described as inText, figure, figures, fill, legend, map as mapTexts, names, rough, strips as texts, strongest, whole } from "./texts";
 import { nameOf, oneOf, position, step } from "./words";
 
 const LINE = 11; // pixels
@@ -155,6 +155,7 @@ function Strip({ layer, state, theme, change }: Props) {
     const p = value(query, line);
     return texts.weight(position(layer, "query", query), key < 0 || key >= keys ? null : position(layer, "key", key), p === p ? rough(p) : null);
   };
+  const shown = useMemo(() => (band ? inWords(value, [start, start + count], lines, described) : ""), [band, start, count, theme]);
   const sizes = [20, 50, 100, 200, 500].filter((n) => n < queries);
   return (
     <div ref={frame}>
@@ -169,7 +170,7 @@ function Strip({ layer, state, theme, change }: Props) {
         {band && <FigureMenu of={figures.strip} make={(paper) => stripFigure({ layer, state, start, count, value }, paper)} />}
       </p>
       <div class="banded">
-        <canvas ref={canvas} class="band" tabIndex={0} role="img" aria-label={texts.keys(label)} style={{ width: `${width}px`, height: `${height}px` }}
+        <canvas ref={canvas} class="band" tabIndex={0} role="img" aria-label={texts.keys(`${label}. ${shown}`.replace(/[.。]$/, ""))} style={{ width: `${width}px`, height: `${height}px` }}
           onMouseMove={point} onMouseLeave={() => setOver(null)} onKeyDown={pressed} onBlur={() => setOver(null)} />
         {at && <i style={{ left: `${LEFT + (at.query - start) * side}px`, top: `${top(at.line)}px`, width: `${side}px`, height: `${LINE - 1}px` }} />}
       </div>
@@ -180,6 +181,20 @@ function Strip({ layer, state, theme, change }: Props) {
       <p class="readout" role="status"><bdi>{failed || (at && band ? described(at) : texts.hint(low, high, first))}</bdi></p>
     </div>
   );
+}
+
+/** The three largest weights in sight. */
+function inWords(value: (query: number, line: number) => number, [from, to]: [number, number], lines: number, name: (cell: Cell) => string): string {
+  const best: (Cell & { p: number })[] = [];
+  for (let query = from; query < to; query++) {
+    for (let line = 0; line < lines; line++) {
+      const p = value(query, line);
+      if (!(p > (best[2]?.p ?? 0))) continue;
+      best.push({ query, line, p });
+      best.sort((a, b) => b.p - a.p).splice(3);
+    }
+  }
+  return best.length > 0 ? inText.strip(best.map(name).join(inText.also)) : "";
 }
 
 function distance(by: number): string {

@@ -1,10 +1,13 @@
 // Every head with its means, sortable by any column, and as CSV.
 
+import { useRef } from "preact/hooks";
 import { data } from "./data";
+import { Term } from "./glossary";
 import { chosen, isWeak, NAMED, type Place } from "./grid";
 import { save } from "./map";
+import { useRoving } from "./roving";
 import type { State } from "./state";
-import { figure, files, head as headTexts, NO_VALUE, table } from "./texts";
+import { figure, files, head as headTexts, NO_VALUE, patternNames, table } from "./texts";
 import { nameOf, statistic } from "./words";
 
 interface Props {
@@ -44,14 +47,22 @@ export function Meanings({ names }: { names: { heading: string; meaning: string 
   );
 }
 
-/** The pattern of a head, from the score on from which captions name it. */
-function nameOfPattern({ layer, head }: Place): string {
+/** The name of the pattern of a head, from the score on from which captions name it. */
+function patternOf({ layer, head }: Place): string | null {
   const best = data.patterns[layer]?.[head]?.[0];
-  return best && best[1] >= NAMED ? best[0] : NO_VALUE;
+  return best && best[1] >= NAMED ? best[0] : null;
+}
+
+/** The pattern as the page and the file of the table write it. */
+function nameOfPattern(place: Place): string {
+  const name = patternOf(place);
+  return name === null ? NO_VALUE : (patternNames[name] ?? name);
 }
 
 export function Table({ state, change, open }: Props) {
   const places = chosen(state);
+  const frame = useRef<HTMLTableElement>(null);
+  const roving = useRoving(frame, "tbody button");
   const columns = [{ name: "score", heading: table.score, meaning: table.scoreMeaning }, ...data.names];
   const sort = (name: string) => change(state.sort === name ? { down: !state.down } : { sort: name, down: true });
   const arrow = (name: string) => (state.sort === name ? (state.down ? " ↓" : " ↑") : "");
@@ -63,8 +74,8 @@ export function Table({ state, change, open }: Props) {
         <button type="button" onClick={() => save("headscope-figures.csv", new Blob([csv(places)], { type: "text/csv" }))}>{files.csv}</button>
       </p>
       <Meanings names={columns} />
-      <div class="scroll" tabIndex={0} role="region" aria-labelledby="table-title">
-        <table class="every">
+      <div class="scroll" tabIndex={0} role="group" aria-labelledby="table-title">
+        <table class="every" ref={frame} {...roving}>
           <thead>
             <tr>
               <th scope="col" aria-sort={state.sort ? "none" : "ascending"}>
@@ -82,7 +93,7 @@ export function Table({ state, change, open }: Props) {
             {places.map((place) => (
               <tr key={`${place.layer}.${place.head}`}>
                 <th scope="row"><button type="button" onClick={() => open(place)}>{nameOf(place.layer, place.head)}</button></th>
-                <td class={`text${isWeak(place) ? " dim" : ""}`}>{nameOfPattern(place)}</td>
+                <td class={`text${isWeak(place) ? " dim" : ""}`}><Term name={patternOf(place) ?? ""}>{nameOfPattern(place)}</Term></td>
                 {columns.map(({ name }) => <td key={name}>{figure(statistic(place.layer, place.head, name))}</td>)}
               </tr>
             ))}

@@ -1,4 +1,5 @@
-// Every text that a reader of the page sees. To translate the page, translate this file and src/headscope/report/_viewer/texts.py.
+// Every text that a reader of the page sees, in English. Its translations are language_*.ts; what Python writes into a page is
+// translated in phrases.ts. `speak` puts a translation in place of these values, so read them where they are shown, not before.
 // {name} in a text marks where the page inserts a part of its own: see `fill`.
 
 import type { ComponentChildren } from "preact";
@@ -12,8 +13,28 @@ export function fill(text: string, parts: Record<string, ComponentChildren>): Co
 
 export const NO_VALUE = "–";
 
+export const numbers = {
+  locale: "en-US",
+  decimal: ".",
+  percent: "\u00a0%",
+  counted: (count: number, word: Counted) => `${whole(count)} ${plural(count, word)}`,
+};
+
+/** What is counted: a name in the code. Each language has its own words for it. */
+export type Counted = "head" | "token" | "patch" | "query" | "key" | "step" | "alarm";
+
 export function whole(value: number): string {
-  return value.toLocaleString("en-US");
+  return value.toLocaleString(numbers.locale);
+}
+
+/** A number that is written with a point, as the language writes it. */
+export function local(written: string): string {
+  return numbers.decimal === "." ? written : written.replace(".", numbers.decimal);
+}
+
+/** A number with so many decimals. */
+export function fixed(value: number, decimals: number): string {
+  return local(value.toFixed(decimals));
 }
 
 /** Three significant digits, or "–". */
@@ -22,16 +43,16 @@ export function figure(value: number | null | undefined, digits = 3): string {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1000) return whole(Math.round(value));
-  return size < 1e-4 ? value.toExponential(digits - 1) : value.toPrecision(digits);
+  return local(size < 1e-4 ? value.toExponential(digits - 1) : value.toPrecision(digits));
 }
 
 /** A share for a sentence: "83 %", "0.9 %", "<0.1 %"; "100 %" only of what rounds to it with one decimal. */
 export function percent(share: number): string {
   const value = 100 * share;
-  if (value > 0 && value < 0.1) return "<0.1\u00a0%";
+  if (value > 0 && value < 0.1) return `<${local("0.1")}${numbers.percent}`;
   const one = value.toFixed(1);
   const long = Math.abs(value) < 9.95 || (value >= 99.5 && Number(one) < 100);
-  return `${long ? one.replace(/\.0$/, "") : value.toFixed(0)}\u00a0%`;
+  return `${local(long ? one.replace(/\.0$/, "") : value.toFixed(0))}${numbers.percent}`;
 }
 
 /** A value stored in 8 bits: further digits would not be exact. */
@@ -44,8 +65,8 @@ function plural(count: number, word: string): string {
 }
 
 /** "1 token", "2,048 tokens". */
-export function counted(count: number, word: string): string {
-  return `${whole(count)} ${plural(count, word)}`;
+export function counted(count: number, word: Counted): string {
+  return numbers.counted(count, word);
 }
 
 export const segments = {
@@ -122,6 +143,7 @@ export const tabs = { label: "Views", history: "Training", alarms: (count: numbe
 
 export const bar = {
   view: "View",
+  language: "Language",
   help: "Help",
   maps: "Maps",
   heads: "Heads",
@@ -136,6 +158,8 @@ export const themes = { label: "Theme", auto: "auto", light: "light", dark: "dar
 
 export const controls = {
   thumbs: "Thumbnails",
+  // with CLS or registers before the patches, those are queries, too
+  thumbsMean: (special: number) => (special > 0 ? "mean over all queries" : "mean over all patches"),
   thumbsSelected: "selected patch",
   thumbsMap: "full map",
   overlay: "Overlay on the image",
@@ -165,11 +189,6 @@ export const controls = {
 
 export type FirstColumn = "token" | "bin" | "CLS";
 const firstColumns: Record<FirstColumn, string> = { token: "first token", bin: "first bin (it holds the first token)", CLS: "CLS" };
-
-/** What the average over all rows of an image's map is over: with CLS or registers before the patches, those are queries, too. */
-export function averageOver(special: number): string {
-  return special > 0 ? "mean over all queries" : "mean over all patches";
-}
 
 // ---------------------------------------------------------------- what to look at first
 
@@ -208,9 +227,6 @@ export const cards = {
   all: "show all heads",
 };
 
-/** Regions of an image in one word, as under a picture and in a list. */
-export const regionNames: Record<string, string> = { boundary: "outline" };
-
 // ---------------------------------------------------------------- all heads
 
 export const grid = {
@@ -231,7 +247,7 @@ export const grid = {
   thumb: (name: string, pattern: string, statistic: string) => [name, pattern, statistic].filter(Boolean).join(", "),
   tip: (name: string, pattern: string) => (pattern ? `${name}: ${pattern}` : name),
   match: (pattern: string, score: number) => `${pattern} ${percent(score)}`,
-  region: (region: string, ratio: number) => `${regionNames[region] ?? region} × ${ratio.toFixed(1)}`,
+  region: (region: string, ratio: number) => `${region} × ${ratio.toFixed(1)}`,
   drawing: (at: number, of: number) => `Drawing head ${whole(at)} of ${whole(of)}`,
 };
 
@@ -297,7 +313,8 @@ export const figures = {
   segmentsOfAll: "the segments of all heads",
 };
 
-function fromTo(start: number, stop: number): string {
+/** A range of positions, the last one included: "8–15". */
+export function fromTo(start: number, stop: number): string {
   return stop - start === 1 ? whole(start) : `${whole(start)}–${whole(stop - 1)}`;
 }
 
@@ -330,6 +347,14 @@ export const names = {
 export const NAMED = "{name} ({at})";
 
 // ---------------------------------------------------------------- one head
+
+/** The names of patterns and of regions of an image, by those that the data have. */
+export const patternNames: Record<string, string> = {
+  previous: "previous", next: "next", self: "self", "fixed key": "fixed key", first: "first", duplicate: "duplicate", induction: "induction", local: "local", uniform: "uniform",
+};
+export const regionNames: Record<string, string> = {
+  centre: "centre", edges: "edges", boundary: "outline", texture: "texture", near: "near", far: "far", layout: "layout", distance_ratio: "distance ratio", layout_r2: "layout R²",
+};
 
 /** What a head that matches a pattern does; `unit` is "token" or "patch". */
 export const patterns: Record<string, (unit: string) => { kind: string; does: string }> = {
@@ -456,10 +481,113 @@ export const reason = {
       : `q and k are in the page in ${bits} bits: a weight differs from the model's by at most ${figure(100 * error, 2)}\u00a0% of itself.`,
 };
 
+// ---------------------------------------------------------------- pictures in words
+
+/** What a picture shows, for readers who do not see it. */
+export const described = {
+  size: (queries: number, keys: number) => `${whole(queries)} × ${whole(keys)} weights`,
+  pooled: (rows: number, columns: number, queries: number, keys: number) => `${whole(queries)} × ${whole(keys)} weights in ${whole(rows)} × ${whole(columns)} cells`,
+  bins: (rows: number, columns: number) => `${whole(rows)} × ${whole(columns)} cells`,
+  likeness: (kind: string, match: string) => `looks like ${kind} (${match})`,
+  noPattern: "no known pattern",
+  strongest: (pairs: string) => `strongest: ${pairs}`,
+  pair: (query: string, key: string, weight: string) => `${query} to ${key}, ${weight}`,
+  selfPair: (token: string, weight: string) => `${token} to itself, ${weight}`,
+  token: (token: string, at: string) => `‘${token}’ (${at})`,
+  first: (share: string, first: FirstColumn) => `on average ${share} of the weight is on ${{ token: "the first token", bin: "the first bin", CLS: "CLS" }[first]}`,
+  difference: (pairs: string) => `largest differences: ${pairs}`,
+  selected: (cell: string) => `Selected: ${cell}.`,
+  empty: "no weights",
+  strip: (pairs: string) => `Strongest: ${pairs}.`,
+  image: (rows: number, columns: number) => `An image of ${rows} × ${columns} patches.`,
+  colourBar: (what: string, low: string, high: string) => `Colour scale, ${what}: from ${low} to ${high}`,
+  join: (title: string, parts: string[]) => `${title}: ${parts.join("; ")}.`,
+  also: "; ",
+};
+
+// ---------------------------------------------------------------- help, tour and glossary
+
+export const help = {
+  title: "Help",
+  close: "Close",
+  keysTitle: "Keys",
+  keys: [
+    ["?", "open this help"],
+    ["/", "find a token, a position or a head"],
+    ["Tab", "go to the next part of the page"],
+    ["← ↑ ↓ →", "all heads, tabs, tokens: go to a neighbour"],
+    ["Enter", "open the head, or select the token"],
+    ["← ↑ ↓ →", "one head: the next head or layer"],
+    ["Shift + ← ↑ ↓ →", "on the map: move the selected cell"],
+    ["+ − 0", "on the map: zoom in, zoom out, show all"],
+    ["Esc", "close, clear the selection, or go back to all heads"],
+  ] as [string, string][],
+  page: "This page",
+  takeTour: "Take the tour (20 seconds)",
+  glossary: "Glossary",
+};
+
+export const tour = {
+  label: "Tour",
+  step: (at: number, of: number) => `${at} of ${of}`,
+  next: "Next",
+  back: "Back",
+  done: "Done",
+  leave: "Leave the tour",
+  steps: {
+    cards: "What to look at first: the heads that stand out, each in one sentence. A click opens the head with an example selected.",
+    grid: "All heads: a small map for each. Rows are layers, columns are heads. Dark cells are strong attention, or bright ones on a dark page.",
+    map: "One head: each row is a token that looks, each column a token that it looks at. Point at a cell to read its weight; click to select it.",
+    beside: "Here is what the selected token attends to, why, and the statistics of the head.",
+    reading: "Reading: the text itself. Lines lead from each token to those that it attends to.",
+    find: "Find a token, a position or a head. The key / leads here, ? opens the help with keys and a glossary.",
+  },
+};
+
+export const glossary = {
+  title: "Glossary",
+  back: "All terms",
+  hint: "Each picture is a map of eight tokens: a row for each query, a column for each key. Cells with a mark get the weight.",
+  open: (name: string) => `${name}: what it means`,
+  patterns: "Patterns",
+  statistics: "Statistics",
+  words: "Words",
+  example: (letters: string) => `Tokens in the picture: ${letters}`,
+  picture: (name: string, does: string) => `Map of the pattern ${name}: ${does}`,
+  entries: {
+    previous: "Each token looks at the one just before it.",
+    next: "Each token looks at the one just after it. Only a model that may read ahead can do so.",
+    self: "Each token looks at itself.",
+    duplicate: "Each token looks at earlier copies of itself.",
+    induction: "Each token looks at what followed its earlier copy. So the model can continue a text that it has read before.",
+    "fixed key": "Every token looks at the same one, such as a full stop or [SEP], wherever it is.",
+    first: "Every token looks at the first one. Many heads put attention there that they have no use for: an attention sink.",
+    local: "Each token looks evenly at its neighbours, at most 3 places away.",
+    uniform: "Each token looks evenly at all tokens that it may attend to.",
+  } as Record<string, string>,
+  terms: {
+    attention: ["attention", "A token reads from other tokens. Its weights say how much from each, and add up to 1."],
+    head: ["head", "One way of choosing what to read. A layer has several heads, which work side by side."],
+    query: ["query", "The token that reads: a row of the map."],
+    key: ["key", "A token that can be read: a column of the map."],
+    weight: ["weight", "The share of a query's attention on a key, from 0 to 1."],
+    mask: ["mask", "Which keys a query may attend to. A causal mask hides all later tokens."],
+    softmax: ["softmax", "The function that turns the scores of a query into weights."],
+    match: ["match", "How closely a head follows a pattern: 100 % = exactly, 0 % = no closer than chance."],
+  } as Record<string, [string, string]>,
+  units: {
+    entropy: "nats", normalized_entropy: "0 to 1", max_weight: "0 to 1", effective_keys: "keys", mass: "0 to 1", distance: "positions or patches", previous: "0 to 1", next: "0 to 1",
+    self: "0 to 1", duplicate: "0 to 1", induction: "0 to 1", first: "0 to 1", lse: "a logarithm", max_logit: "a logit", chance: "0 to 1", value_norm: "a length", second_weight: "0 to 1",
+    recall: "0 to 1", recall_kl: "nats", largest_selected: "0 or 1",
+  } as Record<string, string>,
+  unit: (unit: string) => `Unit: ${unit}.`,
+  received: ["attention received", "The mean weight that a key gets from the queries that may attend to it: the line above the map."] as [string, string],
+};
+
 // ---------------------------------------------------------------- the map
 
 export const map = {
-  label: (title: string) => `${title}. Shift and arrow keys move the selection, plus and minus zoom, 0 shows all.`,
+  keys: "Shift and arrow keys move the selection, plus and minus zoom, 0 shows all.",
   zoomIn: "Zoom in",
   zoomOut: "Zoom out",
   reset: "Show all",
@@ -518,7 +646,7 @@ export const server = { stopped: "The server has stopped. Start it again, then r
 
 export const image = {
   titles: { image: "Image", looks: "What the selected patch attends to", "looked-at": "What attends to the selected patch", all: "Average" },
-  label: (title: string, head: string) => `${title}, ${head}. Arrow keys select a patch.`,
+  label: (title: string, head: string, shown: string) => `${title}, ${head}. ${shown} Arrow keys select a patch.`,
   original: "Image. Click a patch to select it, or use the arrow keys.",
   looks: "Where the framed {name} attends. {most}",
   lookedAt: "Which patches attend to the framed {name}.",
@@ -599,6 +727,7 @@ export const trace = {
   size: (letter: string, size: number) => `${letter} = ${size}`,
   mistake: "Common mistake.",
   here: "Here.",
+  unusual: "unusual", // the first word of such a note
 };
 
 // ---------------------------------------------------------------- two recordings

@@ -42,7 +42,7 @@ function TraceStep({ step, equation, code, dtype, invariant, why, mistake, note,
         {invariant && <p class={held === false ? "broken" : "held"}>{mark}{invariant}</p>}
         <p>{why}</p>
         {mistake && <p class="mistake"><b>{trace.mistake}</b> {mistake}</p>}
-        {note && (note.startsWith("unusual")
+        {note && (note.startsWith(trace.unusual)
           ? <p class="note">! {note}</p>
           : <p class="mistake"><b>{trace.here}</b> {note}</p>)}
       </div>
