@@ -51,12 +51,17 @@ export function TopBar({ title, lead, drawn, ...rest }: Props & { title: string;
           {state.view === "history" && <p>{history.keys}</p>}
           {state.view === "head" && <p>{head.steps.keys} {HAS_MAPS && grid.map}</p>}
           <h2>{help.keysTitle}</h2>
-          <dl class="keys">{help.keys.map(([key, does]) => <div key={does}><dt><kbd>{key}</kbd></dt><dd>{does}</dd></div>)}</dl>
+          <dl class="keys">{keysHere().map(([key, does]) => <div key={does}><dt><kbd>{key}</kbd></dt><dd>{does}</dd></div>)}</dl>
         </Menu>
         <Menu name="view" label={bar.view}><Switches {...rest} /></Menu>
       </div>
     </header>
   );
+}
+
+/** The keys that do something on this page. */
+function keysHere(): [string, string][] {
+  return data.history ? help.keys.filter(([key]) => ["?", "/", "Tab", "Esc"].includes(key)) : help.keys;
 }
 
 /** A button that opens a panel; Escape and a click elsewhere close it. */

@@ -6,11 +6,12 @@ import { data, type Head, type Layer } from "./data";
 import { difference, type Field, field, Pictures } from "./field";
 import { Legend } from "./head";
 import { Cell, MapView, save, type Zoom } from "./map";
+import { say } from "./languages";
 import { type Other, useOther } from "./other";
 import { ownSide, type Side } from "./side";
 import type { State } from "./state";
 import { csvLines, Meanings } from "./table";
-import { changes as texts, figure, fill, NO_VALUE, percent } from "./texts";
+import { changes as texts, figure, fill, fixed, NO_VALUE, percent } from "./texts";
 import { mapValue, nameOf } from "./words";
 
 interface Props {
@@ -27,7 +28,7 @@ const FAINT = 0.1; // the scale of a difference ends at no less than this share 
 function headingOf(name: string): string {
   const [first, query, key] = name.split("/");
   if (first === "segments" && key !== undefined) return texts.segment(query, key);
-  return data.names.find((each) => each.name === name)?.heading ?? name.replaceAll("_", " ");
+  return data.names.find((each) => each.name === name)?.heading ?? say(name.replaceAll("_", " "));
 }
 
 function told({ name, before, after }: Change): string {
@@ -80,7 +81,7 @@ export function ChangesView({ state, theme, change }: Props) {
       <p class="changes-summary"><Summary is={is} /></p>
       <p class="hint"><Sides other={other} /> {texts.hint} {is.maps && texts.scales}</p>
       {!is.maps && !data.layers.some((layer) => layer.map) && <p class="hint">{texts.noMaps}</p>}
-      {is.notes.length > 0 && <p class="hint changes-notes">{is.notes.join(" ")}</p>}
+      {is.notes.length > 0 && <p class="hint changes-notes">{is.notes.map((note) => note()).join(" ")}</p>}
       <p class="switches changes-switches">
         {is.moved > 0 && is.moved < is.heads.length && (
           <label><input type="checkbox" checked={state.onlyMoved} onChange={(event) => change({ onlyMoved: event.currentTarget.checked })} /> {texts.only}</label>
@@ -98,7 +99,7 @@ export function ChangesView({ state, theme, change }: Props) {
 
 /** What A and B are, where they have names. */
 function Sides({ other: { labels: [a, b] } }: { other: Other }) {
-  return a === texts.a && b === texts.b ? null : <>{fill(texts.sides, { a: <b>{a}</b>, b: <b>{b}</b> })}</>;
+  return a === texts.a && b === texts.b ? null : <>{fill(texts.sides, { a: <b>{say(a, true)}</b>, b: <b>{say(b, true)}</b> })}</>;
 }
 
 function listed(is: Compared, state: State): HeadChange[] {
@@ -265,7 +266,7 @@ function Maps({ head, other, state, theme, change, name }: Props & { head: HeadC
   const cell = fields && row !== null && column !== null;
   const side = (which: 0 | 1, of: Field | null, decoded: Head | undefined, label: string) => of && decoded && (
     <div>
-      <h3>{texts.sideOf(label, other.labels[which])}</h3>
+      <h3>{texts.sideOf(label, say(other.labels[which], true))}</h3>
       <MapView
         layer={layers[which]} head={decoded} field={of} scale={state.scale} colours={state.colours} theme={theme} most={420} zoom={zoom}
         {...(which === 0 || alike ? { row, column, pin } : { row: null, column: null, pin: () => undefined })}
@@ -317,7 +318,7 @@ function Figures({ head }: { head: HeadChange }) {
         <tbody>
           {lines.map(({ name, before, after, change, size, moved }) => (
             <tr key={name} class={moved ? "moved" : ""}>
-              <th scope="row">{name}</th><td>{before}</td><td>{after}</td><td>{change}</td><td>{size === Infinity ? "∞" : size === size ? size.toFixed(2) : NO_VALUE}</td>
+              <th scope="row">{name}</th><td>{before}</td><td>{after}</td><td>{change}</td><td>{size === Infinity ? "∞" : size === size ? fixed(size, 2) : NO_VALUE}</td>
               <td class="text">{moved ? texts.moved : size >= 1 ? texts.notMoved : ""}</td>
             </tr>
           ))}

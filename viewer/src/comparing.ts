@@ -1,6 +1,7 @@
 // What moved between two recordings, head by head. The rules, thresholds and sizes are those of src/headscope/comparing.py.
 
 import type { Data, Layer, Origin } from "./data";
+import { say } from "./languages";
 import { keyOf, type Side } from "./side";
 import { changes as texts } from "./texts";
 import { Unreadable } from "./safetensors";
@@ -32,7 +33,7 @@ export interface HeadChange {
 export interface Compared {
   heads: HeadChange[]; // the heads that moved, the largest change first, and then the others
   moved: number;
-  notes: string[];
+  notes: (() => string)[]; // in the language of the page
   maps: boolean; // whether maps were compared
 }
 
@@ -193,8 +194,8 @@ function betweenSegments(a: Side, b: Side, one: Layer, other: Layer, head: numbe
 const MOST_NAMED = 6;
 
 /** How the two differ otherwise. */
-function notesOf(a: Side, b: Side, shared: [Layer, Layer][]): string[] {
-  const notes: string[] = [];
+function notesOf(a: Side, b: Side, shared: [Layer, Layer][]): (() => string)[] {
+  const notes: (() => string)[] = [];
   for (const [what, of] of [
     ["runs", (layer: Layer) => layer.runs], ["lookedAt", (layer: Layer) => layer.lookedAt], ["keys", (layer: Layer) => (layer.received ? layer.receivedOf : (layer.lengths?.[1] ?? 0))],
     ["first", (layer: Layer) => layer.first ?? 0], ["bins", (layer: Layer) => layer.bins ?? 0],
@@ -202,22 +203,22 @@ function notesOf(a: Side, b: Side, shared: [Layer, Layer][]): string[] {
     const numbers = shared.map((pair) => pair.map(of));
     const sides = [0, 1].map((side) => numbers.map((each) => each[side]).filter(Boolean));
     if (what === "lookedAt" && shared.some(([x, y]) => String(x.lengths) !== String(y.lengths))) continue; // their lengths say it
-    if (numbers.some(([x, y]) => x !== y) && sides.every((side) => side.length > 0)) notes.push(texts.different(what, sides.map((side) => [Math.min(...side), Math.max(...side)] as const)));
+    if (numbers.some(([x, y]) => x !== y) && sides.every((side) => side.length > 0)) notes.push(() => texts.different(what, sides.map((side) => [Math.min(...side), Math.max(...side)] as const)));
   }
   const withMaps = shared.filter(([x, y]) => x.map && y.map);
   const unlike = withMaps.filter(([x, y]) => !sameBins(x, y));
-  if (unlike.length > 0) notes.push(texts.unlikeMaps(unlike.length === withMaps.length));
-  if (!shared.every(([x, y]) => samePlaces(x, y))) notes.push(texts.otherSample);
+  if (unlike.length > 0) notes.push(() => texts.unlikeMaps(unlike.length === withMaps.length));
+  if (!shared.every(([x, y]) => samePlaces(x, y))) notes.push(() => texts.otherSample);
   const segments = shared.map(([x, y]) => [a.segments(x.index, 0), b.segments(y.index, 0)]);
-  if (segments.some(([x, y]) => x && y && String(x.names) !== String(y.names))) notes.push(texts.otherSegments);
+  if (segments.some(([x, y]) => x && y && String(x.names) !== String(y.names))) notes.push(() => texts.otherSegments);
   for (const [label, mine, theirs, layers, others] of [["A", a, b, shared.map(([x]) => x), shared.map(([, y]) => y)], ["B", b, a, shared.map(([, y]) => y), shared.map(([x]) => x)]] as const) {
-    const only = mine.layers.filter((layer) => !layers.includes(layer)).map((layer) => texts.layer(layer.short));
-    layers.forEach((layer, n) => layer.heads > others[n].heads && only.push(texts.heads(layer.short, layer.heads - others[n].heads)));
+    const only = mine.layers.filter((layer) => !layers.includes(layer)).map((layer) => () => texts.layer(layer.short));
+    layers.forEach((layer, n) => layer.heads > others[n].heads && only.push(() => texts.heads(layer.short, layer.heads - others[n].heads)));
     const quantities = new Set(layers.flatMap((layer, n) => Object.keys(mine.statistics[layer.index]).filter((name) => !(name in theirs.statistics[others[n].index]))));
-    const every = [...only, ...quantities];
-    if (every.length > 0) notes.push(texts.onlyIn(label, every.slice(0, MOST_NAMED), every.length - MOST_NAMED));
+    const every = [...only, ...[...quantities].map((name) => () => say(name.replaceAll("_", " ")))];
+    if (every.length > 0) notes.push(() => texts.onlyIn(label, every.slice(0, MOST_NAMED).map((name) => name()), every.length - MOST_NAMED));
   }
-  if (![a, b].every((side) => Object.values(side.statistics[0]).some((columns) => !withoutSpread(columns)))) notes.push(texts.noSpread);
-  if (!a.origin || !b.origin) notes.push(texts.unchecked(!a.origin && !b.origin ? "AB" : a.origin ? "B" : "A"));
+  if (![a, b].every((side) => Object.values(side.statistics[0]).some((columns) => !withoutSpread(columns)))) notes.push(() => texts.noSpread);
+  if (!a.origin || !b.origin) notes.push(() => texts.unchecked(!a.origin && !b.origin ? "AB" : a.origin ? "B" : "A"));
   return notes;
 }

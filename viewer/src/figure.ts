@@ -5,7 +5,8 @@ import { ticks } from "d3-array";
 import { data, type Layer, queryAt, range, token } from "./data";
 import { type Colours, coloursOf, colour, DECADES, type Field, Pictures, place, type Scale } from "./field";
 import { type Box, CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { figures as texts, map as mapTexts, percent, whole } from "./texts";
+import { say } from "./languages";
+import { figures as texts, map as mapTexts, percent, whole, local } from "./texts";
 import { step } from "./words";
 
 export interface Inks {
@@ -159,10 +160,10 @@ export function ticksOf({ top, signed, above }: Pick<Field, "top" | "signed" | "
 /** Two digits, as print has them: "0.25", "9.7 × 10⁻⁵". */
 function tick(value: number): string {
   if (value === 0) return "0";
-  if (value >= 0.0009995) return String(Number(value.toPrecision(2)));
+  if (value >= 0.0009995) return local(String(Number(value.toPrecision(2))));
   const [digits, power] = value.toExponential(1).split("e-");
   const raised = [...power].map((each) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[Number(each)]).join("");
-  return `${digits === "1.0" ? "" : `${digits.replace(/\.0$/, "")} × `}10⁻${raised}`;
+  return `${digits === "1.0" ? "" : `${local(digits.replace(/\.0$/, ""))} × `}10⁻${raised}`;
 }
 
 // ---------------------------------------------------------------- files
@@ -350,6 +351,6 @@ export function tabular(rows: string[], columns: string[], titles: [string, stri
 
 /** The sentences that say where weights come from: the model, the input. */
 export function origin(): string[] {
-  const [model, input] = data.about;
+  const [model, input] = data.about.map((text) => say(text));
   return [model && texts.model(model), input && texts.input(input)].filter(Boolean);
 }

@@ -25,6 +25,7 @@ const WEIGHTS: Record<string, Weight> = {
 const AHEAD = ["next"]; // not causal
 const WITH_LETTERS = ["duplicate", "induction"];
 const LETTERS = "ABCDABCD";
+const STATISTICS: { name: string; heading: string; meaning: string }[] = data.history?.quantities ?? data.names;
 
 /** The schematic map of a pattern. */
 function Picture({ name }: { name: string }) {
@@ -59,7 +60,7 @@ export function openGlossary(entry = ""): void {
 
 /** A name that opens its entry of the glossary. */
 export function Term({ name, children }: { name: string; children: ComponentChildren }) {
-  if (!(name in WEIGHTS) && !data.names.some((each) => each.name === name)) return <>{children}</>;
+  if (!(name in WEIGHTS) && !STATISTICS.some((each) => each.name === name)) return <>{children}</>;
   return <button type="button" class="term" aria-haspopup="dialog" onClick={() => openGlossary(name)}>{children}</button>;
 }
 
@@ -98,7 +99,7 @@ export function Glossary() {
         <dl>{Object.entries(texts.terms).map(([name, [word, meaning]]) => <div key={name}><dt>{word}</dt><dd>{meaning}</dd></div>)}</dl>
         <h3>{texts.statistics}</h3>
         <dl>
-          {data.names.filter(({ meaning }) => meaning).map(({ name, heading, meaning }) => {
+          {STATISTICS.filter(({ meaning }) => meaning).map(({ name, heading, meaning }) => {
             const unit = texts.units[name];
             // a statistic with the name of a pattern is reached by that
             return <div key={name} {...(name in WEIGHTS ? {} : { "data-entry": name, tabIndex: -1 })} class={name === entry.name ? "chosen" : ""}><dt>{heading}</dt><dd>{meaning} {unit && <small>{texts.unit(unit)}</small>}</dd></div>;

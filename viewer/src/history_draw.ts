@@ -5,7 +5,7 @@ import type { Colours } from "./field";
 import { colour } from "./field";
 import { type Alarm, alarms, COUNT, type Curve, indexOf, type Place, placeOn, type Quantity, type What } from "./history_data";
 import { data } from "./data";
-import { figure, history as texts } from "./texts";
+import { figure, history as texts, local } from "./texts";
 
 const NUMBERED = data.layers.every(({ short }) => /^\d+$/.test(short));
 
@@ -205,8 +205,8 @@ export function shown(value: number): string {
 
 /** A round number, such as a limit, without the zeros that three digits add; short enough for an axis. */
 export function round(value: number): string {
-  if (Number.isFinite(value) && Math.abs(value) >= 1e5) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
-  return figure(value).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+  if (Number.isFinite(value) && Math.abs(value) >= 1e5) return local(value.toExponential(1).replace(".0e", "e").replace("e+", "e"));
+  return Math.abs(value) < 1000 ? figure(value).replace(/([.,]\d*?)0+$/, "$1").replace(/[.,]$/, "") : figure(value);
 }
 
 /** The context of a canvas with so many pixels of the page. */

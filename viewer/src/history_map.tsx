@@ -68,7 +68,7 @@ export function HeadsMap({ state, theme, of, values, rows, change, gutter }: Pro
     const value = texts.value(headName(layer, head), history.steps[moment], of.heading, shown(values[indexOf({ layer, head }) * COUNT + moment]));
     const near = Math.max(0, Math.round((6 / width) * COUNT));
     const raised = alarmsOf({ layer, head }).filter((each) => Math.abs(each.moment - moment) <= near);
-    setOver([value, ...raised.map((each) => `${texts.marks[each.what]} ${texts.alarm(each.what, shown(each.value), shown(each.limit))}`)].join(" · "));
+    setOver([value, ...raised.map((each) => `${texts.marks[each.what]} ${texts.alarm(texts.flags[each.what], shown(each.value), shown(each.limit))}`)].join(" · "));
   };
   /** A click near a flag selects its step, too. */
   const clicked = (event: MouseEvent) => {

@@ -1,5 +1,6 @@
 // German. Words: der Head, die Query, der Key, das Token, der Patch, die Schicht, das Gewicht; "attends to" is "achtet auf".
 
+import { changes, dropped, figures, history } from "./language_de_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, figure, type FirstColumn, fixed, local, percent, whole } from "./texts";
 
@@ -7,7 +8,7 @@ const firstColumns: Record<FirstColumn, string> = { token: "dem ersten Token", b
 const hidden: Record<FirstColumn, string> = { token: "Erstes Token", bin: "Ersten Bin (er enthält das erste Token)", CLS: "CLS" };
 const pools = { mean: "Mittelwert", max: "Maximum" };
 const axes: Record<Axis, [string, string]> = { query: ["Query", "Queries"], key: ["Key", "Keys"] };
-const nouns: Record<Counted, [string, string]> = { head: ["Head", "Heads"], token: ["Token", "Tokens"], patch: ["Patch", "Patches"], query: ["Query", "Queries"] };
+const nouns: Record<Counted, [string, string]> = { head: ["Head", "Heads"], token: ["Token", "Tokens"], patch: ["Patch", "Patches"], query: ["Query", "Queries"], key: ["Key", "Keys"], step: ["Schritt", "Schritte"], alarm: ["Alarm", "Alarme"] };
 
 /** Der vorige Patch, das vorige Token. */
 const patch = (unit: string) => unit === "patch";
@@ -32,6 +33,22 @@ export const german: Translation = {
   segments: {
     title: "Segmente",
     corner: "Query in",
+    keyIn: "Key in",
+    fromTo: (from, to) => `Segmente: von „${from}“ auf „${to}“`,
+    headsHint: (from, to) => `Der Anteil des Gewichts der Tokens von „${from}“, der auf den Tokens von „${to}“ liegt, als Mittel für jeden Head.`,
+    bands: "Bänder an den Achsen:",
+    images: "Aufmerksamkeit auf den Bildern im Prompt, von",
+    selectedToken: (query) => `${query} (dem gewählten Token)`,
+    segmentTokens: (name) => `allen Tokens von „${name}“, im Mittel`,
+    imageShare: (name, share) => `${name}: ${share} des Gewichts`,
+    imageLabel: (name) => `${name}: Gewicht auf jedem Patch`,
+    imageHint: "Jede Zelle ist ein Patch. Alle Bilder teilen eine Farbskala. Ein Klick auf einen Patch wählt ihn aus.",
+    imagePooled: (keys) => `Die Karte fasst mehrere Tokens in einer Zelle zusammen, daher kann sie nicht über die Patches der Bilder im Prompt gelegt werden. Observe(map=${keys}) zeichnet sie einzeln auf.`,
+    patch: (row, column, weight) => `Zeile ${row}, Spalte ${column}: ${weight}`,
+    even: (share, exact) => ` gleichmäßig: ${exact ? "" : "≈ "}${share}`,
+    evenHint: "gleichmäßig = der Anteil, wenn jedes Token sein Gewicht gleichmäßig auf alle Tokens verteilte, auf die es achten darf. Anteile, die davon höchstens um ein Fünftel abweichen, sind blass.",
+    evenTip: (share) => `Eine gleichmäßige Verteilung ergäbe ${share}.`,
+    viewEven: (share) => `Eine gleichmäßige Verteilung ergäbe ${share}; Heads, die davon höchstens um ein Fünftel abweichen, sind blass.`,
     hint: "Welcher Anteil des Gewichts der Tokens eines Segments (Zeile) im Mittel auf den Tokens jedes Segments (Spalte) liegt. Eine Zeile ergibt weniger als 100 %, wenn Keys in keinem Segment liegen.",
     viewHint: "Jede Zelle ist ein Head: der Anteil des Gewichts der Tokens des ersten Segments, der auf dem zweiten liegt. Ein Klick öffnet den Head.",
     from: "Wie sehr achten die Tokens von",
@@ -49,7 +66,10 @@ export const german: Translation = {
     results: "Treffer",
     token: (at, around) => `${whole(at)}: ${around}`,
     more: (count) => `und ${whole(count)} weitere`,
+    inWindow: (window, at, around) => `Fenster ${whole(window)}, Token ${whole(at)}: ${around}`,
+    nth: (n, of) => `${whole(n)} von ${whole(of)}, Enter: weiter.`,
     none: "Keine Treffer.",
+    steps: "Suche: 3.3, step 120",
     onlyHeads: "Head suchen: 3.3",
     noTokens: "Nur Heads, etwa 3.3: Die Seite enthält keinen einzelnen Text mit seinen Tokens.",
   },
@@ -73,8 +93,12 @@ export const german: Translation = {
     goTo: (at) => `Zu Token ${whole(at)}`,
     at: (at) => whole(at),
   },
-  tabs: { label: "Ansichten", heads: "Alle Heads", head: "Ein Head", compare: "Vergleich", table: "Statistik", found: "Ergebnisse", trace: "Schritte", reading: "Text", segments: "Segmente" },
-  bar: { view: "Ansicht", language: "Sprache (Language)", help: "Hilfe", maps: "Karten", heads: "Heads", page: "Seite", copyLink: "Link kopieren", copied: "Kopiert" },
+  tabs: { label: "Ansichten", history: "Training", alarms: (count) => `Alarme (${whole(count)})`, changes: "Veränderungen", heads: "Alle Heads", head: "Ein Head", compare: "Vergleich", table: "Statistik", found: "Ergebnisse", trace: "Schritte", reading: "Text", segments: "Segmente" },
+  bar: {
+    view: "Ansicht", language: "Sprache (Language)", help: "Hilfe", maps: "Karten", heads: "Heads", page: "Seite", copyLink: "Link kopieren", copied: "Kopiert",
+    compareWith: "Vergleichen mit …",
+    compareHelp: "Eine Aufzeichnung (.safetensors) oder eine andere Seite (.html) desselben Modells wählen. Die Datei kann auch auf der Seite abgelegt werden. Sie bleibt auf diesem Rechner.",
+  },
   themes: { label: "Farbschema", auto: "automatisch", light: "hell", dark: "dunkel" },
   controls: {
     thumbs: "Vorschaubilder",
@@ -127,9 +151,9 @@ export const german: Translation = {
     more: (heads) => `${whole(heads)} ${heads === 1 ? "weiterer Head" : "weitere Heads"}`,
     count: (heads, of, does) => `${heads} von ${of} Heads ${does}`,
     counts: {
-      local: (one, unit) => `${one ? "achtet" : "achten"} auf nahe ${plural(unit)}`,
-      first: (one, unit) => `${one ? "achtet" : "achten"} vor allem auf ${first(unit)}`,
-      uniform: (one) => (one ? "verteilt seine Aufmerksamkeit gleichmäßig" : "verteilen ihre Aufmerksamkeit gleichmäßig"),
+      local: (one, unit) => `${one ? "achtet" : "achten"} am ehesten auf nahe ${plural(unit)}`,
+      first: (one, unit) => `${one ? "achtet" : "achten"} am ehesten nur auf ${first(unit)}`,
+      uniform: (one) => `${one ? "kommt" : "kommen"} einer gleichmäßigen Verteilung am nächsten`,
     },
     none: "Kein Head passt deutlich besser als der Zufall zu einem Muster",
     only: (least) => `Übereinstimmung mindestens ${least} · nur diese zeigen`,
@@ -137,7 +161,7 @@ export const german: Translation = {
   },
   grid: {
     title: "Alle Heads",
-    ownScale: (what, scale) => (what === "image" ? "Jedes Bild hat seine eigene Farbskala." : `Zeilen sind Queries, Spalten sind Keys. Jede Karte hat ihre eigene Farbskala (${scale}).`),
+    ownScale: (what, scale, largest) => (what === "image" ? "Jedes Bild hat seine eigene Farbskala." : `Zeilen sind Queries, Spalten sind Keys.${largest ? " Jede Zelle zeigt ihr größtes Gewicht." : ""} Jede Karte hat ihre eigene Farbskala (${scale}).`),
     click: "Ein Klick öffnet einen Head.",
     noMap: (statistic) => `Jede Kachel zeigt den Mittelwert von: ${statistic}. Es wurde keine Karte aufgezeichnet; Observe(map=64) zeichnet eine auf.`,
     layer: "Schicht",
@@ -156,7 +180,11 @@ export const german: Translation = {
     region: (region, ratio) => `${region} × ${fixed(ratio, 1)}`,
     drawing: (at, of) => `Head ${whole(at)} von ${whole(of)} wird gezeichnet`,
   },
-  files: { png: "PNG", svg: "SVG", csv: "CSV", of: (kind, what) => `${kind}: ${what}`, allHeads: "alle Heads", map: (head) => `die Karte von ${head}`, strip: "die nahen Tokens" },
+  files: { csv: "CSV" },
+  figures,
+  changes,
+  dropped,
+  history,
   names: {
     layer: (short) => (/^\d+$/.test(short) ? `Schicht ${short}` : short),
     head: (layer, head) => `${layer}, Head ${head}`,
@@ -205,6 +233,7 @@ export const german: Translation = {
     pooledPatches: (keys) => `Jede Zelle dieser Karte fasst mehrere Patches zusammen, daher kann sie nicht über das Bild gelegt werden. Observe(map=${keys}) zeichnet sie einzeln auf.`,
     fullMap: "Ganze Karte: Patches in Lesereihenfolge",
     beside: "Auswahl und Statistik",
+    largestKeys: "Die größten Gewichte von {token} ({at})",
     statistics: "Statistik",
     statisticsOf: "Statistik dieses Heads",
     patternMatch: "Übereinstimmung mit Mustern: {list}.",
@@ -215,6 +244,7 @@ export const german: Translation = {
   },
   strongest: {
     summary: (count) => (count === 1 ? "Stärkste Verbindung, exakt" : `Die ${count} stärksten Verbindungen, exakt`),
+    ofCells: (count) => `Die ${count} stärksten Verbindungen: die größten Gewichte verschiedener Zellen`,
     keys: (each) => (each === 1 ? "Stärkster Key von Query {query} {token}" : "Stärkste Keys von Query {query} {token}"),
     queryLabel: "Query",
     key: "{weight} Key {key}",
@@ -238,6 +268,7 @@ export const german: Translation = {
   reason: {
     title: "Warum dieses Gewicht?",
     choose: "Eine einzelne Zelle der Karte auswählen, um zu sehen, wie ihr Gewicht berechnet wird. Erst näher zoomen, wenn eine Zelle mehrere Tokens umfasst.",
+    served: "Die Seite eines Servers enthält q und k nicht. Eine gespeicherte Seite zeigt, wie ein Gewicht berechnet wird: recording.save_html(path, exact=[(layer, head)]).",
     others: "Diese Seite kann die Gewichte berechnen von: {heads}.",
     pair: "{query} → {key}",
     of: (input) => ` (${input})`,
@@ -316,6 +347,12 @@ export const german: Translation = {
     done: "Fertig",
     leave: "Beenden",
     steps: {
+      changes: "Zwei Aufzeichnungen: die veränderten Heads, die größte Veränderung zuerst. Ein Klick öffnet einen Head in A, in B und als Differenz.",
+      happened: "Was zuerst ansehen: die ersten Alarme. Ein Klick zeigt den Head beim Schritt seines Alarms.",
+      steps: "Das ganze Training: Jede Zeile ist ein Head, jede Spalte ein Schritt. Marken sind Alarme.",
+      slider: "Der Regler oder die Pfeiltasten links und rechts wählen einen Schritt.",
+      step: "Alle Heads beim gewählten Schritt und die Kurven des gewählten Heads.",
+      findStep: "Einen Head oder einen Schritt suchen. Die Taste / führt hierher, ? öffnet die Hilfe mit dem Glossar.",
       cards: "Was zuerst ansehen: die auffälligen Heads, jeder in einem Satz. Ein Klick öffnet den Head und wählt ein Beispiel aus.",
       grid: "Alle Heads: eine kleine Karte für jeden. Zeilen sind Schichten, Spalten sind Heads. Dunkle Zellen sind starke Aufmerksamkeit, auf einer dunklen Seite helle.",
       map: "Ein Head: Jede Zeile ist ein Token, das auf andere achtet, jede Spalte eines, das beachtet wird. Der Zeiger auf einer Zelle zeigt ihr Gewicht, ein Klick wählt sie aus.",
@@ -396,6 +433,8 @@ export const german: Translation = {
     visiblePart: "Die Farbskala ist die des sichtbaren Ausschnitts.",
     bits: (bits, codes) => `Mit ${bits} Bit gespeichert: Wert = größter × (c / ${whole(codes)})², mit einem Fehler von höchstens ${local((1 / codes).toPrecision(1))} des größten.`,
     rough: "Werte mit ≈ sind mit 8 Bit gespeichert.",
+    coarse: (levels) => `Werte mit ≈ weichen um höchstens ${percent(1 / levels)} des größten ihrer Zeile ab: So viele Gewichte brauchen sonst zu viele Bytes.`,
+    levels: (levels) => `In ${levels + 1} Stufen gespeichert: Wert = größter seiner Zeile × (c / ${levels})².`,
     noDetail: "Näher zu zoomen zeigt nicht mehr.",
     oneWeight: "Jede Zelle ist ein Gewicht.",
     proportional: (rows, columns) => `Jede Zelle fasst Aufrufe verschiedener Länge zusammen: ${rows} × ${columns} Bins, jeder ein gleicher Anteil der Länge.`,
@@ -408,8 +447,14 @@ export const german: Translation = {
     titles: { image: "Bild", looks: "Worauf der gewählte Patch achtet", "looked-at": "Was auf den gewählten Patch achtet", all: "Mittelwert" },
     label: (title, head, shown) => `${title}, ${head}. ${shown} Pfeiltasten wählen einen Patch.`,
     original: "Bild. Ein Klick oder die Pfeiltasten wählen einen Patch.",
-    looks: "Worauf {name} achtet. {most}",
-    lookedAt: "Was auf {name} achtet.",
+    looks: "Worauf {name} (umrahmt) achtet. {most}",
+    lookedAt: "Welche Patches auf {name} (umrahmt) achten.",
+    patchNamed: (place) => `Patch ${place}`,
+    shownOf: { received: "Jedes Bild zeigt, wie viel Aufmerksamkeit jeder Patch im Mittel über alle Queries erhält.", patch: (name) => `Jedes Bild zeigt, worauf ${name} (umrahmt) achtet.`, map: "Zeilen sind Queries, Spalten sind Keys, Patches in Lesereihenfolge." },
+    first: "Bild. Der Rahmen markiert die gewählte Query, {name}. Ein Klick wählt einen anderen Patch.",
+    firstHead: "Head {head}: worauf {name} (umrahmt) achtet. Je mehr Orange, desto mehr Aufmerksamkeit. {most}",
+    firstMost: "Am meisten: {key} ({share}).",
+    firstTitle: (name, head) => `Worauf ${name} in Head ${head} achtet`,
     average: (special) => (special > 0 ? "Mittel über alle Queries, auch CLS und Register. {most}" : "Mittel über alle Patches. {most}"),
     most: (patch, weight, ratio) => `Am meisten: ${patch}, ${weight}, ${fixed(ratio, 1)} × gleichmäßige Verteilung.`,
     noWeight: "Kein Patch hat hier ein Gewicht: Alle sind maskiert, oder die Zeile enthält NaN oder Unendlich.",
@@ -423,13 +468,14 @@ export const german: Translation = {
     scale: "Jedes Bild hat seine eigene Farbskala, von 0 bis zu seinem größten Patch.",
     outline: "Die Linie ist der Umriss des Objekts.",
     regions: "Worauf er achtet",
-    mostRegion: (ratio) => `Am meisten beachtete Region: {region}, ${fixed(ratio, 1)}-mal so viel wie bei gleichmäßiger Verteilung.`,
+    mostRegion: (ratio) => `Beachtete Region: {region} (${fixed(ratio, 1)} × Zufall), so vielmal so viel wie bei gleichmäßiger Verteilung.`,
     noRegion: "Beachtet keine Region viel stärker als bei gleichmäßiger Verteilung.",
     ratio: (ratio) => `× ${fixed(ratio, 2)}`,
     even: "Der Strich markiert × 1, eine gleichmäßige Verteilung. Regionen überlappen sich.",
   },
   strips: {
     title: "Nahe Tokens",
+    distance: "Abstand des Keys",
     missing: (others) =>
       `Die Seite enthält nahe Tokens in voller Auflösung für höchstens 16 Heads, und nicht für diesen.${others.length > 0 ? ` In dieser Schicht enthält sie ${others.length === 1 ? "Head" : "die Heads"} ${others.join(", ")}.` : ""}`,
     label: (head, first, last) => `Nahe Tokens von ${head}, Queries ${first} bis ${last}`,

@@ -1,11 +1,12 @@
 // Chinese (simplified). Words: 注意力头 or 头, 查询, 键, 词元, 图块, 层, 权重; "attends to" is 关注.
 
+import { changes, dropped, figures, history } from "./language_zh_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, figure, type FirstColumn, percent, whole } from "./texts";
 
 const firstColumns: Record<FirstColumn, string> = { token: "第一个词元", bin: "第一个区间（含第一个词元）", CLS: "CLS" };
 const axes: Record<Axis, string> = { query: "查询", key: "键" };
-const nouns: Record<Counted, string> = { head: "个头", token: "个词元", patch: "个图块", query: "个查询" };
+const nouns: Record<Counted, string> = { head: "个头", token: "个词元", patch: "个图块", query: "个查询", key: "个键", step: "步", alarm: "个警报" };
 const noun = (unit: string) => (unit === "patch" ? "图块" : "词元");
 
 const signed = (value: number) => `${value < 0 ? "−" : "+"}${four(Math.abs(value))}`;
@@ -19,6 +20,22 @@ export const chinese: Translation = {
   segments: {
     title: "片段",
     corner: "查询所在片段",
+    keyIn: "键所在片段",
+    fromTo: (from, to) => `片段：从“${from}”到“${to}”`,
+    headsHint: (from, to) => `“${from}”的词元有多少权重落在“${to}”的词元上，对每个头取平均。`,
+    bands: "坐标轴旁的色带：",
+    images: "提示中各图像得到的注意力，来自",
+    selectedToken: (query) => `${query}（所选词元）`,
+    segmentTokens: (name) => `“${name}”的所有词元，取平均`,
+    imageShare: (name, share) => `${name}：${share} 的权重`,
+    imageLabel: (name) => `${name}：每个图块上的权重`,
+    imageHint: "每个单元格是一个图块。所有图像共用一个颜色刻度。点击图块可选中它。",
+    imagePooled: (keys) => `此热图的每个单元格汇总了多个词元，因此无法叠加在提示中图像的图块上。请用 Observe(map=${keys}) 记录。`,
+    patch: (row, column, weight) => `第 ${row} 行第 ${column} 列：${weight}`,
+    even: (share, exact) => ` 均匀：${exact ? "" : "≈ "}${share}`,
+    evenHint: "均匀 = 每个词元把权重均匀分给它可以关注的所有词元时的份额。与之相差不超过五分之一的份额颜色较淡。",
+    evenTip: (share) => `均匀分布时为 ${share}。`,
+    viewEven: (share) => `均匀分布时为 ${share}；与之相差不超过五分之一的头颜色较淡。`,
     hint: "某片段（行）的词元平均有多少权重落在各片段（列）的词元上。如果有的键不属于任何片段，一行之和小于 100%。",
     viewHint: "每个单元格是一个头：第一个片段的词元有多少权重落在第二个片段上。点击可打开该头。",
     from: "查询所在片段",
@@ -36,7 +53,10 @@ export const chinese: Translation = {
     results: "查找结果",
     token: (at, around) => `${whole(at)}：${around}`,
     more: (count) => `另有 ${whole(count)} 个`,
+    inWindow: (window, at, around) => `窗口 ${whole(window)}，词元 ${whole(at)}：${around}`,
+    nth: (n, of) => `${whole(n)} / ${whole(of)}，回车键：下一个。`,
     none: "没有结果。",
+    steps: "查找：3.3、step 120",
     onlyHeads: "查找头：3.3",
     noTokens: "只能查找头，例如 3.3：本页没有逐个词元的单一文本。",
   },
@@ -60,8 +80,12 @@ export const chinese: Translation = {
     goTo: (at) => `转到词元 ${whole(at)}`,
     at: (at) => whole(at),
   },
-  tabs: { label: "视图", heads: "所有头", head: "单个头", compare: "比较", table: "统计", found: "总结", trace: "逐步计算", reading: "文本", segments: "片段" },
-  bar: { view: "显示", language: "语言 (Language)", help: "帮助", maps: "热图", heads: "头", page: "页面", copyLink: "复制链接", copied: "已复制" },
+  tabs: { label: "视图", history: "训练", alarms: (count) => `警报（${whole(count)}）`, changes: "变化", heads: "所有头", head: "单个头", compare: "比较", table: "统计", found: "总结", trace: "逐步计算", reading: "文本", segments: "片段" },
+  bar: {
+    view: "显示", language: "语言 (Language)", help: "帮助", maps: "热图", heads: "头", page: "页面", copyLink: "复制链接", copied: "已复制",
+    compareWith: "与…比较",
+    compareHelp: "选择同一模型的记录（.safetensors）或另一个页面（.html）。也可以把文件拖放到本页。文件不会离开这台机器。",
+  },
   themes: { label: "主题", auto: "自动", light: "浅色", dark: "深色" },
   controls: {
     thumbs: "缩略图",
@@ -112,9 +136,9 @@ export const chinese: Translation = {
     more: (heads) => `另有 ${whole(heads)} 个头`,
     count: (heads, of, does) => `${of} 个头中有 ${heads} 个${does}`,
     counts: {
-      local: (_, unit) => `关注附近的${noun(unit)}`,
-      first: (_, unit) => `主要关注第一个${noun(unit)}`,
-      uniform: () => "均匀分配注意力",
+      local: (_, unit) => `最接近于关注附近的${noun(unit)}`,
+      first: (_, unit) => `最接近于只关注第一个${noun(unit)}`,
+      uniform: () => "最接近均匀分布",
     },
     none: "没有头与任何模式的匹配明显高于随机水平",
     only: (least) => `匹配度至少 ${least} · 只显示这些`,
@@ -122,7 +146,7 @@ export const chinese: Translation = {
   },
   grid: {
     title: "所有头",
-    ownScale: (what, scale) => (what === "image" ? "每幅图各有自己的颜色刻度。" : `行是查询，列是键。每幅热图各有自己的${scale}颜色刻度。`),
+    ownScale: (what, scale, largest) => (what === "image" ? "每幅图各有自己的颜色刻度。" : `行是查询，列是键。${largest ? "每个单元格显示其最大权重。" : ""}每幅热图各有自己的${scale}颜色刻度。`),
     click: "点击可打开一个头。",
     noMap: (statistic) => `每格显示${statistic}的平均值。未记录热图；用 Observe(map=64) 可记录。`,
     layer: "层",
@@ -141,7 +165,11 @@ export const chinese: Translation = {
     region: (region, ratio) => `${region} × ${ratio.toFixed(1)}`,
     drawing: (at, of) => `正在绘制第 ${whole(at)} 个头，共 ${whole(of)} 个`,
   },
-  files: { png: "PNG", svg: "SVG", csv: "CSV", of: (kind, what) => `${what}的 ${kind}`, allHeads: "所有头", map: (head) => `${head}的热图`, strip: "附近词元" },
+  files: { csv: "CSV" },
+  figures,
+  changes,
+  dropped,
+  history,
   names: {
     layer: (short) => (/^\d+$/.test(short) ? `第 ${short} 层` : short),
     head: (layer, head) => `${layer} ${head} 号头`,
@@ -190,6 +218,7 @@ export const chinese: Translation = {
     pooledPatches: (keys) => `此热图的每个单元格汇总了多个图块，因此无法叠加在图像上。请用 Observe(map=${keys}) 记录。`,
     fullMap: "完整热图：图块按阅读顺序排列",
     beside: "所选内容和统计",
+    largestKeys: "{token}（{at}）的最大权重",
     statistics: "统计",
     statisticsOf: "这个头的统计",
     patternMatch: "模式匹配度：{list}。",
@@ -200,6 +229,7 @@ export const chinese: Translation = {
   },
   strongest: {
     summary: (count) => (count === 1 ? "最强连接，精确值" : `${count} 个最强连接，精确值`),
+    ofCells: (count) => `${count} 个最强连接：各单元格中的最大权重`,
     keys: (each) => (each === 1 ? "查询 {query} {token} 的最强键" : "查询 {query} {token} 的最强几个键"),
     queryLabel: "查询",
     key: "{weight} 键 {key}",
@@ -223,6 +253,7 @@ export const chinese: Translation = {
   reason: {
     title: "为什么是这个权重？",
     choose: "选中热图的一个单元格，查看其权重如何算出。如果一个单元格包含多个词元，请先放大。",
+    served: "服务器的页面不保存 q 和 k。保存的页面可显示权重如何算出：recording.save_html(path, exact=[(layer, head)])。",
     others: "本页可以计算以下各头的权重：{heads}。",
     pair: "{query} → {key}",
     of: (input) => `（${input}）`,
@@ -301,6 +332,12 @@ export const chinese: Translation = {
     done: "完成",
     leave: "退出导览",
     steps: {
+      changes: "两份记录：发生变化的头，变化最大的在前。点击可打开一个头，查看 A、B 及二者之差。",
+      happened: "先看什么：最早的警报。点击可显示该头在警报那一步的情况。",
+      steps: "整个训练过程：每一行是一个头，每一列是一步。标记是警报。",
+      slider: "用滑块或左右方向键选择一步。",
+      step: "所选步的所有头，以及所选头的曲线。",
+      findStep: "查找头或步。按 / 可到这里，按 ? 打开帮助，其中有术语表。",
       cards: "先看什么：突出的头，每个用一句话说明。点击可打开该头并选中一个例子。",
       grid: "所有头：每个头一幅小热图。行是层，列是头。颜色越深注意力越强；在深色页面上则越亮越强。",
       map: "单个头：每一行是发出注意力的词元，每一列是被关注的词元。将指针移到单元格上可读出权重，点击可选中它。",
@@ -380,6 +417,8 @@ export const chinese: Translation = {
     visiblePart: "颜色刻度以可见部分为准。",
     bits: (bits, codes) => `以 ${bits} 位保存：值 = 最大值 × (c / ${whole(codes)})²，误差至多为最大值的 ${(1 / codes).toPrecision(1)}。`,
     rough: "带 ≈ 的值以 8 位保存。",
+    coarse: (levels) => `带 ≈ 的值与准确值相差至多为其所在行最大值的 ${percent(1 / levels)}：这么多权重否则会占用过多字节。`,
+    levels: (levels) => `以 ${levels + 1} 级保存：值 = 该行最大值 × (c / ${levels})²。`,
     noDetail: "放大不会显示更多细节。",
     oneWeight: "每个单元格是一个权重。",
     proportional: (rows, columns) => `每个单元格汇总长度不同的调用：${rows} × ${columns} 个区间，每个区间占长度的相同份额。`,
@@ -392,8 +431,14 @@ export const chinese: Translation = {
     titles: { image: "图像", looks: "所选图块关注什么", "looked-at": "什么关注所选图块", all: "平均" },
     label: (title, head, shown) => `${title}，${head}。${shown}方向键选择图块。`,
     original: "图像。点击图块可选中它，也可用方向键。",
-    looks: "{name} 关注什么。{most}",
-    lookedAt: "什么关注 {name}。",
+    looks: "带框的{name}关注哪里。{most}",
+    lookedAt: "哪些图块关注带框的{name}。",
+    patchNamed: (place) => `${place}的图块`,
+    shownOf: { received: "每幅图显示每个图块得到多少注意力，对所有查询取平均。", patch: (name) => `每幅图显示${name}（带框）关注哪里。`, map: "行是查询，列是键，图块按阅读顺序排列。" },
+    first: "图像。框标出所选查询：{name}。点击另一个图块可选中它。",
+    firstHead: "头 {head}：带框的{name}关注哪里。橙色越浓，注意力越多。{most}",
+    firstMost: "最多：{key}（{share}）。",
+    firstTitle: (name, head) => `${name}在头 ${head} 中关注哪里`,
     average: (special) => (special > 0 ? "对所有查询取平均，包括 CLS 和寄存器。{most}" : "对所有图块取平均。{most}"),
     most: (patch, weight, ratio) => `最多：${patch}，${weight}，是均匀分布的 ${ratio.toFixed(1)} 倍。`,
     noWeight: "这里没有图块有权重：全部被掩码遮住，或该行含有 NaN 或无穷大。",
@@ -407,13 +452,14 @@ export const chinese: Translation = {
     scale: "每幅图各有自己的颜色刻度，从 0 到最大的图块。",
     outline: "线条是物体的轮廓。",
     regions: "它关注什么",
-    mostRegion: (ratio) => `最关注{region}：是均匀分布的 ${ratio.toFixed(1)} 倍。`,
+    mostRegion: (ratio) => `关注{region}（随机水平的 ${ratio.toFixed(1)} 倍）：是均匀分布的这么多倍。`,
     noRegion: "对任何区域的关注都不比均匀分布多很多。",
     ratio: (ratio) => `× ${ratio.toFixed(2)}`,
     even: "竖线标出 × 1，即均匀分布。各区域有重叠。",
   },
   strips: {
     title: "附近词元",
+    distance: "键的距离",
     missing: (others) => `本页至多为 16 个头保存全分辨率的附近词元，不包括这个头。${others.length > 0 ? `这一层保存的是头 ${others.join("、")}。` : ""}`,
     label: (head, first, last) => `${head}的附近词元，查询 ${first} 至 ${last}`,
     keys: (label) => `${label}。方向键移到某个权重。`,

@@ -155,13 +155,14 @@ function number(text: string): string {
   return text.replace(/[.,%]/g, (each) => ({ ".": ",", ",": ".", "%": "\u00a0%" })[each]!);
 }
 
-let english: { names: Pair[]; patterns: typeof data.patternWords; regions: Record<string, Pair>; tables: typeof data.tables; trace: typeof data.trace } | null = null;
+let english: { names: Pair[]; patterns: typeof data.patternWords; regions: Record<string, Pair>; quantities: Pair[]; tables: typeof data.tables; trace: typeof data.trace } | null = null;
 type Pair = { heading: string; meaning: string };
 
 /** Put the texts among the data in place; the English ones are kept. */
 function translateData(): void {
-  english ??= structuredClone({ names: data.names, patterns: data.patternWords, regions: data.image?.regionWords ?? {}, tables: data.tables, trace: data.trace });
+  english ??= structuredClone({ names: data.names, patterns: data.patternWords, regions: data.image?.regionWords ?? {}, quantities: data.history?.quantities ?? [], tables: data.tables, trace: data.trace });
   data.names.forEach((each, n) => Object.assign(each, said(english!.names[n])));
+  data.history?.quantities.forEach((each, n) => Object.assign(each, said(english!.quantities[n])));
   for (const [name, text] of Object.entries(english.patterns)) data.patternWords[name] = say(text);
   for (const [name, pair] of Object.entries(english.regions)) Object.assign(data.image!.regionWords[name], said(pair));
   data.tables.forEach((table, n) => {

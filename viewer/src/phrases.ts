@@ -99,6 +99,27 @@ export const PHRASES: [english: string, german: string, chinese: string][] = [
   ["{n} queries", "{n} Queries", "{n} 个查询"],
   ["{n} keys", "{n} Keys", "{n} 个键"],
 
+  // ---- a training's history: report/_viewer/texts.py
+  ["{n} steps", "{n} Schritte", "{n} 步"],
+  ["{n} step", "{n} Schritt", "{n} 步"],
+  ["Each row of the map is a head, each column a step of the training.", "Jede Zeile der Karte ist ein Head, jede Spalte ein Schritt des Trainings.", "热图的每一行是一个头，每一列是训练的一步。"],
+  ["The history stores {a} of {b} observed steps, evenly spaced.", "Die History enthält {a} von {b} beobachteten Schritten, in gleichen Abständen.", "历史保存了 {b} 个观察步中的 {a} 个，间隔均匀。"],
+  ["Alarms are those of all steps.", "Die Alarme sind die aller Schritte.", "警报来自所有步。"],
+  ["To keep the page small, it has fewer steps of {names}: at most one of {n}.", "Damit die Seite klein bleibt, enthält sie weniger Schritte von {names}: höchstens einen von {n}.", "为使页面较小，{names}的步数较少：每 {n} 步至多一步。"],
+  ["{a} of {b} quantities", "{a} von {b} Größen", "{b} 个统计量中的 {a} 个"],
+  ["The page shows the first {a} of {b} alarms.", "Die Seite zeigt die ersten {a} von {b} Alarmen.", "本页显示 {b} 个警报中的前 {a} 个。"],
+  ["The history has all of them.", "Die History enthält alle.", "历史文件包含全部警报。"],
+  ["{a} to {b}", "{a} bis {b}", "{a} 到 {b}"],
+  ["{a} of {b} forward pass observed", "{a} von {b} Vorwärtsdurchlauf beobachtet", "观察了 {b} 次前向计算中的 {a} 次"],
+  ["in {n} watches", "in {n} watches", "分 {n} 次 watch"],
+  ["normalized entropy below {n}", "normierte Entropie unter {n}", "归一化熵低于 {n}"],
+  ["largest logit above {n}", "größter Logit über {n}", "最大 logit 高于 {n}"],
+  ["weight on the first token above {n}", "Gewicht auf dem ersten Token über {n}", "第一个词元上的权重高于 {n}"],
+  ["not requested; watch(alarms=True) does", "nicht verlangt; watch(alarms=True) verlangt sie", "未要求；watch(alarms=True) 可启用"],
+  ["Alarms", "Alarme", "警报"],
+  ["largest logit", "größter Logit", "最大 logit"],
+  ["The largest logit of all rows of the step.", "Der größte Logit aller Zeilen des Schritts.", "该步所有行中最大的 logit。"],
+
   // ---- statistics: stats, report/words.py
   ["entropy", "Entropie", "熵"],
   ["How spread out a row is, in nats: 0 = one key, ln n = evenly over n keys.", "Wie breit eine Zeile verteilt ist, in nats: 0 = ein Key, ln n = gleichmäßig über n Keys.", "一行有多分散，单位为奈特：0 = 集中于一个键，ln n = 均匀分布于 n 个键。"],

@@ -535,6 +535,12 @@ export const tour = {
   done: "Done",
   leave: "Leave the tour",
   steps: {
+    changes: "Two recordings: the heads that moved, the largest change first. A click opens a head in A, in B, and their difference.",
+    happened: "What to look at first: the first alarms. A click shows the head at the step of its alarm.",
+    steps: "The whole training: each row is a head, each column a step. Marks are alarms.",
+    slider: "Select a step with the slider, or with the arrow keys left and right.",
+    step: "All heads at the selected step, and the curves of the selected head.",
+    findStep: "Find a head or a step. The key / leads here, ? opens the help with a glossary.",
     cards: "What to look at first: the heads that stand out, each in one sentence. A click opens the head with an example selected.",
     grid: "All heads: a small map for each. Rows are layers, columns are heads. Dark cells are strong attention, or bright ones on a dark page.",
     map: "One head: each row is a token that looks, each column a token that it looks at. Point at a cell to read its weight; click to select it.",
@@ -738,7 +744,17 @@ function listed(names: string[]): string {
 }
 
 const moves = (count: number) => (count === 1 ? "head moved" : "heads moved");
-const span = ([least, most]: readonly [number, number]) => (least === most ? whole(least) : `${whole(least)}–${whole(most)}`);
+
+/** A least and a largest number: "3", or "3–5". */
+export function span([least, most]: readonly [number, number]): string {
+  return least === most ? whole(least) : `${whole(least)}–${whole(most)}`;
+}
+
+/** A difference with its sign; what is 0 or unknown has none. */
+export function withSign(value: string): string {
+  if (/^(≈ )?(0|–)$/.test(value)) return value;
+  return value.includes("-") && !/^(≈ )?\d/.test(value) ? value.replace("-", "−") : `+${value}`;
+}
 
 export const changes = {
   title: "What changed from A to B",
@@ -781,7 +797,7 @@ export const changes = {
   noDifference: "The maps of A and B have different sizes, so there is no difference map. Compare recordings of the same length.",
   noMaps: "No maps were recorded, so only statistics are compared. Record with Observe(map=64) to see maps.",
   csv: "CSV",
-  signed: (value: string) => (/^(≈ )?(0|–)$/.test(value) ? value : value.includes("-") && !/^(≈ )?\d/.test(value) ? value.replace("-", "−") : `+${value}`),
+  signed: (value: string) => withSign(value),
   segment: (query: string, key: string) => `${query} → ${key}`,
   layer: (name: string) => `layer ${name}`,
   heads: (layer: string, more: number) => `${counted(more, "head")} of layer ${layer}`,

@@ -1,13 +1,28 @@
 // The tour: a few steps, each with a frame around a part of the page and a sentence beside it.
 
 import { useCallback, useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { HAS_READING } from "./data";
+import { data, HAS_READING } from "./data";
+import { other } from "./other";
 import type { State } from "./state";
 import { tour as texts } from "./texts";
 
 type Name = keyof typeof texts.steps;
 
-const STEPS: { name: Name; at: string; view: State["view"] }[] = [
+interface Stop {
+  name: Name;
+  at: string;
+  view: State["view"];
+}
+
+const HISTORY: Stop[] = [
+  { name: "happened", at: ".happened ul", view: "history" },
+  { name: "steps", at: ".history-map", view: "history" },
+  { name: "slider", at: ".history-slider", view: "history" },
+  { name: "step", at: ".history-side", view: "history" },
+  { name: "findStep", at: ".search input", view: "history" },
+];
+const CHANGES: Stop = { name: "changes", at: ".changes", view: "changes" };
+const STEPS: Stop[] = [
   { name: "cards", at: ".cards ul", view: "heads" },
   { name: "grid", at: ".grid", view: "heads" },
   { name: "map", at: ".drawing, .pictures", view: "head" },
@@ -38,7 +53,7 @@ interface Box {
 export function Tour({ state, change }: Props) {
   const [at, setAt] = useState<number | null>(null);
   const before = useRef(state); // where the reader was
-  const steps = STEPS.filter(({ name }) => name !== "reading" || HAS_READING);
+  const steps = data.history ? HISTORY : [...(other() ? [CHANGES] : []), ...STEPS.filter(({ name }) => name !== "reading" || HAS_READING)];
   const show = (to: number) => {
     change({ view: steps[to].view, ...(steps[to].name === "cards" ? { cards: true } : {}) });
     setAt(to);
