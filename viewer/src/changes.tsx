@@ -314,7 +314,7 @@ function Figures({ head }: { head: HeadChange }) {
   return (
     <div class="scroll" tabIndex={0} role="region" aria-label={texts.statistics}>
       <table class="change-table">
-        <thead><tr><th scope="col">{texts.columns.name}</th><th scope="col">{texts.columns.before}</th><th scope="col">{texts.columns.after}</th><th scope="col">{texts.columns.change}</th><th scope="col" title={texts.sizeHelp}>{texts.columns.size}</th><th scope="col" class="text" /></tr></thead>
+        <thead><tr><th scope="col">{texts.columns.name}</th><th scope="col">{texts.columns.before}</th><th scope="col">{texts.columns.after}</th><th scope="col">{texts.columns.change}</th><th scope="col" title={texts.sizeHelp}>{texts.columns.size}</th><td /></tr></thead>
         <tbody>
           {lines.map(({ name, before, after, change, size, moved }) => (
             <tr key={name} class={moved ? "moved" : ""}>

@@ -209,7 +209,7 @@ export function AlarmTable({ change }: { change: Props["change"] }) {
       <h2 id="alarms-title">{texts.table.title(alarms.length)}</h2>
       <p class="hint">{alarms.length > 0 ? texts.table.hint : history.alarmed ? texts.quiet(COUNT) : texts.unwatched}</p>
       {alarms.length > 0 && (
-        <div class="scroll" tabIndex={0} role="region" aria-labelledby="alarms-title">
+        <div class="scroll" tabIndex={0} role="group" aria-labelledby="alarms-title">
           <table class="every">
             <thead><tr>{Object.entries(columns).map(([name, text]) => <th scope="col" key={name} class={name === "what" ? "text" : undefined}>{text}</th>)}</tr></thead>
             <tbody>
