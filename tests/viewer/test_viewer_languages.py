@@ -37,7 +37,8 @@ SAME = {
 
 NAMES = (
     r"PNG|SVG|CSV|CLS|viridis|cividis|magma|float(16|32|64)|lse( = .*)?|headscope \d.*|layers[.\d*a-z]*|w\d+|"
-    r"a <model>|MultiheadAttention|fox|hare|(map|keep_qk|rows)=.*|(o|p|out|q, k, v) = .*|the cat sat on the mat.*|\d+: .*"
+    r"a <model>|MultiheadAttention|fox|hare|(map|keep_qk|rows)=.*|(o|p|out|q, k, v) = .*|"
+    r"the cat sat on the mat.*|\d+: .*"
 )
 """Names, equations, options, and what the reader wrote."""
 
@@ -111,10 +112,8 @@ def half_english(found: set[str], language: str) -> list[str]:
     """Texts with a small English word; tokens and what stands in quotes are the reader's."""
     parts: list[str] = []
     for text in found:
-        words = {
-            word.lower()
-            for word in re.findall(rf"\b(?:{LITTLE})\b", re.sub("[“„‘‚][^”“’‘]*[”“’‘]|layers[.*]\\S*|\\w+=\\S*", "", text))
-        }
+        read = re.sub(r"[“„‘‚][^”“’‘]*[”“’‘]|layers[.*]\S*|\w+=\S*", "", text)
+        words = {word.lower() for word in re.findall(rf"\b(?:{LITTLE})\b", read)}
         own = re.match(r"\d+(: |：)|the cat sat on", text) is not None
         if words - (GERMAN if language == "de" else set()) and not own:
             parts.append(text)
