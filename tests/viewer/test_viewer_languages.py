@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from headscope import Observe, trace, watch
 from headscope.report.words import PATTERNS, REGIONS, STAGES, STATISTICS
 from headscope.tracing._explanations import EXPLANATIONS
 from headscope.tracing._written.explanations import _MORE
@@ -21,7 +23,11 @@ from support.paths import ROOT
 
 pytestmark = in_a_browser
 
-EVERY = [(name, view) for name, views in VIEWS.items() for view in views]
+EVERY = [
+    *((name, view) for name, views in VIEWS.items() for view in views),
+    ("steps", "view=trace"),
+    ("broken", "view=head"),
+]
 
 SAME = {
     "de": r"Deutsch|English|Enter|Esc|Filter|Heads?|Head [AB]|Head \d\.\d|Keys|Query|Tab|Training|linear|Streaming|Segments?|"
@@ -32,7 +38,8 @@ SAME = {
 
 NAMES = (
     r"PNG|SVG|CSV|CLS|viridis|cividis|magma|float(16|32|64)|lse( = .*)?|headscope \d.*|layers[.\d*a-z]*|w\d+|"
-    r"TextModel|_Model|a <model>|fox|hare|(map|keep_qk|tokens)=.*|(o|p|out) = .*|the cat sat on the mat.*|\d+: .*"
+    r"TextModel|_Model|a <model>|MultiheadAttention|fox|hare|(map|keep_qk|rows|tokens)=.*|(o|p|out|q, k, v) = .*|"
+    r"the cat sat on the mat.*|\d+: .*"
 )
 """Names, equations, options, and what the reader wrote."""
 
@@ -60,7 +67,16 @@ GERMAN = {"head", "heads", "key", "keys", "query", "token", "tokens", "queries"}
 def paths(tmp_path_factory: pytest.TempPathFactory, long: Recording) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("languages")
     strips = [("layers.0.attention", 0)]
-    return {**write_pages(folder), "long": long.save_html(folder / "long.html", strips=strips, exact=[(0, 0)])}
+    pages = {**write_pages(folder), "long": long.save_html(folder / "long.html", strips=strips, exact=[(0, 0)])}
+    module = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    x = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(0))
+    with watch(module, what=Observe(map=11)) as recording:
+        module(x, x, x)
+    pages["steps"] = recording.save_html(folder / "steps.html", trace=trace(module, x))
+    x[0, 3] = torch.nan
+    with watch(module, what=Observe(map=11, rows=5), verify=2) as recording:
+        module(x, x, x)
+    return {**pages, "broken": recording.save_html(folder / "broken.html")}
 
 
 @pytest.fixture
@@ -97,11 +113,9 @@ def half_english(found: set[str], language: str) -> list[str]:
     """Texts with a small English word; tokens and what stands in quotes are the reader's."""
     parts: list[str] = []
     for text in found:
-        words = {
-            word.lower()
-            for word in re.findall(rf"\b(?:{LITTLE})\b", re.sub("[“„‘‚][^”“’‘]*[”“’‘]|layers[.*]\\S*", "", text))
-        }
-        own = re.match(r"\d+(: |：)|the cat sat on|map=\d", text) is not None
+        read = re.sub(r"[“„‘‚][^”“’‘]*[”“’‘]|layers[.*]\S*|\w+=\S*", "", text)
+        words = {word.lower() for word in re.findall(rf"\b(?:{LITTLE})\b", read)}
+        own = re.match(r"\d+(: |：)|the cat sat on", text) is not None
         if words - (GERMAN if language == "de" else set()) and not own:
             parts.append(text)
     return parts
@@ -139,6 +153,20 @@ def test_the_language_is_that_of_the_address_then_the_reader_s_then_the_browser_
     page.get_by_label("Sprache (Language)").select_option("zh")
     page.wait_for_function("() => location.hash.includes('lang=zh')")
     context.close()
+
+
+def test_what_the_reader_wrote_stays(page: Page, paths: dict[str, Path]) -> None:
+    page.goto(f"{paths['text'].as_uri()}#lang=zh")
+    page.locator("#view > *").first.wait_for()
+    assert "“the cat sat on the mat, and the dog sat on the mat”，20 个词元" in page.locator("footer").inner_text()
+    assert page.locator("h1").inner_text() == "the cat sat on the mat, and the dog sat on the mat"
+    page.goto("about:blank")
+    page.goto(f"{paths['watch'].as_uri()}#lang=de")
+    assert (
+        page.locator("h1")
+        .inner_text()
+        .startswith("Das mitgelieferte Sprachmodell: “Once upon a time there was a fox. The")
+    )
 
 
 def test_an_unknown_language_is_english(page: Page, paths: dict[str, Path]) -> None:

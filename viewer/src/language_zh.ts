@@ -243,8 +243,8 @@ export const chinese: Translation = {
     none: (tokens) => `点击单元格${tokens ? "或词元" : ""}可选中它。单元格所在的行表示查询关注什么，所在的列表示什么关注该键。`,
     clear: "清除",
     clearLabel: "清除选择",
-    attends: () => "{name} 关注",
-    attended: () => "关注 {name} 的有",
+    attends: () => "{name} 关注以下位置",
+    attended: () => "{name} 被以下位置关注",
     attendsToNone: "关注",
     attendedByNone: "被关注",
     hint: "将指针移到词元上可预览。点击任一词元或单元格可更改选择。",
@@ -383,7 +383,7 @@ export const chinese: Translation = {
       recall: "0 到 1", recall_kl: "奈特（nat）", largest_selected: "0 或 1",
     },
     unit: (unit) => `单位：${unit}。`,
-    received: ["得到的注意力", "一个键从可以关注它的各查询得到的平均权重：热图上方的曲线。"],
+    received: ["得到的注意力", "一个键从可以关注它的各查询得到的平均权重：热图上方的柱形。"],
   },
   map: {
     keys: "Shift 加方向键移动所选单元格，加号和减号缩放，0 显示全部。",
@@ -460,7 +460,7 @@ export const chinese: Translation = {
   strips: {
     title: "附近词元",
     distance: "键的距离",
-    missing: (others) => `本页至多为 16 个头保存全分辨率的附近词元，不包括这个头。${others.length > 0 ? `这一层保存的是头 ${others.join("、")}。` : ""}`,
+    missing: (others) => `本页至多为 16 个头保存全分辨率的附近词元，不包括这个头。${others.length > 0 ? `这一层保存的是 ${others.join("、")} 号头。` : ""}`,
     label: (head, first, last) => `${head}的附近词元，查询 ${first} 至 ${last}`,
     keys: (label) => `${label}。方向键移到某个权重。`,
     from: "起始查询",

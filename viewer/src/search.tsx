@@ -142,11 +142,11 @@ export function Search({ state, change }: Props) {
   };
   return (
     <div class="search" role="search" onKeyDown={pressed}>
-      <input ref={input} type="text" aria-label={texts.label} placeholder={data.history ? texts.steps : hasText ? texts.placeholder : texts.onlyHeads} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list"
+      <input ref={input} type="text" aria-label={texts.label} placeholder={data.history ? texts.steps : hasText ? texts.placeholder : texts.onlyHeads} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list" {...(hits.length > 0 ? { "aria-activedescendant": `hit-${at}` } : {})}
         onInput={(event) => { setTyped(event.currentTarget.value); setAt(0); setChosen(null); setOpen(true); }} onFocus={() => setOpen(true)} onBlur={() => setTimeout(() => { setOpen(false); setChosen(null); }, 150)} />
       <ul id="found" role="listbox" aria-label={texts.results} hidden={hits.length === 0}>
         {hits.map((hit, n) => (
-          <li key={n} role="option" aria-selected={n === at} onMouseDown={(event) => event.preventDefault()} onClick={() => choose(n)}><bdi>{hit.text}</bdi></li>
+          <li key={n} id={`hit-${n}`} role="option" aria-selected={n === at} onMouseDown={(event) => event.preventDefault()} onClick={() => choose(n)}><bdi>{hit.text}</bdi></li>
         ))}
         {every.length > hits.length && <li class="hint" aria-disabled="true">{texts.more(every.length - hits.length)}</li>}
       </ul>

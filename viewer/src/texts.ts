@@ -587,7 +587,7 @@ export const glossary = {
     recall: "0 to 1", recall_kl: "nats", largest_selected: "0 or 1",
   } as Record<string, string>,
   unit: (unit: string) => `Unit: ${unit}.`,
-  received: ["attention received", "The mean weight that a key gets from the queries that may attend to it: the line above the map."] as [string, string],
+  received: ["attention received", "The mean weight that a key gets from the queries that may attend to it: the bars above the map."] as [string, string],
 };
 
 // ---------------------------------------------------------------- the map
