@@ -117,6 +117,12 @@ def test_the_first_screen_states_which_head_collapsed_and_when(opened: Any, hist
     assert others == [], "no head turns to the first token"
 
 
+def test_it_is_not_compared_with_a_recording(opened: Any, history: History) -> None:
+    page = opened(history)
+    assert page.get_by_role("button", name="View").count() == 1
+    assert page.locator(".compare-with").count() == 0
+
+
 def test_the_curves_have_the_values_of_the_step(opened: Any, history: History) -> None:
     page = opened(history, "layer=0&head=2&step=5")
     shown = dict(

@@ -1,6 +1,7 @@
 // Files to compare the page with: a button that opens a file chooser, files that are dropped, and what becomes of them.
 
 import { useEffect, useRef, useState } from "preact/hooks";
+import { data } from "./data";
 import { dismiss, read, useOther } from "./other";
 import type { State } from "./state";
 import { bar, dropped as texts } from "./texts";
@@ -19,6 +20,7 @@ export function CompareWith({ change }: { change: Changed }) {
     input.current!.value = ""; // the same file may be chosen again
     if (files.length > 0) void offered(files, change);
   };
+  if (data.history) return null; // a training's history has no counterpart
   return (
     <span class="compare-with">
       <button type="button" title={bar.compareHelp} onClick={() => input.current!.click()}>{bar.compareWith}</button>
@@ -30,6 +32,7 @@ export function CompareWith({ change }: { change: Changed }) {
 /** Files may be dropped anywhere on the page. */
 export function useDrop(change: Changed): void {
   useEffect(() => {
+    if (data.history) return undefined;
     const over = (event: DragEvent) => {
       if (!event.dataTransfer?.types.includes("Files")) return;
       event.preventDefault(); // the browser would leave the page and open the file
