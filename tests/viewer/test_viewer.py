@@ -466,7 +466,7 @@ def test_a_sentence_names_the_region_that_a_head_looks_at(look: Any, tmp_path: P
     assert names[:2] == ["edges × 1.2", "–"]
     for head, sentence in enumerate(
         (
-            "Looks at edges (1.2 × chance): so many times as much as an even spread would.",
+            "Looks at edges (1.2 × chance): 1.2 times as much as an even spread.",
             "Looks at none of the regions much more than an even spread does.",
         )
     ):

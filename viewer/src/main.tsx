@@ -2,6 +2,7 @@
 
 import { render } from "preact";
 import { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { BandLegend, hasBands } from "./bands";
 import { HAS_MAPS, type Theme, TopBar } from "./bar";
 import { Cards } from "./cards";
 import { ChangesView, ChangeView } from "./changes";
@@ -125,6 +126,7 @@ function App() {
             <section aria-labelledby="heads-title">
               <h2 id="heads-title" class="unseen">{grid.title}</h2>
               <div class="hint">{gridHint(state)} {HAS_MAPS && <Exports state={shown} />}</div>
+              {BANDED && <BandLegend layer={BANDED} />}
               <Grid {...{ state: shown, theme: drawn, open }} />
             </section>
           )}
@@ -142,6 +144,9 @@ function App() {
     </>
   );
 }
+
+/** A layer whose segments are bands along its maps. */
+const BANDED = data.layers.find(hasBands);
 
 function headingOf(name: string): string {
   return data.names.find((each) => each.name === name)?.heading ?? name;

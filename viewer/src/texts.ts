@@ -676,7 +676,7 @@ export const image = {
   scale: "Each picture has its own colour scale, from 0 to its largest patch.",
   outline: "The line is the outline of the object.",
   regions: "What it looks at",
-  mostRegion: (ratio: number) => `Looks at {region} (${ratio.toFixed(1)} × chance): so many times as much as an even spread would.`,
+  mostRegion: (ratio: number) => `Looks at {region} (${ratio.toFixed(1)} × chance): ${ratio.toFixed(1)} times as much as an even spread.`,
   noRegion: "Looks at none of the regions much more than an even spread does.",
   ratio: (ratio: number) => `× ${ratio.toFixed(2)}`,
   even: "The line marks × 1, an even spread. Regions overlap.",

@@ -63,7 +63,7 @@ def _read_images(entry: dict[str, Any]) -> tuple[tuple[str, int, tuple[int, ...]
             raise ValueError(
                 f"segment_images: got {len(image)} values, expected a name, columns and the starts of rows"
             )
-        fields = dict(zip(("name", "columns", "rows"), image, strict=True))
+        fields: dict[str, Any] = {"name": image[0], "columns": image[1], "rows": image[2]}
         rows = read_wholes(fields, "rows")
         images.append((read_value(fields, "name", str), read_whole(fields, "columns", 1), rows))
     return tuple(images)
