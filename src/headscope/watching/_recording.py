@@ -191,7 +191,8 @@ class Recording:
         Raises:
             SaveError: the file exists and is not a page of headscope, or it cannot be written.
             TypeError: an option of another kind.
-            ValueError: the maps do not fit one page, an image does not fit the keys, or ``against`` is of another model.
+            ValueError: the maps do not fit one page, an image does not fit the keys, or ``against`` is of another
+                model.
             WatchError: nothing has been recorded yet.
         """
         return viewer.save_recording(self, path, force=force, **options)
