@@ -338,6 +338,7 @@ def test_another_prompt_is_compared_by_its_statistics(look: Any, before: Recordi
     pooled = [shipped(text, map=5) for text in (CODE, STORY)]
     page = compared(look(pooled[0]), pooled[1].save(tmp_path / "pooled.safetensors"))
     agree(page, *pooled)
+    expect(page.locator(".changes-notes")).to_contain_text("So a cell covers another number of tokens in B")
     assert page.locator(".changed").first.locator("canvas").count() == 3, "bins are shares of either text"
 
 

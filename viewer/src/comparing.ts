@@ -208,6 +208,7 @@ function notesOf(a: Side, b: Side, shared: [Layer, Layer][], here: boolean): str
   }
   const withMaps = shared.filter(([x, y]) => x.map && y.map);
   const unlike = withMaps.filter(([x, y]) => !sameBins(x, y));
+  if (withMaps.some(([x, y]) => sameBins(x, y) && x.lengths && y.lengths && String(x.lengths) !== String(y.lengths))) notes.push(texts.otherCells);
   if (unlike.length > 0) notes.push(texts.unlikeMaps(unlike.length === withMaps.length));
   if (!shared.every(([x, y]) => samePlaces(x, y))) notes.push(texts.otherSample);
   const segments = shared.map(([x, y]) => [a.segments(x.index, 0), b.segments(y.index, 0)]);
