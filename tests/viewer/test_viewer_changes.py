@@ -8,7 +8,9 @@ import base64
 import csv
 import json
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from headscope import Observe, load_example, masks, observe, watch
+from headscope.comparing import Thresholds
 from headscope.report import save, text_sheet
 from headscope.stats import HeadStats
+from headscope.stats._statistics_file import VERSION
 from headscope.watching import About, Recording
 from support.browser import Page, chromium, in_a_browser, look, numbers, open_menu, thumbs
 from support.html_pages import HOSTILE
+from support.paths import ROOT
 
 pytestmark = in_a_browser
 
@@ -134,6 +139,15 @@ def agree(page: Page, one: Recording, other: Recording, *, map: float = 1e-3) ->
     }
     assert len(framed) == min(count, 60)
     assert {name.split(", head")[0] for name in framed} <= names
+
+
+def test_thresholds_and_formats_of_the_page_are_those_of_python() -> None:
+    limits = re.search(r"LIMITS = \{(.*?)\}", (ROOT / "viewer/src/comparing.ts").read_text(encoding="utf-8"))
+    assert limits is not None
+    found = {name: float(value) for name, value in re.findall(r"(\w+): ([\d.]+)", limits[1])}
+    expected = asdict(Thresholds())
+    assert found == {"nats" if name == "entropy" else name: value for name, value in expected.items()}
+    assert f"const NEWEST = {VERSION};" in (ROOT / "viewer/src/recording_file.ts").read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------- a page of two
@@ -260,6 +274,20 @@ def test_pooled_maps_and_inputs_of_a_batch_are_compared(look: Any, tmp_path: Pat
     agree(page, one, other)
 
 
+def test_maps_of_8_bits_are_compared_nearly_and_the_page_states_it(
+    look: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headscope.report._viewer.packing.FINE_BYTES", 0)
+    one, other = (made(scale, 97, 97) for scale in (0.5, 1.0))
+    rough = "the share of the attention that is elsewhere may be off by up to 2 percentage points"
+    page = compared(look(one), other.save(tmp_path / "b.safetensors"))
+    agree(page, one, other, map=0.02)
+    expect(page.locator(".changes-notes")).to_contain_text(rough)
+    page = look(one.save_html(tmp_path / "two.html", against=other))
+    agree(page, one, other, map=1e-6)
+    assert rough not in page.locator("#view").inner_text(), "these distances are those of Python"
+
+
 def test_a_recording_of_format_1_is_compared(look: Any, tmp_path: Path) -> None:
     """Earlier versions stored maps as four tensors with every bin."""
     one, other = made(), made(1.7)
@@ -310,6 +338,7 @@ def test_another_prompt_is_compared_by_its_statistics(look: Any, before: Recordi
     pooled = [shipped(text, map=5) for text in (CODE, STORY)]
     page = compared(look(pooled[0]), pooled[1].save(tmp_path / "pooled.safetensors"))
     agree(page, *pooled)
+    expect(page.locator(".changes-notes")).to_contain_text("So a cell covers another number of tokens in B")
     assert page.locator(".changed").first.locator("canvas").count() == 3, "bins are shares of either text"
 
 

@@ -1,6 +1,6 @@
 // What moved between two recordings, head by head. The rules, thresholds and sizes are those of src/headscope/comparing.py.
 
-import type { Data, Layer, Origin } from "./data";
+import { type Data, data, type Layer, type Origin } from "./data";
 import { say } from "./languages";
 import { keyOf, type Side } from "./side";
 import { changes as texts } from "./texts";
@@ -119,12 +119,13 @@ function variation(x: Float64Array, y: Float64Array): number | null {
   return total / 2;
 }
 
-export function compared(a: Side, b: Side, shared: [Layer, Layer][], distances: Distances[]): Compared {
+/** `here`: the page itself computed the distances. */
+export function compared(a: Side, b: Side, shared: [Layer, Layer][], distances: Distances[], here: boolean): Compared {
   const units = new Map([...b.names, ...a.names].map(({ name, unit }) => [name, unit ?? "share"]));
   const heads = shared.flatMap(([one, other]) =>
     Array.from({ length: Math.min(one.heads, other.heads) }, (_, head) => headChange(a, b, one, other, head, units, distances[other.index])));
   heads.sort((x, y) => Number(y.moved) - Number(x.moved) || y.size - x.size || x.layer - y.layer || x.head - y.head);
-  return { heads, moved: heads.filter((each) => each.moved).length, notes: notesOf(a, b, shared), maps: heads.some((each) => each.map !== null) };
+  return { heads, moved: heads.filter((each) => each.moved).length, notes: notesOf(a, b, shared, here), maps: heads.some((each) => each.map !== null) };
 }
 
 function headChange(a: Side, b: Side, one: Layer, other: Layer, head: number, units: Map<string, string>, distances: Distances): HeadChange {
@@ -193,9 +194,10 @@ function betweenSegments(a: Side, b: Side, one: Layer, other: Layer, head: numbe
 
 const MOST_NAMED = 6;
 
-/** How the two differ otherwise. */
-function notesOf(a: Side, b: Side, shared: [Layer, Layer][]): (() => string)[] {
+/** How the two differ otherwise, and what is not exact. */
+function notesOf(a: Side, b: Side, shared: [Layer, Layer][], here: boolean): (() => string)[] {
   const notes: (() => string)[] = [];
+  if (here && [data.bits, shared[0][1].other?.bits].includes(8) && shared.some(([x, y]) => x.map && sameBins(x, y))) notes.push(() => texts.rough);
   for (const [what, of] of [
     ["runs", (layer: Layer) => layer.runs], ["lookedAt", (layer: Layer) => layer.lookedAt], ["keys", (layer: Layer) => (layer.received ? layer.receivedOf : (layer.lengths?.[1] ?? 0))],
     ["first", (layer: Layer) => layer.first ?? 0], ["bins", (layer: Layer) => layer.bins ?? 0],
@@ -207,6 +209,7 @@ function notesOf(a: Side, b: Side, shared: [Layer, Layer][]): (() => string)[] {
   }
   const withMaps = shared.filter(([x, y]) => x.map && y.map);
   const unlike = withMaps.filter(([x, y]) => !sameBins(x, y));
+  if (withMaps.some(([x, y]) => sameBins(x, y) && x.lengths && y.lengths && String(x.lengths) !== String(y.lengths))) notes.push(() => texts.otherCells);
   if (unlike.length > 0) notes.push(() => texts.unlikeMaps(unlike.length === withMaps.length));
   if (!shared.every(([x, y]) => samePlaces(x, y))) notes.push(() => texts.otherSample);
   const segments = shared.map(([x, y]) => [a.segments(x.index, 0), b.segments(y.index, 0)]);

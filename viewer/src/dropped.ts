@@ -88,7 +88,7 @@ function isPageData(value: unknown): value is PageData {
     && (numbers === undefined || (Array.isArray(numbers) && numbers.every((list) => Array.isArray(list) && list.length % 3 === 0 && list.every(Number.isSafeInteger) && total(list) <= 2 ** 26)))
     && layers.every((layer) => isLayer(layer, from))
     && Array.isArray(statistics) && statistics.length === layers.length && statistics.every((of, n) => typeof of === "object" && of !== null && Object.values(of).every((each) => columns(each, layers[n].heads)))
-    && (tokens === null || (Array.isArray(tokens?.labels) && tokens.labels.every(isText) && typeof tokens.longer === "object"))
+    && (tokens === null || (Array.isArray(tokens?.labels) && tokens.labels.every(isText) && Object.values(tokens.longer ?? { missing: null }).every(isText)))
     && (origin === undefined || origin === null || (isText(origin.model) && isText(origin.config) && typeof origin.layers === "object" && origin.layers !== null))
   );
 }

@@ -31,7 +31,7 @@ function embedded(): Other | null {
   if (!text) return null;
   const from = JSON.parse(text) as PageData & { labels: [string, string]; distances: Distances[] };
   const side = pageSide(from, document.getElementById("other-blocks")!.textContent!);
-  return { labels: from.labels, side, is: compared(ownSide(), side, comparable(ownSide(), side), from.distances) };
+  return { labels: from.labels, side, is: compared(ownSide(), side, comparable(ownSide(), side), from.distances, false) };
 }
 
 export function other(): Other | null {
@@ -81,7 +81,7 @@ export async function read(files: FileList | File[]): Promise<boolean> {
     const shared = comparable(mine, side);
     const distances = await distancesOf(mine, side, shared, (head, of) => signal.aborted || set({ progress: dropped.comparing(name, head, of) }), signal);
     signal.throwIfAborted();
-    set({}, { labels: [mine.title || texts.thisPage, name], side, is: compared(mine, side, shared, distances) });
+    set({}, { labels: [mine.title || texts.thisPage, name], side, is: compared(mine, side, shared, distances, true) });
     return true;
   } catch (error) {
     if (signal.aborted) return false; // another file came, or the reader ended it

@@ -804,6 +804,8 @@ export const changes = {
   different: (what: "runs" | "lookedAt" | "keys" | "first" | "bins", [a, b]: (readonly [number, number])[]) =>
     `Different ${{ runs: "numbers of forward passes", lookedAt: "numbers of measured queries", keys: "lengths", first: "numbers of first keys", bins: "numbers of bins of the maps" }[what]}: ${span(a)} in A, ${span(b)} in B.`,
   unlikeMaps: (all: boolean) => `${all ? "The" : "Some"} maps of A and B have different sizes, so ${all ? "only statistics are compared" : "they are not compared"}.`,
+  rough: "Maps are stored in 8 bits, so the share of the attention that is elsewhere may be off by up to 2 percentage points.",
+  otherCells: "So a cell covers another number of tokens in B, and its mean weight differs for that reason, too.",
   otherSample: "Maps are not compared where A and B measured different shares of the queries.",
   otherSegments: "The segments have different names, so they are not compared.",
   noSpread: "A page of a single text does not hold the spread of the rows, so every change above its threshold counts.",

@@ -185,13 +185,14 @@ class Recording:
         Args:
             path: where.
             force: overwrite any file.
-            options: title, image, grid, special, strips, trace and exact, as for
-                ``headscope.report.viewer.render_recording``.
+            options: title, image, grid, special, strips, trace, exact, and against and labels for a page that
+                compares this recording with a later one; as for ``headscope.report.viewer.render_recording``.
 
         Raises:
             SaveError: the file exists and is not a page of headscope, or it cannot be written.
             TypeError: an option of another kind.
-            ValueError: the maps do not fit one page, or an image does not fit the keys.
+            ValueError: the maps do not fit one page, an image does not fit the keys, or ``against`` is of another
+                model.
             WatchError: nothing has been recorded yet.
         """
         return viewer.save_recording(self, path, force=force, **options)
