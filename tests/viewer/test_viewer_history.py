@@ -296,14 +296,10 @@ def test_many_heads_scroll_and_those_with_alarms_come_first(opened: Any, tmp_pat
     canvas.click(position={"x": 100, "y": 1})
     assert texts(page, ".history-side h2")[1] == "Head 1.1 (b): all quantities", "the first row"
     page.get_by_label("Rows").select_option("layer")
-    scrolled = page.locator(".history-map").evaluate(
-        "(map) => new Promise((done) => { map.onscroll = () => done(map.scrollTop); map.scrollTop = 1e6; })"
-    )
-    row = (scrolled + frame["height"] - 2) // 2
+    page.locator(".history-map").evaluate("(map) => { map.scrollTop = 1e6; }")
+    page.wait_for_timeout(200)  # it is drawn where it was scrolled to
     canvas.click(position={"x": 100, "y": box["height"] - 1})
-    assert texts(page, ".history-side h2")[1] == f"Head 2.210 ({'abc'[int(row) // 211]}): all quantities", (
-        "the last row"
-    )
+    assert texts(page, ".history-side h2")[1] == "Head 2.210 (c): all quantities", "the last row"
 
 
 def test_infinite_and_missing_values_are_shown(opened: Any, tmp_path: Path) -> None:
