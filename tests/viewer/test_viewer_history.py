@@ -290,6 +290,24 @@ def test_hostile_names_stay_text(opened: Any, tmp_path: Path) -> None:
     assert page.locator("img").count() == 0
 
 
+def test_many_heads_scroll_and_those_with_alarms_come_first(opened: Any, tmp_path: Path) -> None:
+    history = run(tmp_path / "a.safetensors", [*"abc"], heads=211, steps=COLLAPSE + 7)
+    page = opened(history)
+    assert page.get_by_label("Rows").input_value() == "alarm"
+    canvas = page.locator(".history-map canvas")
+    box, frame = canvas.bounding_box(), page.locator(".history-map").bounding_box()
+    assert box is not None
+    assert frame is not None
+    assert box["height"] <= frame["height"], "a canvas of all rows may be too large for a browser"
+    canvas.click(position={"x": 100, "y": 1})
+    assert texts(page, ".history-side h2")[1] == "Head 1.1 (b): all quantities", "the first row"
+    page.get_by_label("Rows").select_option("layer")
+    page.locator(".history-map").evaluate("(map) => { map.scrollTop = 1e6; }")
+    page.wait_for_timeout(200)  # it is drawn where it was scrolled to
+    canvas.click(position={"x": 100, "y": box["height"] - 1})
+    assert texts(page, ".history-side h2")[1] == "Head 2.210 (c): all quantities", "the last row"
+
+
 def test_infinite_and_missing_values_are_shown(opened: Any, tmp_path: Path) -> None:
     history = run(tmp_path / "a.safetensors", ["a", "b"])
     column = history._table.column("layers.a", "max_logit_max")

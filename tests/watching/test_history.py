@@ -6,6 +6,7 @@ import json
 import math
 import os
 import struct
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -344,6 +345,24 @@ def test_an_exception_in_the_training_does_not_lose_its_history(path: Path) -> N
     with pytest.raises(TypeError, match="unsupported operand"):
         record(History(path), [1, 2, None])  # pyright: ignore[reportArgumentType]
     assert History.load(path).steps == (0, 1)
+
+
+def test_a_killed_process_leaves_a_readable_file(path: Path) -> None:
+    code = f"""
+import os, torch
+from headscope import History, MultiHeadAttention, watch
+model = MultiHeadAttention(14, 7)
+with watch(model, log=History({str(path)!r}, seconds=0)):
+    for step in range(10_000):
+        model(torch.randn(1, 5, 14))
+        if step == 300:
+            os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
+    steps = History.load(path).steps
+    assert steps == tuple(range(len(steps)))
+    assert 2 <= len(steps) <= 301
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 def test_a_full_disk_is_an_error_at_once_and_later_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ function drawNumbers(context: CanvasRenderingContext2D, left: number, cell: numb
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "middle";
   context.textAlign = "center";
-  const every = Math.ceil(20 / cell);
+  const every = Math.ceil((WIDEST > 100 ? 28 : 20) / cell);
   for (let head = 0; head < WIDEST; head += every) context.fillText(String(head), left + (head + 0.5) * cell, TOP / 2);
   if (data.layers.length === 1) return;
   context.textAlign = "right";

@@ -31,24 +31,29 @@ export function HeadsMap({ state, theme, of, values, rows, change, gutter }: Pro
   const room = Math.max(180, Math.min(560, innerHeight - REST));
   const row = Math.max(LEAST, Math.min(MOST, Math.floor(room / rows.length)));
   const height = row * rows.length;
+  const view = Math.min(height, room); // only what is in view is drawn: a canvas as high as all rows may be too large for a browser
+  const [top, setTop] = useState(0);
   const order = useMemo(() => rows.map(indexOf), [rows]);
   const places = useMemo(() => new Map(order.map((head, at) => [head, at])), [order]);
   const image = useMemo(() => picture(of, COUNT, order.length, state.colours, (at, n) => values[order[at] * COUNT + n]), [of, values, order, state.colours]);
   useEffect(() => {
     if (width <= 0) return;
-    const context = sized(canvas.current!, width + gutter, height);
+    const context = sized(canvas.current!, width + gutter, view);
     context.fillStyle = ink("hidden");
-    context.fillRect(gutter, 0, width, height);
+    context.fillRect(gutter, 0, width, view);
+    const from = Math.min(top, height - view);
+    context.translate(0, -from);
     context.imageSmoothingEnabled = COUNT > width * devicePixelRatio;
-    context.drawImage(image, gutter, 0, width, height);
+    context.drawImage(image, 0, from / row, COUNT, view / row, gutter, from, width, view);
     drawNames(context, rows, row, gutter, state.rank === "layer");
     drawStarts(context, gutter, width, height);
     const flag = (each: Alarm, size: number) => drawMark(context, each, gutter + across(each.moment, width), (places.get(indexOf(each))! + 0.5) * row, size);
     const size = Math.max(4, Math.min(6, row / 2));
-    for (const each of alarms) flag(each, size / 2.5); // a repeated one is a dot
-    for (const each of firstAlarms.slice().reverse()) flag(each, size);
+    const inView = (each: Alarm) => Math.abs((places.get(indexOf(each))! + 0.5) * row - from - view / 2) < view / 2 + size;
+    for (const each of alarms) if (inView(each)) flag(each, size / 2.5); // a repeated one is a dot
+    for (const each of firstAlarms.filter(inView).reverse()) flag(each, size);
     canvas.current!.dataset.drawn = "yes";
-  }, [image, width, height, rows, theme]);
+  }, [image, width, height, view, top, rows, theme]);
   const selected = places.get(indexOf(state))!;
   useEffect(() => { // the selected head stays in sight
     const frame = box.current!;
@@ -59,7 +64,7 @@ export function HeadsMap({ state, theme, of, values, rows, change, gutter }: Pro
   const at = (event: MouseEvent) => {
     const place = canvas.current!.getBoundingClientRect();
     const x = event.clientX - place.left - gutter;
-    const which = rows[Math.max(0, Math.min(rows.length - 1, Math.floor((event.clientY - place.top) / row)))];
+    const which = rows[Math.max(0, Math.min(rows.length - 1, Math.floor((event.clientY - place.top + top) / row)))];
     return { x, which, moment: x < 0 ? null : momentAt(x, width) };
   };
   const hovered = (event: MouseEvent) => {
@@ -84,7 +89,7 @@ export function HeadsMap({ state, theme, of, values, rows, change, gutter }: Pro
   };
   return (
     <div>
-      <div class="history-map" ref={box} style={{ maxHeight: `${Math.max(room, 200)}px` }}>
+      <div class="history-map" ref={box} style={{ maxHeight: `${room}px` }} onScroll={(event) => setTop(event.currentTarget.scrollTop)}>
         <div class="history-rows" style={{ height: `${height}px` }}>
           <canvas ref={canvas} tabIndex={0} role="img" aria-label={texts.mapLabel(of.heading, rows.length, COUNT)} onClick={clicked} onMouseMove={hovered} onMouseLeave={() => setOver(null)} onKeyDown={pressed} />
           {width > 0 && <i class="history-row" style={{ top: `${selected * row}px`, height: `${row}px`, left: `${gutter}px`, width: `${width}px` }} />}
