@@ -46,13 +46,12 @@ def label_axes(
 
 def label_outside(ax: Axes, tokens: Sequence[str] | None, layer: LayerMaps, hide: tuple[bool, bool]) -> None:
     """Label the axes of one of several maps; ``hide``: its labels of keys, and of queries, stand at another map."""
-    label_axes(
-        ax, tokens, layer.maps.shape[1] if tokens is not None else layer.lengths[0], layer.lengths[1], 6, most=12
-    )
+    label_axes(ax, tokens, *layer.sizes, 6, most=12)
+    unit = " bin" if layer.lengths is None else ""
     if not hide[0]:
-        ax.set_xlabel("key", fontsize=7)
+        ax.set_xlabel(f"key{unit}", fontsize=7)
     if not hide[1]:
-        ax.set_ylabel("query", fontsize=7)
+        ax.set_ylabel(f"query{unit}", fontsize=7)
     ax.tick_params(axis="x", labelbottom=not hide[0])
     ax.tick_params(axis="y", labelleft=not hide[1])
 
