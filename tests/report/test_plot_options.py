@@ -288,7 +288,7 @@ def test_bins_of_a_long_text_have_their_positions(pyplot: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "count", "shape", "inches"), [("column", 3, (2, 2), 3.3), ("page", 5, (2, 4), 6.9), (4, 2, (1, 2), 4)]
+    ("width", "count", "shape", "inches"), [("column", 3, (2, 2), 3.3), ("page", 5, (2, 3), 6.9), (4, 2, (1, 2), 4)]
 )
 def test_a_figure_of_heads_fits_its_paper(pyplot: Any, width: Any, count: int, shape: Any, inches: float) -> None:
     from headscope.report.plots import plot_heads

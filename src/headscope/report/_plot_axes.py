@@ -67,8 +67,8 @@ def subplots_for(axes: NDArray[Any] | None, count: int, inches: float, letters: 
         return axes
     import matplotlib.pyplot as plt
 
-    across = min(count, 2 if inches < COLUMN else 4)
-    down = -(-count // across)
+    down = -(-count // (2 if inches < COLUMN else 4))
+    across = -(-count // down)  # 5 heads are 3 and 2, not 4 and 1
     labels = 0.3 + letters * 0.05  # inches, at 6 points
     side = max(0.4, (inches - labels - 0.65 - 0.1 * across) / across)
     lines = min(down, 2 if count % across else 1) if alike else down  # of labels of keys
