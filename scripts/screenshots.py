@@ -25,13 +25,17 @@ TEXT = "def load(path):\n    with open(path) as file:\n        return file.read(
 
 
 class Shot(NamedTuple):
-    """A screenshot: the page, the fragment of its address, the size of the window, and the colour scheme."""
+    """A screenshot: the page, the fragment of its address, the size of the window, and the colour scheme.
+
+    With ``figure`` it is the figure of a view, as the page saves it.
+    """
 
     page: str
     at: str
     width: int = 1280
     height: int = 860
     scheme: str = "light"
+    figure: str = ""
 
 
 SHOTS = {
@@ -42,6 +46,7 @@ SHOTS = {
     "viewer_changes": Shot("changes", "", height=720),
     "viewer_image": Shot("image", "view=head&layer=2&head=1&row=35&column=35", height=760),
     "viewer_long": Shot("long", "view=head&layer=1&head=7&row=40&column=31&pool=max", height=1500),
+    "figure_head": Shot("repeated", "view=head&layer=3&head=3", figure="the map of layer 3, head 3"),
     "viewer_narrow": Shot("text", "view=head&layer=3&head=6&row=15&column=14", width=360, height=1100),
     "viewer_history": Shot("history", "", height=900),
     "viewer_dark": Shot("text", "view=head&layer=4&head=6", height=1100, width=900, scheme="dark"),
@@ -118,6 +123,14 @@ def train(path: Path) -> None:
     history.save_html(path, title="Three layers")
 
 
+def save_figure(page: Any, of: str) -> bytes:
+    """Return the PNG of a view that the menu of figures saves."""
+    page.get_by_role("button", name=f"Figure of {of}", exact=True).click()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="PNG 2×").click()
+    return Path(download.value.path()).read_bytes()
+
+
 def small(png: bytes) -> bytes:
     """Compress a picture with all of its colours: with fewer, a scale would differ from its maps."""
     out = io.BytesIO()
@@ -141,7 +154,7 @@ def main() -> None:
             page = browser.new_page(viewport=size, color_scheme=shot.scheme)
             page.goto(f"{make_page(shot.page, Path(place)).as_uri()}#{shot.at}")
             page.wait_for_timeout(1500)
-            png = small(page.screenshot())
+            png = small(save_figure(page, shot.figure) if shot.figure else page.screenshot())
             page.close()
             if len(png) > MOST:
                 raise SystemExit(f"{name}: {len(png):,} bytes, expected at most {MOST:,}")

@@ -288,7 +288,7 @@ def test_bins_of_a_long_text_have_their_positions(pyplot: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "count", "shape", "inches"), [("column", 3, (2, 2), 3.3), ("page", 5, (2, 4), 6.9), (4, 2, (1, 2), 4)]
+    ("width", "count", "shape", "inches"), [("column", 3, (2, 2), 3.3), ("page", 5, (2, 3), 6.9), (4, 2, (1, 2), 4)]
 )
 def test_a_figure_of_heads_fits_its_paper(pyplot: Any, width: Any, count: int, shape: Any, inches: float) -> None:
     from headscope.report.plots import plot_heads
@@ -397,3 +397,19 @@ def test_options_that_are_none(pyplot: Any, options: Any, error: type[Exception]
             plot_grid(softmax(3, 5)[None], **options)
         with pytest.raises(error, match=message):
             plot_statistics([{"x": [1.0]}], "x", **options)
+
+
+def test_keys_of_another_text_have_no_tokens_and_bins_are_named(pyplot: Any) -> None:
+    from headscope.report.plots import plot_heads
+
+    q, k = torch.randn(2, 1, 1, 5, 4)
+    part = observe(q, k, kind="cross", what=Observe(map=5)).parts["0"]
+    crossed = Recording(HeadStats({"0": part}), About("m", {}, {}, {"0": "cross"}, tuple("abcde"), 1, 1))
+    ax = plot_heads(crossed, ["0.0"])[0, 0]
+    assert not any(label.get_text() in "abcde" and label.get_text() for label in ax.get_xticklabels())
+    ax = plot_heads(crossed, ["0.0"], tokens=list("vwxyz"))[0, 0]
+    assert [label.get_text() for label in ax.get_xticklabels()] == list("vwxyz")
+    both = [observe(x := torch.randn(1, 1, length, 4), x, what=Observe(map=4)) for length in (16, 31)]
+    ax = plot_heads(both[0].merge(both[1]), ["0.0"])[0, 0]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("key bin", "query bin")
+    assert ax.images[0].get_extent() == [-0.5, 3.5, 3.5, -0.5]

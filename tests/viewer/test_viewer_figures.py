@@ -14,13 +14,15 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
 pytest.importorskip("playwright", reason="the playwright package is not installed")
 
-from headscope import Observe, Recording, Segments
+from headscope import HeadStats, Observe, Recording, Segments, observe
 from headscope.report import save
+from headscope.watching import About
 from support.browser import (
     chromium,
     in_a_browser,
@@ -82,6 +84,8 @@ def test_a_png_has_the_stated_size_and_shows_a_scale_but_no_selection(look: Any,
         assert path.name == "headscope-layer-1-head-1.png"
         drawn = pixels(path)
         assert drawn.shape[:2] == (times * height, times * width)
+        with Image.open(path) as image:
+            assert image.info["dpi"] == pytest.approx((96 * times,) * 2, rel=1e-3), "the same size in print"
         assert tuple(drawn[2, 2]) == WHITE, "on white, whatever the theme"
         assert reddish(drawn) == 0, "no selection"
         # the scale: a column in the right part with all colours from white to ink, darker upwards
@@ -378,3 +382,33 @@ def test_a_figure_is_copied_or_the_page_says_why_not(look: Any, short: Recording
     page.get_by_role("button", name="Copy figure").click()
     page.get_by_text("The browser does not allow a page to copy pictures here. Save the PNG instead.").wait_for()
     page.context.clear_permissions()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 23), (3, 500), (131_072, 7)])
+def test_maps_of_any_shape_are_figures(look: Any, queries: int, keys: int) -> None:
+    """No label is cut, and rows and columns are large enough to be seen."""
+    q, k = torch.randn(1, 1, queries, 4), torch.randn(1, 1, keys, 4)
+    parts = observe(q, k, kind="cross", what=Observe(map=16)).named("0").parts
+    page = look(Recording(HeadStats(parts), About("m", {}, {}, {"0": "cross"}, None, 1, 1)), "view=head&layer=0&head=0")
+    page.locator(".map canvas").wait_for()
+    svg = save_figure(page, "the map of layer 0, head 0")
+    texts = " ".join(texts_of(svg))
+    shown = [f"0–{each - 1:,}" if each > 1 else "0" for each in (queries, keys)]
+    assert f"Rows: query {shown[0]}; columns: key {shown[1]}." in texts
+    frame = next(each for each in ElementTree.parse(svg).iter() if each.get("fill") == "none")
+    assert min(float(frame.get(name, 0)) for name in ("width", "height")) >= 60
+    width, height = size_of(svg)
+    for each in ElementTree.parse(svg).iter():
+        if each.tag.endswith("}text"):
+            assert 0 <= float(each.get("x", 0)) <= width
+            assert 0 <= float(each.get("y", 0)) <= height
+
+
+def test_a_row_of_nan_is_named_in_the_caption(look: Any) -> None:
+    q, k = torch.randn(1, 1, 7, 4), torch.randn(1, 1, 7, 4)
+    q[0, 0, 3] = torch.nan
+    parts = observe(q, k, what=Observe(map=7)).named("0").parts
+    page = look(Recording(HeadStats(parts), About("m", {}, {}, {"0": "self"}, None, 1, 1)), "view=head&layer=0&head=0")
+    page.locator(".map canvas").wait_for()
+    texts = " ".join(texts_of(save_figure(page, "the map of layer 0, head 0")))
+    assert "Grey: masked, or the row contains NaN or infinity." in texts

@@ -78,11 +78,12 @@ export function fitted(text: string, room: number): string {
   return `${letters.join("")}…`;
 }
 
-/** Lines of at most so many units; a longer word breaks at its dots. */
+/** Lines of at most so many units; a longer word breaks at its dots, or anywhere in a script without spaces. */
 export function wrapped(text: string, room: number, size: number, bold = false): string[] {
   const lines = [""];
   for (const word of text.split(/(?<= )/)) {
-    const parts = measured(word, size, bold) > room ? word.split(/(?<=[._/])/) : [word];
+    const fits = (part: string) => measured(part.trimEnd(), size, bold) <= room;
+    const parts = fits(word) ? [word] : word.split(/(?<=[._/])/).flatMap((part) => (fits(part) ? [part] : [...part]));
     for (const part of parts) {
       if (lines[lines.length - 1] && measured((lines[lines.length - 1] + part).trimEnd(), size, bold) > room) lines.push("");
       lines[lines.length - 1] += part;
@@ -187,7 +188,34 @@ async function blobOf({ figure, paper }: Drawn): Promise<Blob> {
   const context = canvas.getContext("2d")!;
   context.scale(ratio, ratio);
   await paint.call({ width, height, paint }, new CanvasSurface(context, FONT));
-  return new Promise((done, failed) => canvas.toBlob((blob) => (blob ? done(blob) : failed(new Error(texts.tooLarge)))));
+  const blob = await new Promise<Blob>((done, failed) => canvas.toBlob((found) => (found ? done(found) : failed(new Error(texts.tooLarge)))));
+  return inUnits(blob, ratio);
+}
+
+const PER_METRE = 96 / 0.0254; // units: 96 in an inch
+
+/** A PNG that states its size in print, so that one of 3× is not larger than one of 2×. */
+async function inUnits(png: Blob, ratio: number): Promise<Blob> {
+  const chunk = new Uint8Array(21); // length, "pHYs", pixels per metre across and down, unit, checksum
+  const view = new DataView(chunk.buffer);
+  view.setUint32(0, 9);
+  chunk.set([0x70, 0x48, 0x59, 0x73], 4);
+  for (const at of [8, 12]) view.setUint32(at, Math.round(PER_METRE * ratio));
+  chunk[16] = 1;
+  view.setUint32(17, checksum(chunk.subarray(4, 17)));
+  return new Blob([png.slice(0, HEADER), chunk, png.slice(HEADER)], { type: "image/png" });
+}
+
+const HEADER = 33; // bytes of a PNG's signature and first chunk
+
+/** CRC-32, as PNG has it. */
+function checksum(bytes: Uint8Array): number {
+  let rest = ~0;
+  for (const byte of bytes) {
+    rest ^= byte;
+    for (let n = 0; n < 8; n++) rest = (rest >>> 1) ^ (rest & 1 ? 0xedb88320 : 0);
+  }
+  return ~rest >>> 0;
 }
 
 /** Draws a figure: `make` returns it for a paper, which may be dark. */
@@ -240,6 +268,7 @@ export interface Axis {
 }
 
 const NEXT = 11; // units between labels of size 10, one below the other
+const NUMBERS = 18; // where they are numbers
 const NAMES = 92; // units of the longest label
 const MOST_NAMED = 200; // positions of which some are labelled by their tokens; the tokens of a longer text say nothing alone
 
@@ -254,7 +283,7 @@ export function labelsOf({ start, stop, text }: Axis, length: number, along: "x"
   const each = length / (stop - start);
   const named = text !== null && stop - start <= MOST_NAMED;
   const turned = named;
-  const wide = along === "x" && !turned ? measured(whole(stop - 1)) + 10 : NEXT;
+  const wide = turned ? NEXT : along === "y" ? NUMBERS : measured(whole(stop - 1)) + 10;
   const every = each >= wide ? 1 : step(wide / each);
   const all: [number, string][] = [];
   for (let at = Math.ceil(start / every) * every; at < stop; at += every) {
@@ -268,7 +297,7 @@ export function labelsOf({ start, stop, text }: Axis, length: number, along: "x"
 /** The positions and texts along one axis of a layer's map, between two of its bins. */
 export function axisOf(layer: Layer, which: "query" | "key", [from, to]: [number, number], bins: number, singles: boolean): Axis {
   const map = layer.map!;
-  if (!map.ranges) return { title: mapTexts.axisOfBins(which), start: from, stop: to, text: null };
+  if (!map.ranges || from === to) return { title: map.ranges ? mapTexts.axis(which) : mapTexts.axisOfBins(which), start: from, stop: to, text: null };
   const length = layer.lengths![which === "query" ? 0 : 1];
   return { title: mapTexts.axis(which), start: range(from, bins, length)[0], stop: range(to - 1, bins, length)[1], text: singles ? textOf(layer, which) : null };
 }

@@ -46,7 +46,7 @@ function pieceOf({ layer, field, at: [k, x, y], tile }: Mapped): Piece {
   }
   const visible = (middle: number, bins: number): [number, number] => {
     const from = Math.min(1 - 1 / k, Math.max(0, middle - 0.5 / k));
-    return [Math.floor(from * bins + 1e-6), Math.max(1, Math.min(bins, Math.ceil((from + 1 / k) * bins - 1e-6)))];
+    return [Math.floor(from * bins + 1e-6), Math.max(0, Math.min(bins, Math.ceil((from + 1 / k) * bins - 1e-6)))];
   };
   const [rows, columns] = [visible(y, field.rows), visible(x, field.columns)];
   const named = (which: "query" | "key") => hasTokens(layer) && singles(layer, which);
@@ -81,7 +81,7 @@ export function mapFigure(mapped: Mapped, paper: Paper): Figure {
       tile && oneOf(layer) ? texts.ofInput(oneOf(layer)) : "",
       whole.signed ? texts.signed : texts.scale(scale),
       whole.sink ? texts.sink : "",
-      hasMasked(field) ? (whole.signed ? texts.maskedBlank : texts.masked) : "",
+      hasMasked(field) ? texts.masked(whole.signed, layer.broken.some(Boolean)) : "",
       mapped.about ? texts.match(mapped.about) : "",
       data.bits === 8 && !tile ? texts.rough : "",
     ],

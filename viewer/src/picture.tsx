@@ -245,7 +245,7 @@ function Pane({ state, theme, chosen, values, shown, caption, picture, head, pin
     return {
       name: `headscope-layer-${head[0]}-head-${head[1]}-${picture}`,
       title: titled(nameOf(...head), bestPattern({ layer: head[0], head: head[1] })),
-      caption: [...origin(), figures.patches[picture](token(chosen, true)!), figures.scale(state.scale), data.image!.outline.length > 0 ? texts.outline : ""],
+      caption: [...origin(), figures.patches[picture](token(chosen, true)!), figures.scale(state.scale), state.over ? figures.over : "", data.image!.outline.length > 0 ? texts.outline : ""],
       body: {
         width: size[0], height: size[1], plot: { x: 0, y: 0, width: size[0], height: size[1] },
         draw(surface, x, y) {

@@ -46,13 +46,12 @@ def label_axes(
 
 def label_outside(ax: Axes, tokens: Sequence[str] | None, layer: LayerMaps, hide: tuple[bool, bool]) -> None:
     """Label the axes of one of several maps; ``hide``: its labels of keys, and of queries, stand at another map."""
-    label_axes(
-        ax, tokens, layer.maps.shape[1] if tokens is not None else layer.lengths[0], layer.lengths[1], 6, most=12
-    )
+    label_axes(ax, tokens, *layer.sizes, 6, most=12)
+    unit = " bin" if layer.lengths is None else ""
     if not hide[0]:
-        ax.set_xlabel("key", fontsize=7)
+        ax.set_xlabel(f"key{unit}", fontsize=7)
     if not hide[1]:
-        ax.set_ylabel("query", fontsize=7)
+        ax.set_ylabel(f"query{unit}", fontsize=7)
     ax.tick_params(axis="x", labelbottom=not hide[0])
     ax.tick_params(axis="y", labelleft=not hide[1])
 
@@ -68,8 +67,8 @@ def subplots_for(axes: NDArray[Any] | None, count: int, inches: float, letters: 
         return axes
     import matplotlib.pyplot as plt
 
-    across = min(count, 2 if inches < COLUMN else 4)
-    down = -(-count // across)
+    down = -(-count // (2 if inches < COLUMN else 4))
+    across = -(-count // down)  # 5 heads are 3 and 2, not 4 and 1
     labels = 0.3 + letters * 0.05  # inches, at 6 points
     side = max(0.4, (inches - labels - 0.65 - 0.1 * across) / across)
     lines = min(down, 2 if count % across else 1) if alike else down  # of labels of keys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,19 @@ class LayerMaps:
     Attributes:
         name: of the layer; its number where it has none.
         maps: the weights or bin means of each head, [H, rows, columns].
-        lengths: how many queries and keys the rows and columns stand for.
+        lengths: how many queries and keys the rows and columns stand for; None over calls of different lengths.
+        own_keys: whether queries and keys are tokens of one text.
     """
 
     name: str
     maps: NDArray[np.float64]
-    lengths: tuple[int, int]
+    lengths: tuple[int, int] | None
+    own_keys: bool = True
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The positions along both axes: queries and keys, or bins where their numbers are not known."""
+        return self.lengths or (self.maps.shape[1], self.maps.shape[2])
 
 
 def maps_of(name: str, source: object) -> tuple[list[LayerMaps], Sequence[str] | None]:
@@ -73,20 +80,22 @@ def stats_of(name: str, observed: object) -> HeadStats:
 def _observed_maps(name: str, observed: Any) -> tuple[list[LayerMaps], Sequence[str] | None]:
     """Return the bin means of each layer, without bins that have no query or no key."""
     layers: list[LayerMaps] = []
+    about = getattr(observed, "about", None)
+    kinds: Mapping[str, str] = getattr(about, "kinds", {})
     for layer, part in stats_of(name, observed).parts.items():
         if part.map is None:
             raise ValueError(f"{name}: {layer} has no map; observe with Observe(map=64)")
         rows, columns = standing(part.map.bins, part.lengths)
         maps = as_array(layer, part.map.mean, "[H, n, n]", 3)[:, rows][:, :, columns]
-        layers.append(LayerMaps(layer, maps, part.lengths or (maps.shape[1], maps.shape[2])))
-    about = getattr(observed, "about", None)
+        layers.append(LayerMaps(layer, maps, part.lengths, kinds.get(layer, "self") == "self"))
     return layers, getattr(about, "texts", None)
 
 
 def tokens_of(layer: LayerMaps, tokens: Sequence[str] | None) -> Sequence[str] | None:
     """Return the tokens if they are the keys of a layer, each in a bin of its own."""
-    keys = layer.maps.shape[2]
-    return tokens if tokens is not None and len(tokens) == keys == layer.lengths[1] else None
+    if tokens is None or layer.lengths is None or not layer.own_keys:
+        return None
+    return tokens if len(tokens) == layer.maps.shape[2] == layer.lengths[1] else None
 
 
 def find_heads(heads: Sequence[Head], layers: Sequence[LayerMaps]) -> list[tuple[int, int]]:

@@ -177,19 +177,19 @@ def plot_heads(
     inches = width_in_inches(width)
     check_options(scale, colorbar, titles, len(places))
     shown = [(layers[layer], layers[layer].maps[head]) for layer, head in places]
-    for layer, p in shown:
-        check_tokens(tokens, p.shape[0], layer.lengths[1])
+    for layer, _ in shown:
+        check_tokens(tokens, *layer.sizes)
     labels = [tokens_of(layer, texts) if tokens is None else tokens for layer, _ in shown]
     common, palette = choose_scale([p for _, p in shown], norm), to_colormap(cmap)
     letters = max((min(12, len(visible(each))) for tokens in labels for each in tokens or ("1000",)), default=4)
     new = axes is None
-    alike = new and len({(each, layer.lengths) for (layer, _), each in zip(shown, map(id, labels), strict=True)}) == 1
+    alike = new and len({(each, layer.sizes) for (layer, _), each in zip(shown, map(id, labels), strict=True)}) == 1
     axes = subplots_for(axes, len(places), inches, letters, alike)
     images: list[AxesImage] = []
     for number, (layer, p) in enumerate(shown):
         ax: Axes = axes.flat[number]
         one = common if scale == "shared" else replace(choose_scale([p], norm), name=common.name)
-        images.append(draw_map(ax, p, layer.lengths, one, palette, MOST_CELLS))
+        images.append(draw_map(ax, p, layer.sizes, one, palette, MOST_CELLS))
         at, head = places[number]
         ax.set_title(titles[number] if titles else f"head {at}.{head}", fontsize=7, pad=3, parse_math=False)
         above_another = alike and number + axes.shape[1] < len(places)
