@@ -452,7 +452,7 @@ export const chinese: Translation = {
     scale: "每幅图各有自己的颜色刻度，从 0 到最大的图块。",
     outline: "线条是物体的轮廓。",
     regions: "它关注什么",
-    mostRegion: (ratio) => `关注{region}（随机水平的 ${ratio.toFixed(1)} 倍）：是均匀分布的这么多倍。`,
+    mostRegion: (ratio) => `关注{region}（随机水平的 ${ratio.toFixed(1)} 倍）：是均匀分布的 ${ratio.toFixed(1)} 倍。`,
     noRegion: "对任何区域的关注都不比均匀分布多很多。",
     ratio: (ratio) => `× ${ratio.toFixed(2)}`,
     even: "竖线标出 × 1，即均匀分布。各区域有重叠。",
