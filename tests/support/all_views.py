@@ -45,9 +45,17 @@ def write_pages(folder: Path) -> dict[str, Path]:
     _run("image", "--out", str(paths["image"]))
     segments = ("--segment", "fox=0:34", "--segment", "hare=47:82")
     _run("watch", "text", "--text", FABLE, "--page", str(paths["watch"]), *segments)
-    paths["pair"] = _shipped(1.0).save_html(folder / "pair.html", against=_shipped(1.5))
-    paths["history"] = _history(folder / "run.safetensors").save_html(folder / "history.html")
-    return paths
+    return {**paths, "pair": write_pair(folder), "history": write_history(folder)}
+
+
+def write_pair(folder: Path) -> Path:
+    """Write the page of two recordings, of which the heads of layer 3 differ."""
+    return _shipped(1.0).save_html(folder / "pair.html", against=_shipped(1.5))
+
+
+def write_history(folder: Path) -> Path:
+    """Write the page of a training with three alarms."""
+    return _history(folder / "run.safetensors").save_html(folder / "history.html")
 
 
 def _run(*arguments: str) -> None:

@@ -69,7 +69,7 @@ def test_axe_has_no_finding(show: Any, name: str, view: str) -> None:
             assert findings(page) == [], (width, scheme)
 
 
-@pytest.mark.parametrize("opened", ["help", "view", "glossary", "tour", "search"])
+@pytest.mark.parametrize("opened", ["help", "view", "glossary", "tour", "search", "figure", "offer"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_has_no_finding_where_something_is_open(show: Any, opened: str, scheme: Any) -> None:
     page = show("text", "view=heads")
@@ -79,6 +79,12 @@ def test_axe_has_no_finding_where_something_is_open(show: Any, opened: str, sche
         page.keyboard.type("at")
     elif opened == "view":
         page.get_by_role("button", name="View").click()
+    elif opened == "figure":
+        page.get_by_role("button", name="Figure of all heads").click()
+    elif opened == "offer":
+        foreign: Any = {"name": "foreign.safetensors", "mimeType": "application/octet-stream", "buffer": b"no recording"}
+        page.locator("input[type=file]").first.set_input_files(foreign)
+        page.get_by_role("alert").wait_for()
     else:
         page.keyboard.press("?")
         if opened != "help":

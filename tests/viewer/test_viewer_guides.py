@@ -14,6 +14,7 @@ from playwright.sync_api import expect
 from headscope import Observe, masks, observe
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
+from support.all_views import write_history, write_pair
 from support.browser import Page, chromium, in_a_browser, look
 
 pytestmark = in_a_browser
@@ -75,6 +76,39 @@ def test_the_tour_leads_through_the_page(look: Any, recording: Recording, size: 
     expect(tour).to_have_count(0)
     page.locator("table.every").wait_for()
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Help"
+
+
+@pytest.mark.parametrize(
+    ("write", "views"),
+    [
+        (write_pair, ["changes", "heads", "heads", "head", "head", "reading", "heads"]),
+        (write_history, ["history"] * 5),
+    ],
+)
+def test_the_tour_of_two_recordings_and_of_a_training(look: Any, tmp_path: Path, write: Any, views: list[str]) -> None:
+    page = look(write(tmp_path))
+    page.keyboard.press("?")
+    keys = page.locator("dl.keys dt").all_inner_texts()
+    assert ("+ − 0" in keys) == (write is write_pair), "a training has no map to zoom"
+    page.keyboard.press("Enter")
+    tour = page.get_by_role("dialog", name="Tour")
+    for step, view in enumerate(views):
+        expect(tour.locator(".steps span")).to_have_text(f"{step + 1} of {len(views)}")
+        page.locator(".tour-frame").wait_for()
+        page.wait_for_timeout(300)
+        assert beside(page), step
+        assert page.locator("[role=tab][aria-selected=true]").get_attribute("id") == f"tab-{view}"
+        page.keyboard.press("Enter")
+    expect(tour).to_have_count(0)
+    assert page.locator("[role=tab][aria-selected=true]").get_attribute("id") == f"tab-{views[0]}"
+
+
+def test_the_glossary_of_a_training_has_its_quantities(look: Any, tmp_path: Path) -> None:
+    page = look(write_history(tmp_path))
+    page.keyboard.press("?")
+    page.get_by_role("button", name="Glossary").click()
+    terms = page.get_by_role("dialog", name="Glossary").locator("dt").all_inner_texts()
+    assert {"normalized entropy", "largest logit", "attention received"} <= {*terms}
 
 
 def test_escape_leaves_the_tour(look: Any, recording: Recording) -> None:

@@ -72,7 +72,7 @@ function count({ pattern, heads, of, unit }: Highlight): string {
 function example({ pattern, layer, cell, texts }: Highlight) {
   if (!cell || pattern in cards.regions) return null;
   const of = data.layers[layer!];
-  const [query, key] = texts ?? named(of, cell);
+  const [query, key] = (data.image ? null : texts) ?? named(of, cell); // patches by their names in the language of the page
   if (pattern === "fixed key") return <bdi>{key}</bdi>;
   return fill(pattern === "induction" && texts ? cards.inductionExample : cards.example, { query: <bdi>{query}</bdi>, key: <bdi>{key}</bdi> });
 }

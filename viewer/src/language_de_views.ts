@@ -174,7 +174,7 @@ export const history: Translation["history"] = {
   },
   change: {
     "entropy collapse": (before, value, limit) => `normierte Entropie ${before} → ${value} (Alarm unter ${limit})`,
-    "growing logits": (before, value, limit) => `größter Logit ${before} → ${value} (Alarm über ${limit})`,
+    "growing logits": (before, value, limit) => `höchster Logit ${before} → ${value} (Alarm über ${limit})`,
     "rising sink": (before, value, limit) => `Gewicht auf dem ersten Token ${before} → ${value} (Alarm über ${limit})`,
   },
   more: (count, step) => `· ${whole(count)} ${heads(count)} bis Schritt ${step}`,

@@ -160,13 +160,13 @@ export const history: Translation["history"] = {
   flags: { "entropy collapse": "熵坍缩", "growing logits": "logit 增大", "rising sink": "汇聚点增强" },
   marks: { "entropy collapse": "▼", "growing logits": "▲", "rising sink": "◆" },
   does: {
-    "entropy collapse": (name, step) => `${name}在第 ${step} 步坍缩`,
+    "entropy collapse": (name, step) => `${name} 在第 ${step} 步坍缩`,
     "growing logits": (name, step) => `${name}：logit 在第 ${step} 步变得过大`,
-    "rising sink": (name, step) => `${name}在第 ${step} 步转向第一个词元`,
+    "rising sink": (name, step) => `${name} 在第 ${step} 步转向第一个词元`,
   },
   change: {
     "entropy collapse": (before, value, limit) => `归一化熵 ${before} → ${value}（低于 ${limit} 报警）`,
-    "growing logits": (before, value, limit) => `最大 logit ${before} → ${value}（高于 ${limit} 报警）`,
+    "growing logits": (before, value, limit) => `最高 logit ${before} → ${value}（高于 ${limit} 报警）`,
     "rising sink": (before, value, limit) => `第一个词元上的权重 ${before} → ${value}（高于 ${limit} 报警）`,
   },
   more: (count, step) => `· 到第 ${step} 步另有 ${whole(count)} 个头`,

@@ -113,12 +113,12 @@ export const PHRASES: [english: string, german: string, chinese: string][] = [
   ["{a} of {b} forward pass observed", "{a} von {b} Vorwärtsdurchlauf beobachtet", "观察了 {b} 次前向计算中的 {a} 次"],
   ["in {n} watches", "in {n} watches", "分 {n} 次 watch"],
   ["normalized entropy below {n}", "normierte Entropie unter {n}", "归一化熵低于 {n}"],
-  ["largest logit above {n}", "größter Logit über {n}", "最大 logit 高于 {n}"],
+  ["largest logit above {n}", "höchster Logit über {n}", "最高 logit 高于 {n}"],
   ["weight on the first token above {n}", "Gewicht auf dem ersten Token über {n}", "第一个词元上的权重高于 {n}"],
   ["not requested; watch(alarms=True) does", "nicht verlangt; watch(alarms=True) verlangt sie", "未要求；watch(alarms=True) 可启用"],
   ["Alarms", "Alarme", "警报"],
-  ["largest logit", "größter Logit", "最大 logit"],
-  ["The largest logit of all rows of the step.", "Der größte Logit aller Zeilen des Schritts.", "该步所有行中最大的 logit。"],
+  ["largest logit", "höchster Logit", "最高 logit"],
+  ["The largest logit of all rows of the step.", "Der höchste Logit aller Zeilen des Schritts.", "该步所有行中最高的 logit。"],
 
   // ---- statistics: stats, report/words.py
   ["entropy", "Entropie", "熵"],
