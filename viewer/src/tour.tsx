@@ -1,7 +1,7 @@
 // The tour: a few steps, each with a frame around a part of the page and a sentence beside it.
 
 import { useCallback, useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { HAS_READING } from "./data";
+import { data, HAS_READING } from "./data";
 import type { State } from "./state";
 import { tour as texts } from "./texts";
 
@@ -10,7 +10,7 @@ type Name = keyof typeof texts.steps;
 const STEPS: { name: Name; at: string; view: State["view"] }[] = [
   { name: "cards", at: ".cards ul", view: "heads" },
   { name: "grid", at: ".grid", view: "heads" },
-  { name: "map", at: ".drawing, .pictures", view: "head" },
+  ...(data.image ? [{ name: "pictures", at: ".pictures, .drawing", view: "head" } as const] : [{ name: "map", at: ".drawing", view: "head" } as const]),
   { name: "beside", at: ".beside", view: "head" },
   { name: "reading", at: ".reading-text", view: "reading" },
   { name: "find", at: ".search input", view: "heads" },
