@@ -356,6 +356,7 @@ export const german: Translation = {
       cards: "Was zuerst ansehen: die auffälligen Heads, jeder in einem Satz. Ein Klick öffnet den Head und wählt ein Beispiel aus.",
       grid: "Alle Heads: eine kleine Karte für jeden. Zeilen sind Schichten, Spalten sind Heads. Dunkle Zellen sind starke Aufmerksamkeit, auf einer dunklen Seite helle.",
       map: "Ein Head: Jede Zeile ist ein Token, das auf andere achtet, jede Spalte eines, das beachtet wird. Zeigt man auf eine Zelle, erscheint ihr Gewicht; ein Klick wählt sie aus.",
+      pictures: "Ein Head: worauf der gewählte Patch achtet, was auf ihn achtet, und der Mittelwert. Ein Klick wählt einen Patch.",
       beside: "Hier steht, worauf das gewählte Token achtet, warum, und die Statistik des Heads.",
       reading: "Text: Linien führen von jedem Token zu denen, auf die es achtet.",
       find: "Ein Token, eine Position oder einen Head suchen. Die Taste / führt hierher, ? öffnet die Hilfe mit Tasten und Glossar.",

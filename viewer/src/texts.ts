@@ -544,6 +544,7 @@ export const tour = {
     cards: "What to look at first: the heads that stand out, each in one sentence. A click opens the head with an example selected.",
     grid: "All heads: a small map for each. Rows are layers, columns are heads. Dark cells are strong attention, or bright ones on a dark page.",
     map: "One head: each row is a token that looks, each column a token that it looks at. Point at a cell to read its weight; click to select it.",
+    pictures: "One head: what the selected patch attends to, what attends to it, and the average. Click a patch to select it.",
     beside: "Here is what the selected token attends to, why, and the statistics of the head.",
     reading: "Reading: the text itself. Lines lead from each token to those that it attends to.",
     find: "Find a token, a position or a head. The key / leads here, ? opens the help with keys and a glossary.",
