@@ -107,6 +107,7 @@ export const search = {
   token: (at: number, around: string) => `${whole(at)}: ${around}`,
   more: (count: number) => `and ${whole(count)} more`,
   inWindow: (window: number, at: number, around: string) => `window ${whole(window)}, token ${whole(at)}: ${around}`,
+  merged: "The map merges all windows, so its row stands for these positions in each of them.",
   nth: (n: number, of: number) => `${whole(n)} of ${whole(of)}, Enter: next.`,
   none: "Nothing fits.",
   onlyHeads: "Find a head: 3.3",
