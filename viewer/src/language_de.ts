@@ -67,6 +67,7 @@ export const german: Translation = {
     token: (at, around) => `${whole(at)}: ${around}`,
     more: (count) => `und ${whole(count)} weitere`,
     inWindow: (window, at, around) => `Fenster ${whole(window)}, Token ${whole(at)}: ${around}`,
+    merged: "Die Karte fasst alle Fenster zusammen, daher steht ihre Zeile für diese Positionen in jedem von ihnen.",
     nth: (n, of) => `${whole(n)} von ${whole(of)}, Enter: weiter.`,
     none: "Keine Treffer.",
     steps: "Suche: 3.3, step 120",

@@ -54,6 +54,7 @@ export const chinese: Translation = {
     token: (at, around) => `${whole(at)}：${around}`,
     more: (count) => `另有 ${whole(count)} 个`,
     inWindow: (window, at, around) => `窗口 ${whole(window)}，词元 ${whole(at)}：${around}`,
+    merged: "热图汇总所有窗口，因此其中的行代表每个窗口中的这些位置。",
     nth: (n, of) => `${whole(n)} / ${whole(of)}，回车键：下一个。`,
     none: "没有结果。",
     steps: "查找：3.3、step 120",
