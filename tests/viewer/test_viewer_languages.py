@@ -193,7 +193,7 @@ def test_canvases_are_drawn_in_the_language(page: Page, paths: dict[str, Path]) 
     assert ">Query<" in svg
     assert "Schicht 3, Head 3 · Induktion 79" in svg.replace("\xa0", " ")
     assert "Lineare Farbskala." in svg
-    for english in ("Layer", "Rows", "columns", "colour scale", "Grey", "Model"):
+    for english in ("Layer", "Rows", "columns", "colour scale", "Grey", "Model:"):
         assert english not in svg
 
 
