@@ -170,7 +170,10 @@ INTERACTIVE = """() => {
   const all = [...document.querySelectorAll("button, select, input, summary, a[href], [tabindex]")];
   const visible = (e) => e.checkVisibility({ visibilityProperty: true }) && !e.closest("[hidden]");
   // by their places: a token in focus previews its keys, so that lists are made anew
-  window.placeOf = (e) => (e === document.documentElement ? "" : `${placeOf(e.parentElement)} ${[...e.parentElement.children].indexOf(e)}`);
+  window.placeOf = (e) => {
+    const above = e.parentElement;
+    return above ? `${placeOf(above)} ${[...above.children].indexOf(e)}` : "";
+  };
   window.at = (place) => place.trim().split(" ").reduce((e, n) => e.children[n], document.documentElement);
   window.every = all.filter((e) => visible(e) && !e.matches("h2")).map(placeOf);
   return every.length;

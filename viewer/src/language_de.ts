@@ -393,7 +393,7 @@ export const german: Translation = {
     scale: "Jedes Bild hat seine eigene Farbskala, von 0 bis zu seinem größten Patch.",
     outline: "Die Linie ist der Umriss des Objekts.",
     regions: "Worauf er achtet",
-    mostRegion: (ratio) => `Beachtete Region: {region} (${fixed(ratio, 1)} × Zufall): ${fixed(ratio, 1)}-mal so viel wie bei gleichmäßiger Verteilung.`,
+    mostRegion: (ratio) => `Achtet auf die Region {region} (${fixed(ratio, 1)} × Zufall): ${fixed(ratio, 1)}-mal so viel wie bei gleichmäßiger Verteilung.`,
     noRegion: "Beachtet keine Region viel stärker als bei gleichmäßiger Verteilung.",
     ratio: (ratio) => `× ${fixed(ratio, 2)}`,
     even: "Der Strich markiert × 1, eine gleichmäßige Verteilung. Regionen überlappen sich.",
