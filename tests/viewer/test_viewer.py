@@ -24,6 +24,7 @@ from headscope.report.sheet import visible
 from headscope.report.viewer import render_recording
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
+from support.all_views import write_history, write_pair
 from support.browser import (
     BINS,
     LONG,
@@ -88,7 +89,8 @@ def test_hostile_tokens_stay_text(look: Any, short: Recording) -> None:
 
 
 def test_it_fits_a_narrow_screen(look: Any, short: Recording, tmp_path: Path) -> None:
-    for found in (short, save(picture(), tmp_path / "sheet.html")):
+    others = [write_pair(tmp_path), write_history(tmp_path)]
+    for found in (short, save(picture(), tmp_path / "sheet.html"), *others):
         page = look(found, width=360)
         for tab in page.get_by_role("tab").all():
             tab.click()
