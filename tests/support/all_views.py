@@ -38,8 +38,7 @@ recordings, and a training's history."""
 
 
 def write_pages(folder: Path) -> dict[str, Path]:
-    """Write the pages that the commands write, and those of two recordings and of a history; that of a long text is
-    the caller's."""
+    """Write the pages of the commands, of two recordings and of a history; that of a long text is the caller's."""
     paths = {name: folder / f"{name}.html" for name in ("text", "image", "watch")}
     _run("text", "the cat sat on the mat, and the dog sat on the mat", "--out", str(paths["text"]))
     _run("image", "--out", str(paths["image"]))

@@ -82,7 +82,11 @@ def test_axe_has_no_finding_where_something_is_open(show: Any, opened: str, sche
     elif opened == "figure":
         page.get_by_role("button", name="Figure of all heads").click()
     elif opened == "offer":
-        foreign: Any = {"name": "foreign.safetensors", "mimeType": "application/octet-stream", "buffer": b"no recording"}
+        foreign: Any = {
+            "name": "foreign.safetensors",
+            "mimeType": "application/octet-stream",
+            "buffer": b"no recording",
+        }
         page.locator("input[type=file]").first.set_input_files(foreign)
         page.get_by_role("alert").wait_for()
     else:

@@ -30,8 +30,8 @@ EVERY = [
 ]
 
 SAME = {
-    "de": r"Deutsch|English|Enter|Esc|Filter|Heads?|Head [AB]|Head \d\.\d|Keys|Query|Tab|Training|linear|Streaming|Segments?|"
-    "Softmax|Layout",
+    "de": r"Deutsch|English|Enter|Esc|Filter|Heads?|Head [AB]|Head \d\.\d|Keys|Query|Tab|Training|linear|Streaming|"
+    "Segments?|Softmax|Layout",
     "zh": r"Deutsch|English|Enter|Esc|Tab|Shift \+ .*|softmax|lse( \S+ → .*)?",
 }
 """Texts that are the same in both languages."""

@@ -87,7 +87,16 @@ def report(
         arguments |= {"against": _load("OTHER", other), "labels": labels}
     if serve:
         _serve(loaded, port or 0, arguments)
-        return
+    else:
+        _write_recording(loaded, page, force, arguments)
+
+
+def _write_recording(loaded: Recording, page: str, force: bool, arguments: dict[str, Any]) -> None:
+    """Write the page of a recording, or of two.
+
+    Raises:
+        Mistake: an option does not fit the recording.
+    """
     from headscope.report.viewer import render_recording
 
     _check_strips(loaded, arguments.get("strips", ()))
