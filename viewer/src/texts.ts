@@ -872,7 +872,7 @@ export const history = {
     "growing logits": (before: string, value: string, limit: string) => `largest logit ${before} → ${value} (alarm above ${limit})`,
     "rising sink": (before: string, value: string, limit: string) => `weight on the first token ${before} → ${value} (alarm above ${limit})`,
   },
-  more: (heads: number, step: string) => `· ${whole(heads)} more ${plural(heads, "head")} by step ${step}`,
+  more: (heads: number, step: string, tied: number) => `· ${whole(heads)} more ${plural(heads, "head")} by step ${step}${tied > 0 ? `, ${whole(tied)} of them at the same step` : ""}`,
   quiet: (steps: number) => `No alarm in ${counted(steps, "step")}.`,
   unwatched: "No alarms were requested: watch(alarms=True) raises them.",
   changed: (name: string, quantity: string) => `Most change in ${quantity}: ${name}`,
