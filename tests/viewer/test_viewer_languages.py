@@ -193,8 +193,25 @@ def test_canvases_are_drawn_in_the_language(page: Page, paths: dict[str, Path]) 
     assert ">Query<" in svg
     assert "Schicht 3, Head 3 · Induktion 79" in svg.replace("\xa0", " ")
     assert "Lineare Farbskala." in svg
-    for english in ("Layer", "Rows", "columns", "colour scale", "Grey", "Model"):
+    for english in ("Layer", "Rows", "columns", "colour scale", "Grey", "Model:"):
         assert english not in svg
+
+
+def test_patches_of_cards_are_named_in_the_language(page: Page, paths: dict[str, Path]) -> None:
+    page.goto(f"{paths['image'].as_uri()}#lang=de")
+    names = page.locator(".cards .card bdi").all_inner_texts()
+    assert names
+    assert [name for name in names if not re.fullmatch(r"Zeile \d, Spalte \d", name)] == []
+
+
+def test_notes_of_a_comparison_follow_the_language(page: Page, long: Recording, tmp_path: Path) -> None:
+    path = long.save_html(tmp_path / "notes.html", against=long)
+    page.goto(f"{path.as_uri()}#lang=de")
+    notes = page.locator(".changes-notes")
+    assert "A und B nennen das Modell nicht" in notes.inner_text()
+    page.evaluate("location.hash = 'lang=zh'")
+    page.locator("html[lang=zh-Hans]").wait_for()
+    assert "A 和 B 没有注明模型" in notes.inner_text()
 
 
 def test_what_python_writes_has_a_translation() -> None:

@@ -259,8 +259,8 @@ export function Keys({ place: [layer, number], head, at, go, colour, title }: { 
       <h3 style={{ borderLeft: `4px solid var(${colour})`, paddingLeft: "0.4rem" }}>{fill(title ?? texts.attends, { head: nameOf(layer, number), token: <bdi>{names.inQuotes(token(at, true)!)}</bdi>, at: whole(at) })}</h3>
       {found.length === 0 ? <p class="hint">{texts.noQuery}</p> : (
         <ol class="ranks context">
-          {found.map(({ key, p }) => (
-            <li key={key}>
+          {found.map(({ key, p }, n) => ( // by their order: a button in focus stays when the list is another one
+            <li key={n}>
               <button type="button" onClick={() => go(key)} title={texts.goTo(key)}>
                 <small>{texts.at(key)}</small> <bdi>{around(Math.max(0, key - AROUND), key)}<b>{token(key)}</b>{around(key + 1, key + 1 + AROUND)}</bdi>
               </button>

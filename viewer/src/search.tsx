@@ -125,6 +125,7 @@ export function Search({ state, change }: Props) {
   const [chosen, setChosen] = useState<number | null>(null); // the hit that was chosen last
   const every = useMemo(() => hitsOf(typed, state), [typed, state]);
   const hits = open ? every.slice(0, SHOWN).map((hit) => hit()) : [];
+  const merged = !data.tokens && data.runTokens !== null;
   const choose = (n: number) => {
     if (n >= every.length) return;
     setOpen(false);
@@ -151,7 +152,7 @@ export function Search({ state, change }: Props) {
         {every.length > hits.length && <li class="hint" aria-disabled="true">{texts.more(every.length - hits.length)}</li>}
       </ul>
       {open && typed.trim() !== "" && every.length === 0 && <span class="hint none" role="status">{hasText || data.history ? texts.none : texts.noTokens}</span>}
-      {!open && chosen !== null && every.length > 1 && <span class="hint none nth" role="status">{texts.nth(chosen + 1, every.length)} <bdi>{every[chosen]?.().text}</bdi></span>}
+      {!open && chosen !== null && (every.length > 1 || merged) && <span class="hint none nth" role="status">{every.length > 1 && texts.nth(chosen + 1, every.length)} <bdi>{every[chosen]?.().text}</bdi> {merged && texts.merged}</span>}
     </div>
   );
 }

@@ -25,7 +25,7 @@ const CHANGES: Stop = { name: "changes", at: ".changes", view: "changes" };
 const STEPS: Stop[] = [
   { name: "cards", at: ".cards ul", view: "heads" },
   { name: "grid", at: ".grid", view: "heads" },
-  { name: "map", at: ".drawing, .pictures", view: "head" },
+  ...(data.image ? [{ name: "pictures", at: ".pictures, .drawing", view: "head" } as const] : [{ name: "map", at: ".drawing", view: "head" } as const]),
   { name: "beside", at: ".beside", view: "head" },
   { name: "reading", at: ".reading-text", view: "reading" },
   { name: "find", at: ".search input", view: "heads" },
