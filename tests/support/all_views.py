@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,6 +36,15 @@ VIEWS: Mapping[str, tuple[str, ...]] = {
 }
 """The views of each page: of a text, an image, a recording with segments and a summary, one with pooled maps, two
 recordings, and a training's history."""
+
+
+def first_of_each(views: Sequence[tuple[str, str]]) -> list[object]:
+    """Return pages and views as parameters of a test: all but the first view of a page only in long runs."""
+    pages = [name for name, _ in views]
+    return [
+        pytest.param(*view, marks=() if pages.index(view[0]) == at else pytest.mark.long)
+        for at, view in enumerate(views)
+    ]
 
 
 def write_pages(folder: Path) -> dict[str, Path]:

@@ -14,12 +14,13 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 from headscope.watching import Recording
-from support.all_views import VIEWS, write_pages
+from support.all_views import VIEWS, first_of_each, write_pages
 from support.browser import BrowserContext, Page, chromium, in_a_browser, long
 
 pytestmark = in_a_browser
 
 EVERY = [(name, view) for name, views in VIEWS.items() for view in views]
+FIRST_OF_EACH = first_of_each(EVERY)
 RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
 
 
@@ -58,6 +59,7 @@ def findings(page: Page) -> list[str]:
     return [f"{rule['id']}: {rule['nodes'][0]['html'][:150]}" for rule in response["violations"]]
 
 
+@pytest.mark.long  # .ci/run has it
 @pytest.mark.parametrize(("name", "view"), EVERY)
 def test_axe_has_no_finding(show: Any, name: str, view: str) -> None:
     page = show(name, view)
@@ -69,6 +71,7 @@ def test_axe_has_no_finding(show: Any, name: str, view: str) -> None:
             assert findings(page) == [], (width, scheme)
 
 
+@pytest.mark.long  # .ci/run has it
 @pytest.mark.parametrize("opened", ["help", "view", "glossary", "tour", "search", "figure", "offer"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_has_no_finding_where_something_is_open(show: Any, opened: str, scheme: Any) -> None:
@@ -121,25 +124,22 @@ def tree(page: Page) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "view"), EVERY)
-def test_every_node_that_does_something_has_a_name(show: Any, name: str, view: str) -> None:
-    nodes = tree(show(name, view))
-    roles = [role for role, _ in nodes]
-    assert {"banner", "main", "contentinfo", "tablist", "tabpanel", "search"} <= {*roles}
-    assert [role for role, text in nodes if role in NAMED - UNNAMED and not text] == []
-
-
 CANVASES = """() => [...document.querySelectorAll("canvas")].filter((e) => e.checkVisibility())
   .map((e) => e.closest("button") ?? e)
   .map((e) => `${e.getAttribute("role") ?? ""} ${e.getAttribute("aria-label")}`.trim())"""
 
 
 @pytest.mark.parametrize(("name", "view"), EVERY)
-def test_every_canvas_has_words(show: Any, name: str, view: str) -> None:
+def test_a_view_is_told_to_those_who_do_not_see_it(show: Any, name: str, view: str) -> None:
     page = show(name, view)
+    nodes = tree(page)
+    roles = [role for role, _ in nodes]
+    assert {"banner", "main", "contentinfo", "tablist", "tabpanel", "search"} <= {*roles}
+    assert [role for role, text in nodes if role in NAMED - UNNAMED and not text] == []
     for words in page.evaluate(CANVASES):
         assert words.startswith(("img ", "layer ")), words
         assert len(words) >= 15, words
+    assert findings(page) == []
 
 
 def test_the_words_of_a_map_tell_what_is_seen(show: Any) -> None:
@@ -190,7 +190,7 @@ GROUPS = """(at) => {
 }"""
 
 
-@pytest.mark.parametrize(("name", "view"), EVERY)
+@pytest.mark.parametrize(("name", "view"), FIRST_OF_EACH)
 def test_tab_and_arrows_reach_everything(show: Any, name: str, view: str) -> None:
     page = show(name, view)
     count = page.evaluate(INTERACTIVE)

@@ -188,6 +188,22 @@ def why(page: Shown) -> dict[str, float]:
     return {name: float(found.get_attribute(f"data-{name}") or "nan") for name in ("p", "logit", "dot")}
 
 
+def check_rival(page: Shown, weights: Any, query: int, key: int) -> None:
+    """Check the comparison with the other key of the largest weight."""
+    row = [float(weights.piece(0, 2, (query, query + 1), (j, j + 1))) for j in range(query + 1)]
+    other = max((j for j in range(query + 1) if j != key), key=row.__getitem__)
+    rival = page.locator(".why .rival")
+    assert int(rival.get_attribute("data-key") or -1) == other
+    assert f"Against key {other}, the largest other key of this query ({100 * row[other]:.2g}" in rival.inner_text()
+    q, k, o = (weights.parts[x][0, n, at].double() for x, n, at in (("q", 2, query), ("k", 1, key), ("k", 1, other)))
+    products = (q * (k - o)).tolist()
+    shown = [each.split("\n") for each in rival.locator(".dimensions li").all_inner_texts()]
+    order = sorted(range(13), key=lambda d: -abs(products[d]))
+    assert [name for name, *_ in shown] == [f"dim {d}" for d in order[:10]]
+    values = [float(value.replace("−", "-")) for *_, value in shown]
+    assert values == pytest.approx([products[d] for d in order[:10]], rel=1e-3)
+
+
 def test_a_weight_is_explained(look: Any, tmp_path: Path) -> None:
     bias = torch.randn(97)
     recording = recorded(97, 97, dtype=torch.bfloat16, mask=masks.causal(), softcap=5.0, bias=bias)
@@ -204,13 +220,14 @@ def test_a_weight_is_explained(look: Any, tmp_path: Path) -> None:
     assert shown == pytest.approx(expected, rel=1e-5)
     assert shown["p"] == pytest.approx(float(weights.piece(0, 2, (query, query + 1), (key, key + 1))), rel=1e-5)
     order = sorted(range(13), key=lambda d: -abs(products[d]))
-    rows = page.locator(".dimensions li").all_inner_texts()
+    rows = page.locator(".why li:not(.rival) > .dimensions li").all_inner_texts()
     assert [row.split("\n")[0] for row in rows] == [f"dim {d}" for d in order[:10]]
     values = [float(row.split("\n")[-1].replace("−", "-")) for row in rows]
     assert values == pytest.approx([products[d] for d in order[:10]], rel=1e-3)
     text = page.locator(".why").inner_text().replace("−", "-")
     assert f"the other 3 dimensions together: {sum(products[d] for d in order[10:]):+.4g}"[:45] in text
     assert "The mask lets this query attend to this key." in text
+    check_rival(page, weights, query, key)
     assert "tanh(" in text
     assert "lse = " in text
     assert f"= {expected['p']:.4g}"[:6] in text

@@ -38,22 +38,30 @@ class Sharp(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, names: list[str], heads: int) -> None:
+    def __init__(self, names: list[str], heads: int, collapsing: slice = slice(1, 2)) -> None:
         super().__init__()
+        self.collapsing = collapsing
         self.layers, self.heads = nn.ModuleDict({name: Sharp() for name in names}), heads
 
     def forward(self, step: int) -> None:
         for at, layer in enumerate(self.layers.values()):
             sharp = torch.linspace(0.5, 2, self.heads) + 0.03 * step + at
             if at == 1 and step >= COLLAPSE:
-                sharp[1] = 30.0 + step
+                sharp[self.collapsing] = 30.0 + step
             if at == 1 and step >= COLLAPSE + 5:
                 sharp[2] = 150.0 + step
             layer(sharp)
 
 
-def run(path: Path, names: list[str], heads: int = 3, steps: int = STEPS, alarms: bool | Limits = True) -> History:
-    history, model = History(path), Model(names, heads)
+def run(
+    path: Path,
+    names: list[str],
+    heads: int = 3,
+    steps: int = STEPS,
+    alarms: bool | Limits = True,
+    collapsing: slice = slice(1, 2),
+) -> History:
+    history, model = History(path), Model(names, heads, collapsing)
     with warnings.catch_warnings(), watch(model, log=history, alarms=alarms):
         warnings.simplefilter("ignore", AttentionWarning)
         for step in range(steps):
@@ -115,6 +123,13 @@ def test_the_first_screen_states_which_head_collapsed_and_when(opened: Any, hist
     assert texts(page, ".history-side h2") == [f"All heads at step {COLLAPSE}", "Head 1.1 (b): all quantities"]
     assert texts(page, "[role=tab]") == ["Training", f"Alarms ({len(history.alarms)})"], "what does not apply is absent"
     assert others == [], "no head turns to the first token"
+
+
+def test_heads_that_collapse_at_once_are_counted(opened: Any, tmp_path: Path) -> None:
+    page = opened(run(tmp_path / "run.safetensors", ["a", "b"], heads=5, collapsing=slice(1, 4)))
+    first, *_ = texts(page, ".card")
+    assert "2 more heads by step" in first
+    assert "2 of them at the same step" in first
 
 
 def test_it_is_not_compared_with_a_recording(opened: Any, history: History) -> None:

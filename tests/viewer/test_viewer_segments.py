@@ -61,6 +61,19 @@ def test_all_heads_are_shown_by_the_weight_from_one_segment_to_another(look: Any
     assert page.locator("#view b").count() == 0 or NAMES[1] in page.locator("#view").inner_text()
 
 
+def test_a_head_of_the_first_token_is_named_beside_its_share(look: Any) -> None:
+    q, k = torch.ones(1, 1, 19, 8), torch.zeros(1, 1, 19, 8)
+    k[:, :, 0] = 3
+    parts = observe(q, k, mask=masks.causal(), what=Observe(segments=Segments(NAMES, IDS), map=19)).named("a").parts
+    page = look(Recording(HeadStats(parts), About("m", {}, {}, {"a": "self"}, None, 1, 1)), "view=segments")
+    sentence = "Heads named “first” attend mostly to the first token, which belongs to “system”."
+    assert page.locator(".ranks li").first.inner_text().endswith("first 99.8\u00a0%")
+    assert sentence in page.locator(".segment-columns").inner_text()
+    page.get_by_label("attend to").select_option("question")
+    page.wait_for_url("**segmentTo=2*")
+    assert sentence not in page.locator(".segment-columns").inner_text(), "the first token is not in that segment"
+
+
 def test_a_segment_without_rows_has_no_share(look: Any) -> None:
     q = torch.randn(1, 1, 3, 4)
     found = observe(q, torch.randn(1, 1, 9, 4), what=Observe(segments=Segments(["a", "b"], [0] * 6 + [1] * 3)))

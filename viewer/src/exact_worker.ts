@@ -35,6 +35,15 @@ export interface Reason {
   logit: number;
   lse: number;
   p: number;
+  rival: Rival | null;
+}
+
+/** The other key with the largest weight of the same query, and what decides between the two. */
+export interface Rival {
+  key: number;
+  k: Float64Array;
+  p: number;
+  products: Float64Array; // q · (k − its k) by dimension
 }
 
 /** Of each part the base64, and the bytes that it holds; null where a head has none. */
@@ -245,7 +254,24 @@ export function work(scope: Scope): void {
     const logit = (softcap === null ? scaled : softcap * Math.tanh(scaled / softcap)) + (bias ?? 0);
     const masked = !may[0] || logit === -Infinity;
     const lse = of.lse[query];
-    return { q, k, products, dot, bias, masked, logit, lse, p: masked ? 0 : Math.exp(logit - lse) };
+    return { q, k, products, dot, bias, masked, logit, lse, p: masked ? 0 : Math.exp(logit - lse), rival: masked ? null : rival(of, query, key, q, k) };
+  };
+
+  const rival = (of: Opened, query: number, key: number, q: Float64Array, k: Float64Array): Rival | null => {
+    const { depth, scale, softcap, lengths } = of.about;
+    const may = new Uint8Array(lengths[1]);
+    visible(of, query, 0, lengths[1], may);
+    let [best, most] = [-1, -Infinity];
+    for (let j = 0; j < lengths[1]; j++) {
+      if (!may[j] || j === key) continue;
+      let dot = 0;
+      for (let d = 0; d < depth; d++) dot += q[d] * of.k[j * depth + d];
+      const logit = (softcap === null ? dot * scale : softcap * Math.tanh((dot * scale) / softcap)) + (of.bias ? biasAt(of, query, j) : 0);
+      if (logit > most) [best, most] = [j, logit];
+    }
+    if (best < 0) return null;
+    const other = Float64Array.from(of.k.subarray(best * depth, (best + 1) * depth));
+    return { key: best, k: other, p: Math.exp(most - of.lse[query]), products: q.map((value, d) => value * (k[d] - other[d])) };
   };
 
   const answer = async (request: Request): Promise<void> => {

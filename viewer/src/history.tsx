@@ -108,7 +108,7 @@ function Happened({ state, change }: Pick<Props, "state" | "change">) {
             <li key={first.what}>
               <button type="button" class="card" title={texts.open} aria-pressed={now} onClick={() => change({ layer, head, moment, quantity })}>
                 <span><i class={`mark ${FLAG[first.what]}`} aria-hidden="true">{texts.marks[first.what]}</i> <b>{texts.does[first.what](headName(layer, head), whole(first.step))}</b></span>
-                <small>{texts.change[first.what](shown(first.reference), shown(first.value), round(first.limit))} {more > 0 && texts.more(more, whole(raised[more].step))}</small>
+                <small>{texts.change[first.what](shown(first.reference), shown(first.value), round(first.limit))} {more > 0 && texts.more(more, whole(raised[more].step), raised.filter(({ step }) => step === first.step).length - 1)}</small>
               </button>
             </li>
           );

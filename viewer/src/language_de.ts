@@ -58,6 +58,7 @@ export const german: Translation = {
     allHeads: "Alle Heads",
     layerAndHead: "Schicht ↓ Head →",
     cell: (head, share) => `${head}: ${share}`,
+    firstToken: (name) => `Heads namens „erstes“ achten vor allem auf das erste Token, das zu „${name}“ gehört. Ihr Anteil sagt wenig über den Rest.`,
     most: (from, to) => `Am meisten von „${from}“ auf „${to}“`,
     rows: (count, name) => `Mittel über bis zu ${count} Zeilen von „${name}“.`,
   },
@@ -295,6 +296,9 @@ export const german: Translation = {
     lse: (value) => `lse = ${negative(value)}`,
     weightTitle: "Das Gewicht: exp(Logit − lse)",
     weight: (logit, lse, p) => `exp(${negative(logit)} − ${operand(lse)}) = exp(${negative(logit - lse)}) = ${figure(p)} (${percent(p)})`,
+    rival: (p) => `Gegenüber {other}, dem größten anderen Key dieser Query (${percent(p)})`,
+    decides: (sum) => `q · k von {selected} ist um ${four(Math.abs(sum))} ${sum < 0 ? "kleiner" : "größer"} als das von {other}`,
+    rivalTitle: (d, q, k, other, value) => `Dimension ${d}: q ${negative(q)} × (k ${operand(k)} − ${operand(other)}) = ${negative(value)}`,
     noWeights: "Diese Query hat keine Gewichte: Ihre Zeile enthält NaN oder Unendlich, oder ihre Logits sind für ihre Genauigkeit zu groß.",
     failed: (why) => `Die Seite konnte dieses Gewicht nicht berechnen: ${why}`,
     stored: (kind, bits, error) =>

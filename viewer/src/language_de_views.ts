@@ -177,7 +177,7 @@ export const history: Translation["history"] = {
     "growing logits": (before, value, limit) => `höchster Logit ${before} → ${value} (Alarm über ${limit})`,
     "rising sink": (before, value, limit) => `Gewicht auf dem ersten Token ${before} → ${value} (Alarm über ${limit})`,
   },
-  more: (count, step) => `· ${whole(count)} ${heads(count)} bis Schritt ${step}`,
+  more: (count, step, tied) => `· ${whole(count)} ${heads(count)} bis Schritt ${step}${tied > 0 ? `, davon ${whole(tied)} im selben Schritt` : ""}`,
   quiet: (steps) => `Kein Alarm in ${steps === 1 ? "einem Schritt" : `${whole(steps)} Schritten`}.`,
   unwatched: "Es wurden keine Alarme verlangt: watch(alarms=True) löst sie aus.",
   changed: (name, quantity) => `Stärkste Veränderung (${quantity}): ${name}`,

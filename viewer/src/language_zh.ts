@@ -45,6 +45,7 @@ export const chinese: Translation = {
     allHeads: "所有头",
     layerAndHead: "层 ↓ 头 →",
     cell: (head, share) => `${head}：${share}`,
+    firstToken: (name) => `名为“首词元”的头主要关注第一个词元，而它属于“${name}”。其份额几乎不能说明其余部分。`,
     most: (from, to) => `从“${from}”到“${to}”最多的头`,
     rows: (count, name) => `对“${name}”的至多 ${count} 行取平均。`,
   },
@@ -280,6 +281,9 @@ export const chinese: Translation = {
     lse: (value) => `lse = ${negative(value)}`,
     weightTitle: "权重：exp(logit − lse)",
     weight: (logit, lse, p) => `exp(${negative(logit)} − ${operand(lse)}) = exp(${negative(logit - lse)}) = ${figure(p)}（${percent(p)}）`,
+    rival: (p) => `与 {other} 相比，即该查询的另一个最大的键（${percent(p)}）`,
+    decides: (sum) => `{selected} 的 q · k 比 {other} ${sum < 0 ? "小" : "大"} ${four(Math.abs(sum))}`,
+    rivalTitle: (d, q, k, other, value) => `第 ${d} 维：q ${negative(q)} × (k ${operand(k)} − ${operand(other)}) = ${negative(value)}`,
     noWeights: "该查询没有权重：这一行含有 NaN 或无穷大，或者 logit 超出了其精度。",
     failed: (why) => `本页无法计算这个权重：${why}`,
     stored: (kind, bits, error) =>

@@ -169,7 +169,7 @@ export const history: Translation["history"] = {
     "growing logits": (before, value, limit) => `最高 logit ${before} → ${value}（高于 ${limit} 报警）`,
     "rising sink": (before, value, limit) => `第一个词元上的权重 ${before} → ${value}（高于 ${limit} 报警）`,
   },
-  more: (count, step) => `· 到第 ${step} 步另有 ${whole(count)} 个头`,
+  more: (count, step, tied) => `· 到第 ${step} 步另有 ${whole(count)} 个头${tied > 0 ? `，其中 ${whole(tied)} 个在同一步` : ""}`,
   quiet: (steps) => `${counted(steps, "step")}中没有警报。`,
   unwatched: "未要求警报：watch(alarms=True) 可启用警报。",
   changed: (name, quantity) => `${quantity}变化最大：${name}`,

@@ -3,7 +3,7 @@
 import { useRef } from "preact/hooks";
 import { hasBands, Swatch } from "./bands";
 import { data, type Layer } from "./data";
-import { all, bestPattern, type Place } from "./grid";
+import { all, bestPattern, isWeak, type Place } from "./grid";
 import { colour } from "./field";
 import { coloursOn, type Figure, origin, type Paper, tabular } from "./figure";
 import { FigureMenu } from "./figure_menu";
@@ -177,15 +177,22 @@ export function SegmentView({ state, change, open }: Props) {
               <li key={`${place.layer}.${place.head}`} class={isTelling(p, evenOf(place)) ? "" : "dim"}>
                 <button type="button" onClick={() => open(place)}>{nameOf(place.layer, place.head)}</button>
                 <span class="meter" aria-hidden="true"><i style={{ width: `${100 * p!}%` }} /></span>
-                <span>{percent(p!)}</span>
+                <span>{percent(p!)} {!isWeak(place) && <small>{bestPattern(place)}</small>}</span>
               </li>
             ))}
           </ol>
+          {best.some(({ place }) => readsFirst(place, to)) && <p class="hint">{texts.firstToken(names[to])}</p>}
           <p class="hint">{texts.rows(whole(Math.max(...places.map(({ layer, head }) => data.layers[layer].segments!.rows[head][from]))), names[from])}</p>
         </div>
       </div>
     </section>
   );
+}
+
+/** Whether a head is named after the first token, and that token belongs to a segment. */
+function readsFirst(place: Place, segment: number): boolean {
+  const holdsFirst = data.layers[place.layer].segments!.spans.some(([of, start]) => of === segment && start === 0);
+  return holdsFirst && !isWeak(place) && data.patterns[place.layer]?.[place.head]?.[0]?.[0] === "first";
 }
 
 function sameNames(layer: Layer, names: string[]): boolean {

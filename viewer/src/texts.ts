@@ -96,6 +96,7 @@ export const segments = {
   allHeads: "All heads",
   layerAndHead: "layer ↓ head →",
   cell: (head: string, share: string) => `${head}: ${share}`,
+  firstToken: (name: string) => `Heads named “first” attend mostly to the first token, which belongs to “${name}”. Their share says little about the rest of it.`,
   most: (from: string, to: string) => `Most from “${from}” to “${to}”`,
   rows: (count: string, name: string) => `Means over up to ${count} rows of “${name}”.`,
 };
@@ -474,6 +475,9 @@ export const reason = {
   lse: (value: number) => `lse = ${negative(value)}`,
   weightTitle: "The weight: exp(logit − lse)",
   weight: (logit: number, lse: number, p: number) => `exp(${negative(logit)} − ${operand(lse)}) = exp(${negative(logit - lse)}) = ${figure(p)} (${percent(p)})`,
+  rival: (p: number) => `Against {other}, the largest other key of this query (${percent(p)})`,
+  decides: (sum: number) => `q · k of {selected} is ${four(Math.abs(sum))} ${sum < 0 ? "smaller" : "larger"} than of {other}`,
+  rivalTitle: (d: number, q: number, k: number, other: number, value: number) => `dimension ${d}: q ${negative(q)} × (k ${operand(k)} − ${operand(other)}) = ${negative(value)}`,
   noWeights: "This query has no weights: its row contains NaN or infinity, or its logits are too large for their precision.",
   failed: (why: string) => `The page could not compute this weight: ${why}`,
   stored: (kind: string, bits: number, error: number) =>
@@ -870,7 +874,7 @@ export const history = {
     "growing logits": (before: string, value: string, limit: string) => `largest logit ${before} → ${value} (alarm above ${limit})`,
     "rising sink": (before: string, value: string, limit: string) => `weight on the first token ${before} → ${value} (alarm above ${limit})`,
   },
-  more: (heads: number, step: string) => `· ${whole(heads)} more ${plural(heads, "head")} by step ${step}`,
+  more: (heads: number, step: string, tied: number) => `· ${whole(heads)} more ${plural(heads, "head")} by step ${step}${tied > 0 ? `, ${whole(tied)} of them at the same step` : ""}`,
   quiet: (steps: number) => `No alarm in ${counted(steps, "step")}.`,
   unwatched: "No alarms were requested: watch(alarms=True) raises them.",
   changed: (name: string, quantity: string) => `Most change in ${quantity}: ${name}`,

@@ -4,7 +4,7 @@ import type { ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { data, type Layer } from "./data";
 import { embedded, reasonOf } from "./exact";
-import type { ExactHead, Reason } from "./exact_worker";
+import type { ExactHead, Reason, Rival } from "./exact_worker";
 import { opened } from "./head";
 import type { State } from "./state";
 import { why } from "./tiles";
@@ -96,7 +96,7 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
     <div aria-live="polite" data-p={is.p} data-logit={is.logit} data-dot={is.dot}>
       <p>{fill(texts.pair, { query: name("query", query), key: name("key", key) })}{input && texts.of(input)}</p>
       <ol>
-        <Step title={texts.product} formula={texts.dot(is.dot)}><Parts of={is} /></Step>
+        <Step title={texts.product} formula={texts.dot(is.dot)}><Parts products={is.products} title={(d, value) => texts.partTitle(d, is.q[d], is.k[d], value)} /></Step>
         <Step title={texts.scaled} formula={texts.scale(is.dot, scale, scaled)} />
         {softcap !== null && <Step title={texts.capped} formula={texts.cap(softcap, scaled, capped)} />}
         {is.bias !== null && Number.isFinite(is.bias) && <Step title={texts.biased} formula={texts.bias(capped, is.bias, is.logit)} />}
@@ -105,6 +105,7 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
           <>
             <Step title={texts.lseTitle} formula={texts.lse(is.lse)} />
             <Step title={texts.weightTitle} formula={texts.weight(is.logit, is.lse, is.p)} />
+            {is.rival && <Against {...{ is, rival: is.rival, other: name("key", is.rival.key), selected: name("key", key) }} />}
           </>
         ))}
       </ol>
@@ -116,21 +117,33 @@ function Step({ title, formula, children }: { title: string; formula: string; ch
   return <li><span class="hint">{title}</span><br /><b>{formula}</b>{children}</li>;
 }
 
+/** What decides between the selected key and the other one with the largest weight: a dimension that is large for both does not. */
+function Against({ is, rival, other, selected }: { is: Reason; rival: Rival; other: ComponentChildren; selected: ComponentChildren }) {
+  const sum = rival.products.reduce((all, value) => all + value, 0);
+  return (
+    <li class="rival" data-key={rival.key}>
+      <span class="hint">{fill(texts.rival(rival.p), { other })}</span><br />
+      <b>{fill(texts.decides(sum), { selected, other })}</b>
+      <Parts products={rival.products} title={(d, value) => texts.rivalTitle(d, is.q[d], is.k[d], rival.k[d], value)} />
+    </li>
+  );
+}
+
 /** The dimensions that add or take most, as bars to the right and to the left. */
-function Parts({ of }: { of: Reason }) {
-  const order = Array.from(of.products.keys()).sort((a, b) => Math.abs(of.products[b]) - Math.abs(of.products[a]));
+function Parts({ products, title }: { products: Float64Array; title: (d: number, value: number) => string }) {
+  const order = Array.from(products.keys()).sort((a, b) => Math.abs(products[b]) - Math.abs(products[a]));
   const shown = order.slice(0, PARTS);
-  const rest = order.slice(PARTS).reduce((sum, d) => sum + of.products[d], 0);
-  const most = Math.abs(of.products[shown[0]]) || 1;
+  const rest = order.slice(PARTS).reduce((sum, d) => sum + products[d], 0);
+  const most = Math.abs(products[shown[0]]) || 1;
   return (
     <>
       <p class="hint">{texts.parts(shown.length, order.length)}</p>
       <ul class="dimensions">
         {shown.map((d) => {
-          const value = of.products[d];
+          const value = products[d];
           const wide = (50 * Math.abs(value)) / most;
           return (
-            <li key={d} title={texts.partTitle(d, of.q[d], of.k[d], value)}>
+            <li key={d} title={title(d, value)}>
               <span>{texts.dimension(d)}</span>
               <span class="sum" aria-hidden="true"><i class={value < 0 ? "less" : "more"} style={{ width: `${wide}%`, left: `${value < 0 ? 50 - wide : 50}%` }} /></span>
               <span>{texts.part(value)}</span>
