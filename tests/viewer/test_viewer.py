@@ -97,7 +97,7 @@ def test_it_fits_a_narrow_screen(look: Any, short: Recording, tmp_path: Path) ->
             for width in (360, 240):
                 page.set_viewport_size({"width": width, "height": 900})
                 fits = "width => document.documentElement.scrollWidth === width"  # soon
-                assert page.wait_for_function(fits, arg=width, timeout=5000)
+                assert page.wait_for_function(fits, arg=width, timeout=20000)
 
 
 def test_light_and_dark(look: Any, short: Recording) -> None:

@@ -107,6 +107,8 @@ def spans_of(ids: Tensor) -> tuple[Span, ...]:
         >>> from headscope.stats._segment_mass import spans_of
         >>> spans_of(torch.tensor([0, 0, -1, 1, 0]))
         ((0, 0, 2), (1, 3, 4), (0, 4, 5))
+        >>> spans_of(torch.empty(0, dtype=torch.long))
+        ()
     """
     if ids.ndim == 2:
         if len(ids) == 0 or bool((ids != ids[:1]).any()):
@@ -114,8 +116,8 @@ def spans_of(ids: Tensor) -> tuple[Span, ...]:
         ids = ids[0]
     values, counts = torch.unique_consecutive(ids, return_counts=True)
     stops = counts.cumsum(0).tolist()
-    starts = [0, *stops[:-1]]
-    return tuple(span for span in zip(values.tolist(), starts, stops, strict=True) if span[0] >= 0)
+    starts = [0, *stops]  # and the end of the last span
+    return tuple(span for span in zip(values.tolist(), starts, stops, strict=False) if span[0] >= 0)
 
 
 def longer_sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
