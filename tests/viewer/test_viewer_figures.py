@@ -153,6 +153,7 @@ def test_hostile_tokens_are_text_in_a_figure(look: Any, short: Recording) -> Non
     assert max(map(len, texts)) < 200, "10,000 letters are cut"
 
 
+@pytest.mark.long  # .ci/run has it
 def test_labels_of_a_figure_do_not_overlap(look: Any) -> None:
     """At every number of tokens: all, some with their positions, positions."""
     wide = """(texts) => {

@@ -53,7 +53,7 @@ def beside(page: Page) -> bool:
     return right <= frame[0] or left >= frame[2] or bottom <= frame[1] or top >= frame[3]
 
 
-@pytest.mark.parametrize("size", [(1280, 900), (360, 740)])
+@pytest.mark.parametrize("size", [pytest.param((1280, 900), marks=pytest.mark.long), (360, 740)])
 def test_the_tour_leads_through_the_page(look: Any, recording: Recording, size: tuple[int, int]) -> None:
     page = look(recording, "view=table")
     page.set_viewport_size({"width": size[0], "height": size[1]})
@@ -85,6 +85,7 @@ def test_the_tour_leads_through_the_page(look: Any, recording: Recording, size: 
         (write_history, ["history"] * 5),
     ],
 )
+@pytest.mark.long  # .ci/run has it
 def test_the_tour_of_two_recordings_and_of_a_training(look: Any, tmp_path: Path, write: Any, views: list[str]) -> None:
     page = look(write(tmp_path))
     page.keyboard.press("?")
