@@ -66,7 +66,7 @@ def test_a_head_of_the_first_token_is_named_beside_its_share(look: Any) -> None:
     k[:, :, 0] = 3
     parts = observe(q, k, mask=masks.causal(), what=Observe(segments=Segments(NAMES, IDS), map=19)).named("a").parts
     page = look(Recording(HeadStats(parts), About("m", {}, {}, {"a": "self"}, None, 1, 1)), "view=segments")
-    sentence = "Heads named “first” attend mostly to the first token, which belongs to “system”."
+    sentence = "Heads named “first” put much of their weight on the first token, which belongs to “system”."
     assert page.locator(".ranks li").first.inner_text().endswith("first 99.8\u00a0%")
     assert sentence in page.locator(".segment-columns").inner_text()
     page.get_by_label("attend to").select_option("question")

@@ -58,7 +58,7 @@ export const german: Translation = {
     allHeads: "Alle Heads",
     layerAndHead: "Schicht ↓ Head →",
     cell: (head, share) => `${head}: ${share}`,
-    firstToken: (name) => `Heads namens „erstes“ achten vor allem auf das erste Token, das zu „${name}“ gehört. Ihr Anteil sagt wenig über den Rest.`,
+    firstToken: (name) => `Heads namens „erstes“ legen viel Gewicht auf das erste Token, das zu „${name}“ gehört. Der Rest davon erhält also weniger als ihren Anteil.`,
     most: (from, to) => `Am meisten von „${from}“ auf „${to}“`,
     rows: (count, name) => `Mittel über bis zu ${count} Zeilen von „${name}“.`,
   },

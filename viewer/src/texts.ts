@@ -96,7 +96,7 @@ export const segments = {
   allHeads: "All heads",
   layerAndHead: "layer ↓ head →",
   cell: (head: string, share: string) => `${head}: ${share}`,
-  firstToken: (name: string) => `Heads named “first” attend mostly to the first token, which belongs to “${name}”. Their share says little about the rest of it.`,
+  firstToken: (name: string) => `Heads named “first” put much of their weight on the first token, which belongs to “${name}”. So the rest of it gets less than their share.`,
   most: (from: string, to: string) => `Most from “${from}” to “${to}”`,
   rows: (count: string, name: string) => `Means over up to ${count} rows of “${name}”.`,
 };
