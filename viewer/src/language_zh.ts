@@ -45,7 +45,7 @@ export const chinese: Translation = {
     allHeads: "所有头",
     layerAndHead: "层 ↓ 头 →",
     cell: (head, share) => `${head}：${share}`,
-    firstToken: (name) => `名为“首词元”的头把很多权重放在第一个词元上，而它属于“${name}”。因此其余部分得到的少于其份额。`,
+    firstToken: (name) => `名为“首个”的头把很多权重放在第一个词元上，而它属于“${name}”。因此其余部分得到的少于其份额。`,
     most: (from, to) => `从“${from}”到“${to}”最多的头`,
     rows: (count, name) => `对“${name}”的至多 ${count} 行取平均。`,
   },
