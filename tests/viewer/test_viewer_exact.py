@@ -153,7 +153,7 @@ def test_fewer_bits_state_their_error(
         assert f"in {bits} bits: a weight differs from the model's by at most" in shown.inner_text()
 
 
-@pytest.mark.long  # .ci/run has it
+@pytest.mark.long
 def test_a_wide_piece_is_pooled_as_by_the_server(look: Any, tmp_path: Path) -> None:
     recording = recorded(1201, 1201, mask=masks.causal())
     path = recording.save_html(tmp_path / "page.html", exact=[(0, 2)])

@@ -73,7 +73,7 @@ def reddish(colours: NDArray[np.int64]) -> int:
 # ---------------------------------------------------------------- one head
 
 
-@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.long), "dark"])  # .ci/run has both
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.long), "dark"])
 def test_a_png_has_the_stated_size_and_shows_a_scale_but_no_selection(look: Any, short: Recording, scheme: str) -> None:
     page = look(short, "view=head&layer=1&head=1&row=5&column=3", scheme=scheme)
     page.mouse.move(*place(page, 0.7, 0.3))
@@ -153,7 +153,7 @@ def test_hostile_tokens_are_text_in_a_figure(look: Any, short: Recording) -> Non
     assert max(map(len, texts)) < 200, "10,000 letters are cut"
 
 
-@pytest.mark.long  # .ci/run has it
+@pytest.mark.long
 def test_labels_of_a_figure_do_not_overlap(look: Any) -> None:
     """At every number of tokens: all, some with their positions, positions."""
     wide = """(texts) => {
@@ -360,7 +360,7 @@ def test_a_figure_takes_three_clicks_and_the_keyboard(look: Any, short: Recordin
     assert page.evaluate(focused) == "Figure of the map of layer 1, head 1", "Escape closes the menu only"
 
 
-@pytest.mark.long  # .ci/run has it
+@pytest.mark.long
 def test_a_figure_is_copied_or_the_page_says_why_not(look: Any, short: Recording) -> None:
     page = look(short, "view=head&layer=1&head=1")
     page.locator(".map canvas").wait_for()

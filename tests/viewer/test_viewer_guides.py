@@ -85,7 +85,7 @@ def test_the_tour_leads_through_the_page(look: Any, recording: Recording, size: 
         (write_history, ["history"] * 5),
     ],
 )
-@pytest.mark.long  # .ci/run has it
+@pytest.mark.long
 def test_the_tour_of_two_recordings_and_of_a_training(look: Any, tmp_path: Path, write: Any, views: list[str]) -> None:
     page = look(write(tmp_path))
     page.keyboard.press("?")

@@ -197,7 +197,7 @@ def test_the_frame_is_explained(look: Any, short: Recording) -> None:
 # ---------------------------------------------------------------- files
 
 
-@pytest.mark.long  # .ci/run has it
+@pytest.mark.long
 def test_the_picture_of_all_heads_tells_how_far_it_is(look: Any, short: Recording) -> None:
     page = look(short)
     thumbs(page)
