@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from playwright.sync_api import expect
 
 from headscope import Observe, observe
 from headscope.report import image_sheet, save
@@ -290,12 +291,12 @@ def test_strips_have_a_legend_and_the_name_of_their_layer(look: Any) -> None:
     page = look(Recording(HeadStats(parts), About("m", {}, {}, kinds, None, 1, 1)), "view=head&layer=0&head=1")
     band, strips = page.locator("canvas.band[data-drawn]"), page.locator(".strips")
     label = r"Nearby tokens of layer {}, head 1, queries 0 to {}. Strongest: query .+. Arrow keys move to a weight."
-    assert re.fullmatch(label.format(0, 99), str(band.get_attribute("aria-label")))
+    expect(band).to_have_attribute("aria-label", re.compile(label.format(0, 99)))
     assert strips.locator(".legend").inner_text().split("\n")[:3] == ["weight, log", "≤ 0.000100", "1"]
     strips.get_by_label("Queries shown").select_option("200")
     page.get_by_role("button", name="next layer").click()
     page.get_by_role("heading", name="Layer 1, head 1").wait_for()
-    assert re.fullmatch(label.format(1, 19), str(band.get_attribute("aria-label")))
+    expect(band).to_have_attribute("aria-label", re.compile(label.format(1, 19)))
     page.get_by_role("button", name="previous layer").click()
     page.get_by_role("heading", name="Layer 0, head 1").wait_for()
     assert strips.get_by_label("Queries shown").input_value() == "200"
