@@ -12,6 +12,7 @@ import { type Language, LANGUAGES, languageOf, remember } from "./languages";
 import { NumberField } from "./number";
 import { Search } from "./search";
 import { CompareWith } from "./offer";
+import { Select } from "./select";
 import { address, SINK, type State, type Tab, type View, views } from "./state";
 import { bar, controls, grid, head, help, history, patternNames, tabs, themes } from "./texts";
 import { startTour } from "./tour";
@@ -221,15 +222,4 @@ function byHand(text: string): boolean {
   const copied = document.execCommand("copy");
   field.remove();
   return copied;
-}
-
-function Select<T extends string>({ label, value, options, choose }: { label: string; value: T; options: [T, string][]; choose: (to: T) => void }) {
-  return (
-    <label>
-      {label}{" "}
-      <select value={value} onChange={(event) => choose(event.currentTarget.value as T)}>
-        {options.map(([name, text]) => <option key={name} value={name}>{text}</option>)}
-      </select>
-    </label>
-  );
 }

@@ -9,6 +9,7 @@ import { StepGrid } from "./history_grid";
 import { HeadsMap } from "./history_map";
 import { Bar } from "./legend";
 import { useWidth } from "./screen";
+import { Select } from "./select";
 import type { State } from "./state";
 import { history as texts, whole } from "./texts";
 
@@ -36,8 +37,8 @@ export function History({ state, theme, change }: Props) {
         <section aria-labelledby="history-title">
           <h2 id="history-title" class="unseen">{texts.title}</h2>
           <div class="switches">
-            <Choice label={texts.quantity} value={of.name} options={history.quantities.map(({ name, heading }) => [name, heading])} choose={(quantity) => change({ quantity })} />
-            <Choice label={texts.rows} value={state.rank} options={RANKS.filter((rank) => rank !== "alarm" || alarms.length > 0).map((rank) => [rank, texts.ranks[rank]])} choose={(rank) => change({ rank })} />
+            <Select label={texts.quantity} value={of.name} options={history.quantities.map(({ name, heading }) => [name, heading])} choose={(quantity) => change({ quantity })} />
+            <Select label={texts.rows} value={state.rank} options={RANKS.filter((rank) => rank !== "alarm" || alarms.length > 0).map((rank) => [rank, texts.ranks[rank]])} choose={(rank) => change({ rank })} />
             <Legend {...{ of, state }} />
           </div>
           {found && <HeadsMap {...{ state, theme, rows, change }} of={found.of} values={found.values} gutter={GUTTER} />}
@@ -184,17 +185,6 @@ function labelled(width: number): number[] {
   const most = Math.max(1, Math.floor(width / (20 + 9 * whole(history.steps[COUNT - 1]).length)));
   const every = Math.max(1, Math.ceil(COUNT / most));
   return Array.from({ length: Math.ceil(COUNT / every) }, (_, n) => n * every);
-}
-
-function Choice<T extends string>({ label, value, options, choose }: { label: string; value: T; options: [T, string][]; choose: (to: T) => void }) {
-  return (
-    <label>
-      {label}{" "}
-      <select value={value} onChange={(event) => choose(event.currentTarget.value as T)}>
-        {options.map(([name, text]) => <option key={name} value={name}>{text}</option>)}
-      </select>
-    </label>
-  );
 }
 
 // ---------------------------------------------------------------- all alarms

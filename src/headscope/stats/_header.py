@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headscope._support.files import describe_obstacle
 from headscope.stats._kept_weights import DamagedFileError
 from headscope.stats._tensor_reader import LONGEST_HEADER, ChangedFileError, NoTensorsError, TensorFile
 
@@ -43,6 +44,26 @@ def read_header(path: Path, key: str = STATISTICS) -> dict[str, Any] | None:
     except (NoTensorsError, OSError):
         return None
     return parse_entry(file, key)
+
+
+def open_entry(path: Path, key: str) -> tuple[TensorFile | None, dict[str, Any] | None]:
+    """Return a file and the entry of its header under a key; None for both if it is no safetensors file.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        OSError: it cannot be opened.
+        ValueError: it is not a regular file, its name is not UTF-8, or as ``read_header``.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    if (why := describe_obstacle(path)) is not None:
+        raise ValueError(f"{path}: {why}")
+    check_utf8(path)
+    try:
+        file = TensorFile(path)
+        return file, parse_entry(file, key)
+    except NoTensorsError:
+        return None, None
 
 
 def parse_entry(file: TensorFile, key: str) -> dict[str, Any] | None:

@@ -20,14 +20,13 @@ from headscope.stats._header import (
     check_utf8,
     damage_named,
     is_cut_short,
-    parse_entry,
+    open_entry,
     read_header,
     read_list,
     read_value,
     read_whole,
     read_wholes,
 )
-from headscope.stats._tensor_reader import NoTensorsError, TensorFile
 
 HISTORY_VERSION = 1
 _DTYPES = {"steps": torch.int64, "values": torch.float32, "alarms": torch.int64, "numbers": torch.float64}
@@ -136,16 +135,7 @@ def load_history(path: Path) -> StoredHistory:
         OSError: it cannot be opened.
         ValueError: it is not a history, has a newer format, or is damaged.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file")
-    if (why := describe_obstacle(path)) is not None:
-        raise ValueError(f"{path}: {why}")
-    check_utf8(path)
-    try:
-        file = TensorFile(path)
-        header = parse_entry(file, HISTORY)
-    except NoTensorsError:
-        file = header = None
+    file, header = open_entry(path, HISTORY)
     if file is None or header is None:
         if is_cut_short(path, HISTORY):
             raise ValueError(f"{path}: is truncated; its end is missing")

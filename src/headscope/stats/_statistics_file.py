@@ -38,6 +38,7 @@ from headscope.stats._header import (
     damage_named,
     is_cut_short,
     is_statistics,
+    open_entry,
     parse_entry,
     read_list,
     read_value,
@@ -50,7 +51,7 @@ from headscope.stats._nulls import Nulls, check_nulls
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
 from headscope.stats._segment_file import LATER, read_segments, segment_entry, segment_tensors
-from headscope.stats._tensor_reader import NoTensorsError, TensorFile
+from headscope.stats._tensor_reader import TensorFile
 
 VERSION = 2
 _WITHOUT_MAPS = 1  # the version of files without maps, which earlier versions read
@@ -139,16 +140,7 @@ def _version_of(layers: list[dict[str, Any]]) -> int:
 
 def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
     """Return layer -> its statistics, and their origin; see ``HeadStats.load``."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file")
-    if (why := describe_obstacle(path)) is not None:
-        raise ValueError(f"{path}: {why}")
-    check_utf8(path)
-    try:
-        file = TensorFile(path)
-        header = parse_entry(file, STATISTICS)
-    except NoTensorsError:
-        file = header = None
+    file, header = open_entry(path, STATISTICS)
     if file is None or header is None:
         if is_cut_short(path) or is_cut_short(path, HISTORY):
             raise ValueError(f"{path}: is truncated; its end is missing")
