@@ -1,8 +1,8 @@
 """Replacements in torch while a watch is open. ``fused`` and ``transformers`` add their own functions.
 
-While a watch is open, ``nn.Module.__call__`` is replaced by one that recognises the modules of watched models and
-maintains, for each thread, a stack of those that run (``Frame``). While one of them runs, a function mode observes its
-calls; an attention call belongs to the innermost module.
+While a watch is open, the ``__call__`` of the classes of watched modules is replaced by one that recognises these
+modules and maintains, for each thread, a stack of those that run (``Frame``). While one of them runs, a function mode
+observes its calls; an attention call belongs to the innermost module.
 
 This must not change the results of the model. torch's transformer modules leave their fast path if a hook is
 registered, or if a function mode is on, because ``torch.overrides.has_torch_function`` is then true. So headscope does
@@ -24,7 +24,16 @@ from torch._C import _len_torch_function_stack
 
 from headscope._attend import hook
 from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
-from headscope._intercept import dynamo, frames, function_mode, fused, intercepted_call, module_names, written
+from headscope._intercept import (
+    dynamo,
+    frames,
+    function_mode,
+    fused,
+    intercepted_call,
+    module_calls,
+    module_names,
+    written,
+)
 from headscope._intercept.frames import Entries, Forward, Frame, Watcher
 
 _FUSED = fused.Patches(function_mode.note_unrecorded)
@@ -35,31 +44,50 @@ closes.
 
 _TORCH_HAS_FUNCTION = torch.overrides.has_torch_function
 _lock = threading.Lock()
-_original_call: Callable[..., Any] | None = None
+_open = False
 _original_interceptor: hook.Interceptor | None = None
 
 
 def open_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
     """Start to report the calls of these modules to a watcher."""
-    global _original_call, _original_interceptor
+    global _open, _original_interceptor
     call = _uncompiled_call() if "torch._dynamo" in sys.modules else _call  # may wait for its import: without the lock
     try:
         with _lock:
-            if _original_call is None:
-                _original_call = nn.Module.__call__
-                nn.Module.__call__ = call
+            if not _open:
+                _open = True
                 if call is _call:
                     sys.meta_path.insert(0, _IMPORT)
                 _original_interceptor = hook.install(function_mode.attention_interceptor)
                 torch.overrides.has_torch_function = function_mode.has_torch_function
                 for install, _ in patches:
                     install()
+            _replace_calls(modules, call)
             for name, module in modules.items():
                 frames.watched[id(module)] = (*frames.watched.get(id(module), ()), (watcher, name))
             dynamo.set_aside(watcher, modules.values())
     except BaseException:  # Ctrl-C, say
         close_watch(watcher, modules)
         raise
+
+
+def _replace_calls(modules: Mapping[str, nn.Module], call: Callable[..., Any]) -> None:
+    module_calls.replace_calls(modules.values(), call)
+    wrapper = module_calls.loaded_wrapper()
+    if wrapper is not None:
+        module_calls.replace_call(wrapper, _refusing_call)
+
+
+@functools.cache
+def _refusing_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``__call__`` for the class that ``torch.compile`` wraps modules in: it refuses those of watched ones."""
+
+    def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if id(dynamo.inside(self)) in frames.watched:
+            raise intercepted_call.WatchError(intercepted_call.COMPILED)
+        return original(self, *args, **kwargs)
+
+    return torch.compiler.disable(call)
 
 
 @functools.cache
@@ -72,9 +100,9 @@ def _dynamo_has_come() -> None:
     """Handle an import of dynamo while a watch is open."""
     call = _uncompiled_call()
     with _lock:
-        if _original_call is not None:
-            nn.Module.__call__ = call
-            dynamo.say_original(_original_call)
+        if _open:
+            module_calls.exchange_calls(_call, call)
+            dynamo.say_original(module_calls.original())
 
 
 _IMPORT: Any = dynamo.Import(_dynamo_has_come)
@@ -92,7 +120,7 @@ def close_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _close(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
-    global _original_call, _original_interceptor
+    global _open, _original_interceptor
     with _lock:
         for key in map(id, modules.values()):
             entries = frames.watched.get(key, ())
@@ -105,8 +133,8 @@ def _close(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
                 frames.watched[key] = left
             elif entries:
                 del frames.watched[key]
-        if not frames.watched and _original_call is not None:
-            nn.Module.__call__ = _original_call
+        if not frames.watched and _open:
+            module_calls.restore_calls()
             if _IMPORT in sys.meta_path:
                 sys.meta_path.remove(_IMPORT)
             if hook.interceptor is function_mode.attention_interceptor:  # else other code has replaced it since
@@ -115,17 +143,17 @@ def _close(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
             torch.overrides.has_torch_function = _TORCH_HAS_FUNCTION
             for _, remove in patches:
                 remove()
-            _original_call = None
+            _open = False
         dynamo.put_back(watcher)
 
 
 def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Replace ``nn.Module.__call__`` while a watch is open."""
-    original = _original_call or nn.Module._wrapped_call_impl  # closed by another thread just now
+    original = module_calls.original()
     entries = frames.watched.get(id(self))
-    if entries is None and id(dynamo.inside(self)) not in frames.watched:
+    if entries is None:
         return original(self, *args, **kwargs)
-    if entries is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         raise intercepted_call.WatchError(intercepted_call.COMPILED)
     if CONTEXT_PARALLEL in sys.modules:
         check_context_parallel()
@@ -142,7 +170,7 @@ def _needs_no_frame(around: Frame, entries: Entries) -> bool:
     """Return whether a module is known to be without attention, within one whose functions are not observed."""
     if around.under_mode:
         return False
-    return all(name in watcher.plain and watcher in around.forwards for watcher, name in entries)
+    return False not in [watcher in around.forwards and name in watcher.plain for watcher, name in entries]
 
 
 def _enter(frame: Frame, entries: Entries) -> list[tuple[Watcher, Forward]]:
@@ -170,7 +198,7 @@ def _enter(frame: Frame, entries: Entries) -> list[tuple[Watcher, Forward]]:
 
 def _observes_functions(frame: Frame) -> bool:
     """Return whether a watcher of this forward pass observes the functions that a module calls."""
-    return any(forward.active and forward.observes_functions(name) for forward, name in frame.forwards.values())
+    return True in [each.active and each.observes_functions(name) for each, name in frame.forwards.values()]
 
 
 def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
