@@ -18,7 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import headscope
 from headscope import Observe, Recording, watch
-from headscope._intercept import transformers as _watch_transformers
+from headscope._intercept import transformers as intercepted_transformers
+from headscope._intercept import transformers_function
 from headscope.watching import WatchError, register_transformers
 from support.watched_models import FAMILIES, IDS, PADDING, TARGET
 
@@ -514,8 +515,8 @@ def test_a_model_with_the_registered_function_compiles_in_one_graph(padding: Ten
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "t5", "whisper"])
 def test_accelerate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows of the model's own function are enough to know its rule."""
-    monkeypatch.setattr(_watch_transformers, "ROWS", 4)
-    monkeypatch.setattr(_watch_transformers, "_own", functools.partial(own_of_few, _watch_transformers._own))
+    monkeypatch.setattr(intercepted_transformers, "ROWS", 4)
+    monkeypatch.setattr(intercepted_transformers, "_own", functools.partial(own_of_few, intercepted_transformers._own))
     case = FAMILIES[family][0]("eager")
     with torch.no_grad():
         plain = case.run(case.model)
@@ -579,7 +580,7 @@ def counting(rows: list[int], least: int = 0) -> Any:
         rows.append(query.shape[2])
         if query.shape[2] < least:
             raise IndexError("too few")
-        return _watch_transformers.attention_forward(module, query, *args, **kwargs)
+        return transformers_function.attention_forward(module, query, *args, **kwargs)
 
     return mine
 
@@ -589,7 +590,7 @@ def test_accelerate_asks_the_models_own_function_once_a_layer(
     least: int, wanted: list[int], attention: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a few rows; for all of them where it does not know of a few."""
-    monkeypatch.setattr(_watch_transformers, "ROWS", 4)
+    monkeypatch.setattr(intercepted_transformers, "ROWS", 4)
     rows: list[int] = []
     attention(counting(rows, least))
     model = model_of("llama", "mine")
@@ -604,7 +605,7 @@ def test_accelerate_compares_without_a_mask(
     implementation: str, wanted: int, attention: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a function of one's own sees where it gets none may need all rows to show."""
-    monkeypatch.setattr(_watch_transformers, "ROWS", 4)
+    monkeypatch.setattr(intercepted_transformers, "ROWS", 4)
     rows: list[int] = []
     attention(counting(rows))
     interface = transformers.AttentionInterface._global_mapping
@@ -621,7 +622,7 @@ def test_accelerate_compares_without_a_mask(
 def test_accelerate_leaves_the_layers_that_are_not_chosen(attention: Any) -> None:
     def mine(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
         key = key.flip(-2) if module.layer_idx == 0 else key
-        return _watch_transformers.attention_forward(module, query, key, *args, **kwargs)
+        return transformers_function.attention_forward(module, query, key, *args, **kwargs)
 
     attention(mine)
     model = model_of("llama", "mine")
@@ -633,7 +634,7 @@ def test_accelerate_leaves_the_layers_that_are_not_chosen(attention: Any) -> Non
 
 def test_a_function_of_ones_own_is_seen(attention: Any) -> None:
     def mine(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-        return _watch_transformers.attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return transformers_function.attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     attention(mine)
     recordings = []
@@ -652,7 +653,7 @@ class Capped:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, softcap: float | None = None,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        return _watch_transformers.attention_forward(
+        return transformers_function.attention_forward(
             module, query, key, value, attention_mask, softcap=softcap, **kwargs
         )
 
@@ -661,7 +662,7 @@ class Within(torch.nn.Module):
     """One that is a module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _watch_transformers.attention_forward(*args, **kwargs)
+        return transformers_function.attention_forward(*args, **kwargs)
 
 
 def sdpa_of_transformers(**options: Any) -> Any:
@@ -709,7 +710,7 @@ def test_a_rule_that_is_not_known_is_an_error(accelerate: bool, attention: Any) 
     """Every layer's first output is compared with what its arguments give."""
 
     def mine(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-        return _watch_transformers.attention_forward(module, query, key.flip(-2), value, attention_mask, **kwargs)
+        return transformers_function.attention_forward(module, query, key.flip(-2), value, attention_mask, **kwargs)
 
     attention(mine)
     model = model_of("llama", "mine")
@@ -724,7 +725,7 @@ def test_a_rule_that_is_not_known_is_an_error(accelerate: bool, attention: Any) 
 @pytest.mark.parametrize("way", ["the output", "what it is made from", "both"])
 def test_an_output_that_alone_is_nan_or_alone_is_not_is_an_error(way: str, attention: Any) -> None:
     def mine(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-        out, _ = _watch_transformers.attention_forward(module, query, key, value, attention_mask, **kwargs)
+        out, _ = transformers_function.attention_forward(module, query, key, value, attention_mask, **kwargs)
         if way == "the output":
             out[0, -1, 0, 0] = math.nan
         return out.nan_to_num() if way == "what it is made from" else out, None
@@ -742,7 +743,7 @@ def test_an_output_that_alone_is_nan_or_alone_is_not_is_an_error(way: str, atten
 
 def test_masks_that_cannot_be_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
-    function = _watch_transformers.attention_forward
+    function = transformers_function.attention_forward
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_attention_2", function)
     masks = transformers.AttentionMaskInterface
     monkeypatch.setitem(masks._global_mapping, "flash_attention_2", masks._global_mapping["sdpa"])

@@ -32,11 +32,12 @@ from headscope._intercept.module_names import (
     select_modules,
     summarize_names,
 )
-from headscope._intercept.origin import Part, head_span, layer_origin, origin_of, shared_part
+from headscope._intercept.origin import LayerOrigin, Part, head_span, layer_origin, origin_of, shared_part
 from headscope._intercept.other_layers import describe_other, find_other_layers, find_unreached
 from headscope._intercept.patching import close_watch, open_watch
 from headscope._intercept.recovered import by_product
-from headscope._intercept.transformers import register_attention, transformers_refusal
+from headscope._intercept.transformers import transformers_refusal
+from headscope._intercept.transformers_function import register_attention
 
 __all__ = [
     "COMPILED",
@@ -46,6 +47,7 @@ __all__ = [
     "Ids",
     "InterceptedCall",
     "Kind",
+    "LayerOrigin",
     "Layout",
     "Measured",
     "Part",
