@@ -23,8 +23,9 @@ LENGTHS = (128, 512, 2048, 8192)
 MOST_BYTES = 12e9
 
 UNWATCHED, EVERYTHING, DEFAULTS, SAMPLE = "unwatched", "everything", "defaults", "rows=256"
+ACCELERATED = "accelerate"
 EAGER, DENSE = "eager weights", "eager, statistics"
-COMPETITORS = (UNWATCHED, EVERYTHING, DEFAULTS, SAMPLE, EAGER, DENSE)
+COMPETITORS = (UNWATCHED, EVERYTHING, DEFAULTS, SAMPLE, ACCELERATED, EAGER, DENSE)
 ALL = Observe(map=64, edges=32)
 
 
@@ -145,8 +146,8 @@ def dense_statistics(p: Tensor) -> dict[str, Tensor]:
 def competitors(subject: Subject, length: int) -> tuple[dict[str, Run], dict[str, str]]:
     """Who takes part, and why somebody does not. A watch is opened, and closed, for each forward pass."""
 
-    def watched(what: Observe) -> headscope.Recording:
-        with headscope.watch(subject.model, what=what) as seen:
+    def watched(what: Observe, accelerate: bool = False) -> headscope.Recording:
+        with headscope.watch(subject.model, what=what, accelerate=accelerate) as seen:
             subject.run()
         return seen
 
@@ -160,6 +161,7 @@ def competitors(subject: Subject, length: int) -> tuple[dict[str, Run], dict[str
         EVERYTHING: lambda: watched(ALL),
         DEFAULTS: lambda: watched(Observe()),
         SAMPLE: lambda: watched(Observe(rows=256)),
+        ACCELERATED: lambda: watched(Observe(), accelerate=True),
         EAGER: subject.weights,
         DENSE: measured,
     }

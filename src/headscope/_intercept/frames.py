@@ -43,6 +43,10 @@ class Forward(Protocol):
         """Measure an attention call as an earlier one that was like it; return whether there was one."""
         ...
 
+    def attend_again(self, frame: Frame, name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Attend and measure in one pass, as an earlier call that was like this one; return None if that cannot be."""
+        ...
+
     def measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
         """Measure a call that a module has written out; return a function that records it."""
         ...
@@ -110,6 +114,10 @@ class Unfollowed:
         """Return False: each call is seen."""
         return False
 
+    def attend_again(self, frame: Frame, name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Return None: each call is seen."""
+        return None
+
     def follows(self, name: str) -> bool:
         """Return False."""
         return False
@@ -124,6 +132,8 @@ class Unfollowed:
         """Do nothing: no module is followed."""
         return lambda: None
 
+
+QKV = tuple[Tensor, Tensor, Tensor]
 
 Entries = tuple[tuple[Watcher, str], ...]
 """The watchers of a module, and its name in each."""
@@ -169,7 +179,7 @@ class Frame:
     @property
     def active(self) -> bool:
         """Whether any watcher observes this forward pass."""
-        return any(forward.active for forward, _ in self.forwards.values())
+        return True in [forward.active for forward, _ in self.forwards.values()]  # a generator takes longer
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -208,9 +218,7 @@ class Frame:
             entry = thread.masks[key] = (mask, Fingerprint(mask), *masks.split(mask))
         return entry[2:]
 
-    def see(
-        self, call: Callable[[], InterceptedCall], qkv: tuple[Tensor, ...] = (), like: Hashable | None = None
-    ) -> None:
+    def see(self, call: Callable[[], InterceptedCall], qkv: QKV | None = None, like: Hashable | None = None) -> None:
         """Pass an attention call to all watchers; it is built only if one requires it.
 
         Args:
@@ -221,9 +229,37 @@ class Frame:
         self.calls += 1
         self.like = like
         for forward, name in self.forwards.values():
-            if forward.active and (like is None or not forward.repeat(self, name, *qkv)):
+            if forward.active and (like is None or qkv is None or not forward.repeat(self, name, *qkv)):
                 with unobserved():
                     forward.see(self, name, call)
+
+    def attend_again(self, qkv: QKV, like: Hashable | None) -> Tensor | None:
+        """Attend by headscope's native kernels and pass the call to the watcher, in one pass over the weights.
+
+        Returns the output [B, H, Q, Dv], to the bit that of attending alone; or None, and the call has to be made and
+        seen: it is not like an earlier one that these kernels attended, a gradient is requested, or several watchers
+        are active.
+
+        Args:
+            qkv: q, k and v.
+            like: what else determines the call, as for ``see``.
+        """
+        if like is None:
+            return None
+        q, k, v = qkv
+        if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+            return None
+        active = [each for each in self.forwards.values() if each[0].active]
+        if len(active) != 1:
+            return None
+        (forward, name), before = active[0], self.like
+        self.calls += 1
+        self.like = like
+        out = forward.attend_again(self, name, q, k, v)
+        if out is None:
+            self.calls -= 1
+            self.like = before
+        return out
 
     def measure(self, call: Callable[[], InterceptedCall], number: int) -> list[Callable[[], None]]:
         """Measure a call for all watchers; return functions that record it."""

@@ -106,21 +106,40 @@ def _sdpa(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if frame is None or frame.quiet:
         return F.scaled_dot_product_attention(*args, **kwargs)
     frame.calls_functions = True
+    dropout = _dropout(args, kwargs)
+    qkv, like = _like_sdpa(args, kwargs)
+    out = frame.attend_again(qkv, like) if frame.accelerate and qkv and not dropout else None
+    if out is not None:
+        return frame.scaled(out, -3, out)  # [B, H, Q, Dv]
     if frame.accelerate:
         with frame.quietly():
-            out = intercepted_call.attend(intercepted_call.sdpa(args, kwargs, frame.converted), _dropout(args, kwargs))
-        qkv = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
-        out = out[0] if all(x.ndim == 2 for x in qkv) else out  # as SDPA, which then has no axis of heads
+            out = intercepted_call.attend(intercepted_call.sdpa(args, kwargs, frame.converted), dropout)
+        given = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
+        out = out[0] if all(x.ndim == 2 for x in given) else out  # as SDPA, which then has no axis of heads
     else:
         with frame.quietly():  # beneath, it may be composed of products and a softmax
             out = F.scaled_dot_product_attention(*args, **kwargs)
-    attended = None if _dropout(args, kwargs) else intercepted_call.one_head(out)
-    frame.see(
-        lambda: replace(
-            intercepted_call.sdpa(args, kwargs, frame.converted), attended=attended, by_headscope=frame.accelerate
-        )
-    )
+    attended = None if dropout else intercepted_call.one_head(out)
+
+    def make_call() -> InterceptedCall:
+        call = intercepted_call.sdpa(args, kwargs, frame.converted)
+        natively = frame.accelerate and not dropout and intercepted_call.attends_natively(call)
+        return replace(call, attended=attended, by_headscope=frame.accelerate, natively=natively)
+
+    frame.see(make_call, qkv, like)
     return frame.scaled(out, -3, args[0] if args else kwargs["query"])  # [B, H, Q, Dv]
+
+
+def _like_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[frames.QKV | None, Any]:
+    """Return q, k and v of a call without a mask, and what else determines it; None: it has a mask, say."""
+    arguments = {**dict(zip(intercepted_call.SDPA, args, strict=False)), **kwargs}
+    q, k, v = map(arguments.get, intercepted_call.SDPA[:3])
+    if q is None or k is None or v is None or arguments.get("attn_mask") is not None:
+        return None, None
+    layout = intercepted_call.layout_of(q, k, v)
+    if layout is None or q.shape[0] != k.shape[0] or q.shape[1] < k.shape[1] or k.shape[:2] != v.shape[:2]:
+        return None, None
+    return (q, k, v), ("sdpa", layout, *map(arguments.get, ("is_causal", "scale", "enable_gqa")))
 
 
 def _noted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -244,24 +263,28 @@ def attention_interceptor(
     frame = frames.innermost()
     if frame is None or frame.quiet or not frame.active:
         return run_attention(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
-    with frame.quietly():  # the backend may be SDPA
-        out, row_lse = run_attention(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
     kind = None
     if isinstance(frame.module, MultiHeadAttention):
         kind = "self" if frame.argument("context", 1) is None else "cross"
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
         kind = "self" if torch_modules.same(frame.argument("query", 0), frame.argument("key", 1)) else "cross"
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind, "by_headscope": True}
     cache = frame.argument("cache", 2) if isinstance(frame.module, MultiHeadAttention) else None
-    attended = None if dropout else out
-    simple = bias is None and sinks is None and row_lse is None and cache is None
-    frame.see(
-        lambda: _in_cache(
-            InterceptedCall(k=k, v=v, **_first_first(q, mask, bias, row_lse, attended), **options), cache
-        ),
-        (q, k, v),
-        _like(q, k, v, mask, kind, scale, softcap) if simple else None,
-    )
+    simple = bias is None and sinks is None and not lse and cache is None
+    like = _like(q, k, v, mask, kind, scale, softcap, backend) if simple else None
+    out, row_lse = None if dropout else frame.attend_again((q, k, v), like), None
+    if out is None:
+        with frame.quietly():  # the backend may be SDPA
+            out, row_lse = run_attention(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
+        attended = None if dropout else out
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
+
+        def make_call() -> InterceptedCall:
+            first = _first_first(q, mask, bias, row_lse, attended)
+            call = InterceptedCall(k=k, v=v, by_headscope=True, **first, **options)
+            natively = like is not None and not dropout and intercepted_call.attends_natively(call, backend)
+            return _in_cache(replace(call, natively=natively), cache)
+
+        frame.see(make_call, (q, k, v), like)
     scaled = frame.scaled(out, -3, q)  # [B, H, Q, Dv]
     if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
         raise intercepted_call.WatchError(

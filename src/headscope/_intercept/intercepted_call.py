@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from headscope import functional
 from headscope._attend.attention import run_attention
+from headscope._attend.backends import native
+from headscope._attend.prepare import prepare
 from headscope._intercept.masks import causal_rule, check_class
 from headscope._observe import Continued, Positions, Repetition, observe_call, repetition_of
 from headscope.masks import Band, Mask, as_mask
@@ -90,6 +92,7 @@ class InterceptedCall:
             compared; None = unknown, or random.
         projection: weight and bias by which the heads' outputs become ``attended``, which is then [B, Q, E].
         by_headscope: whether headscope attended, so rows without visible keys are 0.
+        natively: whether its native kernels did, whose output is the same if they observe in the same pass.
         own: makes the call, or one of a few of its rows, with the output of the model's own function; if headscope has
             attended instead.
         kind: "self", "cross", or None if the call does not determine it.
@@ -124,6 +127,7 @@ class InterceptedCall:
     attended: Tensor | None = None
     projection: tuple[Tensor, Tensor | None] | None = None
     by_headscope: bool = False
+    natively: bool = False
     again: Callable[[], tuple[Tensor, Tensor | None]] | None = None
     own: Callable[[], InterceptedCall] | None = None
     has_logits: bool = True
@@ -264,6 +268,10 @@ def rounded(call: InterceptedCall, *, bias: bool) -> InterceptedCall:
     return replace(call, **changed)
 
 
+SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""The arguments of ``torch.nn.functional.scaled_dot_product_attention`` that may be passed by place."""
+
+
 def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> InterceptedCall:
     """Return a call of ``torch.nn.functional.scaled_dot_product_attention`` by its arguments.
 
@@ -275,11 +283,10 @@ def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Int
         WatchError: its tensors are nested.
         TypeError, ValueError: its mask cannot be read.
     """
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    if any(arguments[name].is_nested for name in names[:3]):
+    arguments: dict[str, Any] = {**dict(zip(SDPA, args, strict=False)), **kwargs}
+    if any(arguments[name].is_nested for name in SDPA[:3]):
         raise WatchError("its tensors are nested; pass padded tensors with a mask, or exclude the layer with layers=")
-    q, k, v = _grouped(*(one_head(arguments[name]) for name in names[:3]))
+    q, k, v = _grouped(*(one_head(arguments[name]) for name in SDPA[:3]))
     attn_mask = arguments.get("attn_mask")
     rule = causal_rule(attn_mask, q.shape[-2], k.shape[-2])
     if attn_mask is None or rule is not None:
@@ -309,6 +316,13 @@ def attend(call: InterceptedCall, dropout: float) -> Tensor:
         sinks=call.sinks,
         dropout=dropout,
     )
+
+
+def attends_natively(call: InterceptedCall, backend: str | None = None) -> bool:
+    """Return whether headscope's attention of such a call, without dropout, runs on the native kernels."""
+    v = call.k if call.v is None else call.v
+    options = (call.scale, call.softcap, 0.0, False, backend)
+    return prepare(call.q, call.k, v, call.mask, call.bias, call.sinks, *options).backend is native
 
 
 def one_head(tensor: Tensor) -> Tensor:

@@ -39,12 +39,22 @@ def list_modules(model: nn.Module) -> dict[str, nn.Module]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        children = children_of(module)
-        inside = [(name, child) for name, child in children.items() if child is not None] if children else []
-        if path == "" or inside or not type(module).__module__.startswith("torch.nn."):
-            modules[path or type(model).__name__] = module
-        waiting += [(f"{path}.{name}" if path else name, child) for name, child in reversed(inside)]
+        modules[path or type(model).__name__] = module
+        before = f"{path}." if path else ""
+        for name, child in reversed(children_of(module).items()):
+            if child is not None and not (_is_of_torch(type(child).__module__) and _is_leaf(child)):
+                waiting.append((before + name, child))
     return modules
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_torch(file: str) -> bool:
+    return file.startswith("torch.nn.")
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    children = children_of(module)
+    return not children or all(child is None for child in children.values())
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:

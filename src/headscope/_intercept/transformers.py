@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from headscope._intercept.frames import Frame
 from headscope._intercept.intercepted_call import InterceptedCall, Kind
 from headscope._intercept.module_names import is_cross, is_self
 from headscope._intercept.torch_modules import same
+from headscope._intercept.transformers_function import NAME, causal_by_default
 from headscope._intercept.wrapped_functions import bound_options, code_of
-from headscope.masks import Band, Mask, as_mask
+from headscope.masks import as_mask
 
-NAME = "headscope"
 _UNREADABLE = ("flash", "flex", "paged", "/")  # their masks are not tensors [B, H, Q, K]; "/" is a kernel from a hub
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 # names of the inputs of queries and keys, if a layer has both: SAM's always do, most others only for another sequence
@@ -102,16 +103,22 @@ def _get_interface(self: Any, attn_implementation: str, default: Function) -> Fu
     if frame is None or frame.quiet or not frame.active:
         return attend
 
-    @functools.wraps(attend)
     def record_and_attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         return _attend(attend, str(attn_implementation), frame, {**dict(zip(_LEAD, args, strict=False)), **kwargs})
 
-    return record_and_attend
+    wrapper: Any = record_and_attend
+    wrapper.__wrapped__ = attend  # as functools.wraps, which takes as long as a short attention
+    return wrapper
 
 
 def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     request, arguments = arguments, {**bound_options(attend), **arguments}
     dropout = arguments.get("dropout") or 0.0
+    qkv, like = (arguments["query"], arguments["key"], arguments["value"]), _like(attend, name, frame, arguments)
+    if frame.accelerate and not dropout:
+        out = frame.attend_again(qkv, like)
+        if out is not None:
+            return frame.scaled(out.transpose(1, 2).contiguous(), -2, qkv[0]), None  # [B, Q, H, Dv]
     with frame.quietly():  # its own call of SDPA is this call
         if not frame.accelerate:
             result = _called(attend, request)
@@ -126,12 +133,11 @@ def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]
             outputs = {"attended": result[0].transpose(1, 2), "by_headscope": True, "own": own}
         elif not dropout:
             outputs = {"out": result[0].transpose(1, 2), "again": functools.partial(_called, attend, request, True)}
-        return described(attend, name, frame, arguments, **outputs)
+        call = described(attend, name, frame, arguments, **outputs)
+        return replace(call, natively=intercepted_call.attends_natively(call)) if call.by_headscope else call
 
-    frame.see(
-        make_call, (arguments["query"], arguments["key"], arguments["value"]), _like(attend, name, frame, arguments)
-    )
-    out = frame.scaled(result[0], -2, arguments["query"])  # [B, Q, H, Dv]
+    frame.see(make_call, qkv, like)
+    out = frame.scaled(result[0], -2, qkv[0])  # [B, Q, H, Dv]
     return result if out is result[0] else (out, result[1])
 
 
@@ -141,16 +147,19 @@ def _like(attend: Function, name: str, frame: Frame, arguments: Mapping[str, Any
     A cache has to be empty before the call.
     """
     read, q, k = frame.arguments, arguments["query"], arguments["key"]
-    if frame.accelerate or any(arguments.get(each) is not None for each in _OTHER_TENSORS):
-        return None
-    if any(read.get(each) is not None for each in _OTHER_INPUTS):
-        return None
+    get = arguments.get
+    for each in _OTHER_TENSORS:  # loops: a generator for each takes as long as the rest
+        if get(each) is not None:
+            return None
+    for each in _OTHER_INPUTS:
+        if each in read and read[each] is not None:
+            return None
     layout = intercepted_call.layout_of(q, k, arguments["value"])
     total = _length(frame, q.shape[-2])
     if layout is None or q.shape[-2] != k.shape[-2] or (total is not None and total != q.shape[-2]):
         return None
     own = vars(frame.module)
-    options = (*(arguments.get(each) for each in _OPTIONS), *(own.get(each) for each in _ATTRIBUTES))
+    options = (*map(get, _OPTIONS), *map(own.get, _ATTRIBUTES))
     return attend, name, layout, total, options
 
 
@@ -191,7 +200,7 @@ def _few(name: str, module: nn.Module, request: Mapping[str, Any]) -> Mapping[st
     queries, keys = q.shape[-2], k.shape[-2]
     fewer = queries - min(queries, ROWS)
     rows, columns = slice(fewer, None), slice(None)
-    if mask is None and _causal(name, module, request, queries) is not None:
+    if mask is None and causal_by_default(name, module, request, queries) is not None:
         if name not in ("sdpa", NAME):
             return request
         rows, columns = slice(queries - fewer), slice(max(ROWS, keys - fewer))
@@ -234,7 +243,7 @@ def described(
     named = () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     visible, bias = (None, None) if mask is None else frame.converted(mask)
     if mask is None:
-        visible = _causal(name, frame.module, arguments, q.shape[-2])
+        visible = causal_by_default(name, frame.module, arguments, q.shape[-2])
     if "position_bias" in named and arguments.get("position_bias") is not None:
         bias = arguments["position_bias"] if bias is None else arguments["position_bias"] + bias
     sinks = arguments.get("s_aux") if "s_aux" in named else None
@@ -251,16 +260,6 @@ def described(
         beside=beside, late=_late(frame, arguments, q.shape[-2], total), **outputs,
     )  # fmt: skip
     return intercepted_call.rounded(call, bias=name == "sdpa")  # all others add it to the result of matmul
-
-
-def _causal(name: str, module: nn.Module, arguments: Mapping[str, Any], queries: int) -> Mask | None:
-    """Return the mask of a function without a mask argument: none for eager; the others, as SDPA, by ``is_causal``."""
-    if name == "eager" or queries == 1:
-        return None
-    causal = arguments.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
-    return Band(None, 0, offset=0) if causal else None
 
 
 def _kind(frame: Frame, queries: int, keys: int) -> Kind | None:
@@ -409,39 +408,3 @@ def _places(
     q_pos = last + (total.to(device) if isinstance(total, Tensor) else total)
     k_pos = torch.arange(keys, device=device) + first
     return q_pos, F.pad(k_pos.double(), (0, beside), value=math.nan) if beside else k_pos
-
-
-# ---------------------------------------------------------------- headscope's own attention function
-
-
-def register_attention(name: str = NAME) -> None:
-    """See ``headscope.watching.register_transformers``."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
-
-
-def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Run ``headscope.attention`` as an attention function of transformers; masks as its ``sdpa_mask`` makes them.
-
-    Shapes: query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, Dv], attention_mask [B, 1 or H, Q, K], boolean
-    (True = attend) or numbers to add -> [B, Q, H, Dv], and None for the weights.
-    """
-    if attention_mask is not None:
-        visible, bias = masks.split(attention_mask)
-    else:
-        bias = None
-        visible = _causal(NAME, module, {"is_causal": is_causal}, query.shape[-2])
-    if position_bias is not None:
-        bias = position_bias if bias is None else position_bias + bias
-    call = InterceptedCall(
-        q=query, k=key, v=value, mask=visible, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux
-    )
-    call = intercepted_call.rounded(call, bias=False)
-    return intercepted_call.attend(call, dropout).transpose(1, 2).contiguous(), None

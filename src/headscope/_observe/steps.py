@@ -59,6 +59,17 @@ class Repetition:
         memory = native_observer.observe_into_memory(self.ready, Inputs(q, k, v, None, None))
         return None if memory is None else LazyLayer(self.ready, self.what, memory)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, LazyLayer] | None:
+        """Attend and observe in one pass: out [B, H, Q, Dv], as the native kernels give it, and the statistics.
+
+        Returns None for a sample of rows, for which that is not possible, or if a row with visible keys is not finite.
+        """
+        if len(self.ready.rows) < self.ready.call.queries:
+            return None
+        into = native_observer.attending(self.ready.call)
+        memory = native_observer.observe_into_memory(self.ready, Inputs(q, k, v, None, None), into)
+        return None if memory is None else (into[0], LazyLayer(self.ready, self.what, memory))
+
 
 def repetition_of(parts: Mapping[str, Any]) -> Repetition | None:
     """Return the observation of ``HeadStats.parts`` for calls like theirs; None: each has to be described."""

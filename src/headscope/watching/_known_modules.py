@@ -7,14 +7,23 @@ forward and hooks, its attributes that are numbers, texts or truth values, and t
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
-from headscope._intercept import InterceptedCall, Kind, children_of, describe_other, enclosing_paths, is_attention
+from headscope._intercept import (
+    InterceptedCall,
+    Kind,
+    LayerOrigin,
+    children_of,
+    describe_other,
+    enclosing_paths,
+    is_attention,
+)
 from headscope._observe import Repetition, options_of
 from headscope._support.bounded import BoundedTable
 from headscope.watching._options import Options
@@ -24,7 +33,7 @@ _LIBRARIES = frozenset(("headscope", "transformers"))
 _MOST_REPEATED = 4  # kinds of calls of a module; a longer text has its own
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Described:
     """What a recording needs of a call in addition to its statistics.
 
@@ -33,12 +42,16 @@ class Described:
         heads: the number of heads.
         widths: the head width of q and k, and that of v.
         again: measures calls that are like it; None: each has to be described.
+        natively: whether headscope's native kernels attended.
+        origin: that of the layer, in a watch of this model; None: not needed so far.
     """
 
     kind: Kind
     heads: int
     widths: tuple[int, int]
     again: Repetition | None
+    natively: bool
+    origin: tuple[ref[nn.Module], LayerOrigin] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +77,7 @@ class _Known:
 
 
 _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+atexit.register(_known.clear)  # observations refer to the extension
 
 
 class Ended(Protocol):
@@ -183,7 +197,7 @@ def repeated_options(options: Options) -> Hashable | None:
     tensors = (options.tokens, options.positions, options.weights, what.tokens, what.selected, what.segments)
     if any(each is not None for each in tensors) or what.weights or what.keep_qk or isinstance(what.rows, Tensor):
         return None
-    return None if options.kinds or options.accelerate or options.verify else options_of(what)
+    return None if options.kinds or options.verify else (options.accelerate, options_of(what))
 
 
 def _is_of_libraries(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from headscope._intercept import (
     Frame,
     Ids,
     InterceptedCall,
+    LayerOrigin,
     Layout,
     Unfollowed,
     WatchError,
@@ -167,6 +169,23 @@ class Pass:
         self._record(name, frame.calls, found, partial(again.__getitem__, "0"))
         return True
 
+    def attend_again(self, frame: Frame, name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Attend and measure in one pass, as an earlier call that was like this one; return None if that cannot be.
+
+        To measure a short call after attending takes twice as long.
+        """
+        layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
+        found = self.watch.repeated(name, layer, frame.like)
+        if found is None or found.again is None or not found.natively:
+            return None
+        result = found.again.attend(q, k, v)
+        if result is None:
+            return None
+        out, part = result
+        self.observed.add(name)
+        self._record(name, frame.calls, found, partial(part.__getitem__, "0"))
+        return out
+
     def measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
         """Measure a call that a module has written out; return a function that records it.
 
@@ -188,7 +207,7 @@ class Pass:
         if name not in watch.chosen:
             return partial(self._note_observed, name)
         layer = name if number == 1 else f"{name}#{number}"
-        before = watch.recording.about.kinds.get(layer)
+        before = watch.recording._kind(layer)
         call: InterceptedCall | None = None
         try:
             call = make()
@@ -214,7 +233,7 @@ class Pass:
             raise WatchError(f"watch: layer {layer}: {_own_sizes(str(error), call)}") from error
         q = call.q if call.factors is None else call.factors[0]
         widths = q.shape[-1], 0 if call.v is None else call.v.shape[-1]
-        described = Described(kind, call.q.shape[-3], widths, measured.again)
+        described = Described(kind, call.q.shape[-3], widths, measured.again, call.natively)
         if like is not None:
             watch.remember(name, layer, like, described, call)
         return partial(self._record, name, number, described, measured.part)
@@ -223,12 +242,19 @@ class Pass:
         """Record the statistics of a call, the ``number``-th of its module."""
         watch = self.watch
         layer = name if number == 1 else f"{name}#{number}"
-        origin = partial(layer_origin, watch.modules, name, described.heads, described.widths)
         self._note_observed(name)
+        origin = partial(self._origin, name, described)
         watch.recording._add(layer, (watch.places[name], number), part, described.kind, origin)
         if watch.monitor is not None:
             both = equally_segmented([self.parts[layer], part()]) if layer in self.parts else [part()]
             self.parts[layer] = both[0].merge(*both[1:])
+
+    def _origin(self, name: str, described: Described) -> LayerOrigin:
+        root = next(iter(self.watch.modules.values()))
+        if described.origin is None or described.origin[0]() is not root:
+            origin = layer_origin(self.watch.modules, name, described.heads, described.widths)
+            described.origin = weakref.ref(root), origin
+        return described.origin[1]
 
     def _segmented(self, layer: str, call: InterceptedCall, kind: str, what: Observe) -> Observe:
         """Return the options with the segments of this call."""

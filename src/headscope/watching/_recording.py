@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headscope._analysis.answers import short_layers
-from headscope._intercept import Kind, WatchError, find_other_layers
+from headscope._intercept import Kind, LayerOrigin, WatchError, find_other_layers
 from headscope._support.text import visible
 from headscope.comparing import Comparison, Thresholds, compare
 from headscope.report import viewer
 from headscope.stats import Column, HeadStats, Summary, merge
 from headscope.stats._layer import LayerStats, equally_segmented
-from headscope.stats._origin import LayerOrigin
 from headscope.watching import _recording_file
 from headscope.watching._about import About
 from headscope.watching._monitor import Alarm, Monitor
@@ -63,7 +62,9 @@ class Recording:
     """
 
     def __init__(self, stats: HeadStats, about: About, alarms: tuple[Alarm, ...] = ()) -> None:
-        self.about = about if stats.origin is None else replace(about, origin=stats.origin)
+        self._about = about if stats.origin is None else replace(about, origin=stats.origin)
+        self._passes = (0, 0)  # those that ``_about`` does not count yet, and how many of them were observed
+        self._new: dict[str, tuple[Kind, LayerOrigin]] = {}  # layers that it does not have yet
         self._parts: dict[str, LayerStats] = dict(stats.parts)
         self._pending: dict[str, list[Callable[[], LayerStats]]] = {}
         self._order: dict[str, tuple[int, int]] = {}
@@ -72,6 +73,28 @@ class Recording:
         self._lock = threading.RLock()
 
     # ------------------------------------------------------------ reading
+
+    @property
+    def about(self) -> About:
+        """The origin of the recording, and its options."""
+        with self._lock:
+            if self._new or self._passes[0]:
+                about, (ran, observed), new = self._about, self._passes, self._new
+                layers = {name: origin for name, (_, origin) in new.items()}
+                self._about = replace(
+                    about,
+                    ran=about.ran + ran,
+                    forwards=about.forwards + observed,
+                    kinds={**about.kinds, **{name: kind for name, (kind, _) in new.items()}},
+                    origin=about.origin and replace(about.origin, layers={**about.origin.layers, **layers}),
+                )
+                self._passes, self._new = (0, 0), {}
+            return self._about
+
+    @about.setter
+    def about(self, about: About) -> None:
+        with self._lock:
+            self._about, self._passes, self._new = about, (0, 0), {}
 
     @property
     def stats(self) -> HeadStats:
@@ -225,6 +248,9 @@ class Recording:
             parts, alarms = self._all(), self.alarms
             return {
                 **self.__dict__,
+                "_about": self.about,
+                "_passes": (0, 0),
+                "_new": {},
                 "_pending": {},
                 "_parts": parts,
                 "_alarms": alarms,
@@ -233,12 +259,33 @@ class Recording:
             }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update({"_alarms": (), **state}, _lock=threading.RLock())
+        entries = {"_alarms": (), "_passes": (0, 0), "_new": {}, **state}
+        if "about" in entries:  # of an earlier version
+            entries["_about"] = entries.pop("about")
+        self.__dict__.update(entries, _lock=threading.RLock())
 
     def __rich__(self) -> Table:
         return self.table()
 
     # ------------------------------------------------------------ writing
+
+    def _begin(self, active: bool) -> int:
+        """Count a forward pass; return its number, from 0."""
+        with self._lock:
+            ran, observed = self._passes
+            self._passes = ran + 1, observed + active
+            return self._about.ran + ran
+
+    @property
+    def _ran(self) -> int:
+        """The number of forward passes so far."""
+        with self._lock:
+            return self._about.ran + self._passes[0]
+
+    def _kind(self, name: str) -> Kind | None:
+        """Return the kind of a layer; None: it is new."""
+        with self._lock:
+            return self._new[name][0] if name in self._new else self._about.kinds.get(name)
 
     def _add(
         self,
@@ -259,10 +306,8 @@ class Recording:
         """
         with self._lock:
             if name not in self._order:
+                self._new[name] = kind, origin()
                 self._order[name] = order
-                about = self.about
-                whole = about.origin and replace(about.origin, layers={**about.origin.layers, name: origin()})
-                self.about = replace(about, kinds={**about.kinds, name: kind}, origin=whole)
             waiting = self._pending.setdefault(name, [])
             waiting.append(part)
             if len(waiting) >= PENDING:

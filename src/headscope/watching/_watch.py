@@ -271,14 +271,13 @@ class Watch:
             WatchError: attention layers were replaced or added since the watch was opened.
         """
         if torch._C._current_graph_task_id() != -1:
-            return Again(self, self.recording.about.ran, self._last_active)
+            return Again(self, self.recording._ran, self._last_active)
         self.layout.check()
         with self.recording._lock:
-            about = self.recording.about
-            active = about.ran % self.options.every == 0
-            self.recording.about = replace(about, ran=about.ran + 1, forwards=about.forwards + active)
+            active = self.recording._ran % self.options.every == 0
+            number = self.recording._begin(active)
             self._last_active = active
-        forward = Pass(self, about.ran, active)
+        forward = Pass(self, number, active)
         if active:
             with self._lock:
                 self._running.add(forward)
@@ -338,7 +337,8 @@ class Watch:
     def remember(self, name: str, layer: str, like: Hashable, described: Described, call: InterceptedCall) -> None:
         """Remember the description of a call for others that are like it, if nothing else determines it."""
         compared = layer in self._errors or layer in self._equal or (call.out is None and call.own is None)
-        if self._repeats is None or described.again is None or not compared or call.kind is None:
+        known = call.kind is not None or call.q.shape[-2] == call.k.shape[-2]  # whatever came before it
+        if self._repeats is None or described.again is None or not compared or not known:
             return
         if call.v is not None and call.q.shape[0] == call.k.shape[0] == call.v.shape[0]:
             self.known.remember(name, (layer, like, self._repeats), described)
