@@ -21,15 +21,15 @@ Passes = list[bool]
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     """Whether each attempt to attend and measure in one pass succeeded."""
-    attend, found = Repetition.attend, Passes()
+    attend, results = Repetition.attend, Passes()
 
     def counted(self: Repetition, q: Tensor, k: Tensor, v: Tensor) -> Any:
         result = attend(self, q, k, v)
-        found.append(result is not None)
+        results.append(result is not None)
         return result
 
     monkeypatch.setattr(Repetition, "attend", counted)
-    return found
+    return results
 
 
 def module(**options: Any) -> MultiHeadAttention:

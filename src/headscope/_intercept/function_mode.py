@@ -114,8 +114,8 @@ def _sdpa(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if frame.accelerate:
         with frame.quietly():
             out = intercepted_call.attend(intercepted_call.sdpa(args, kwargs, frame.converted), dropout)
-        given = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
-        out = out[0] if all(x.ndim == 2 for x in given) else out  # as SDPA, which then has no axis of heads
+        tensors = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
+        out = out[0] if all(x.ndim == 2 for x in tensors) else out  # as SDPA, which then has no axis of heads
     else:
         with frame.quietly():  # beneath, it may be composed of products and a softmax
             out = F.scaled_dot_product_attention(*args, **kwargs)
