@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
@@ -247,9 +248,9 @@ def is_attention(name: str, module: nn.Module) -> bool:
     """
     kind = type(module).__name__
     fewest = _fewest_matrices(kind, name.rsplit(".", 1)[-1])
-    if fewest is None or (kind.endswith("Output") and _matrices(module) == 1):
+    if fewest is None:
         return False
-    return _matrices(module) >= fewest
+    return _matrices(module) >= (max(2, fewest) if kind.endswith("Output") else fewest)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -274,7 +275,9 @@ def _is_projection(name: str, modules: Mapping[str, nn.Module], ran: Collection[
 
 
 def _matrices(module: nn.Module) -> int:
-    return sum(parameter.ndim >= 2 for parameter in module.parameters())
+    """Return the number of its matrices; 2 = two or more."""
+    matrices = (parameter for parameter in module.parameters() if parameter.ndim >= 2)
+    return len(list(itertools.islice(matrices, 2)))
 
 
 def is_within(name: str, around: str) -> bool:
