@@ -14,7 +14,7 @@ import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface } from "./surface";
 import { controls, figure, figures, grid, image, NO_VALUE, patternNames, regionNames } from "./texts";
-import { binning, isClear, layerName, nameOf, parts, statistic } from "./words";
+import { binning, isClear, layerName, nameOf, parts, statistic, withoutFirst } from "./words";
 
 export interface Place {
   layer: number;
@@ -367,7 +367,7 @@ function gridFigure(state: State, paper: Paper, progress: (drawn: number) => voi
       pictures ? grid.ownScale("image", "", false) : figures.ownScales,
       pictures ? "" : binning(first, state.pool),
       figures.scale(scale),
-      state.sink ? figures.sink : "",
+      first.map ? withoutFirst(first, state) : "",
       figures.match(data.image ? "×%" : "%"),
       pictures && state.over ? figures.over : "",
       pictures && data.image!.outline.length > 0 ? image.outline : "",

@@ -1,7 +1,7 @@
 // German. Words: der Head, die Query, der Key, das Token, der Patch, die Schicht, das Gewicht; "attends to" is "achtet auf".
 
 import { glossary, help, tour } from "./language_de_help";
-import { changes, dropped, figures, history } from "./language_de_views";
+import { changes, dropped, figures, history, links } from "./language_de_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, figure, type FirstColumn, fixed, local, percent, whole } from "./texts";
 
@@ -22,7 +22,7 @@ const signed = (value: number) => `${value < 0 ? "−" : "+"}${four(Math.abs(val
 const four = (value: number) => figure(value, 4);
 const negative = (value: number) => (value < 0 ? `−${four(-value)}` : four(value));
 const operand = (value: number) => (value < 0 ? `(${negative(value)})` : four(value));
-const overInputs = (inputs: number) => (inputs > 1 ? `, zusammengefasst über ${whole(inputs)} Eingaben` : "");
+const without: Record<FirstColumn, string> = { token: "das erste Token", bin: "den ersten Bin (er enthält das erste Token)", CLS: "CLS" };
 
 export const german: Translation = {
   numbers: {
@@ -186,7 +186,7 @@ export const german: Translation = {
   files: { csv: "CSV" },
   figures,
   changes,
-  dropped,
+  dropped, links,
   history,
   names: {
     layer: (short) => (/^\d+$/.test(short) ? `Schicht ${short}` : short),
@@ -366,9 +366,12 @@ export const german: Translation = {
     levels: (levels) => `In ${levels + 1} Stufen gespeichert: Wert = größter seiner Zeile × (c / ${levels})².`,
     noDetail: "Hineinzoomen zeigt keine weiteren Einzelheiten.",
     oneWeight: "Jede Zelle ist ein Gewicht.",
-    proportional: (rows, columns) => `Jede Zelle fasst Aufrufe verschiedener Länge zusammen: ${rows} × ${columns} Bins, jeder ein gleicher Anteil der Länge.`,
-    onePair: (inputs) => `Jede Zelle ist eine Query und ein Key${overInputs(inputs)}.`,
-    pairs: (pool, queries, keys, inputs) => `Jede Zelle ist ${pool === "max" ? "das Maximum" : "der Mittelwert"} von ${queries} × ${keys} Paaren aus Query und Key${overInputs(inputs)}.`,
+    proportional: (pool, rows, columns, over) => `Jede Zelle ist ${pool === "max" ? "das größte" : "das mittlere"} Gewicht aus Aufrufen verschiedener Länge${over}: ${rows} × ${columns} Bins, jeder ein gleicher Anteil der Länge.`,
+    onePair: (pool, over) => `Jede Zelle ist eine Query und ein Key${over && `: ihr ${pool === "max" ? "größtes" : "mittleres"} Gewicht${over}`}.`,
+    pairs: (pool, queries, keys, over) => `Jede Zelle ist ${pool === "max" ? "das Maximum" : "der Mittelwert"} von ${queries} × ${keys} Paaren aus Query und Key${over}.`,
+    inputs: (count) => `, zusammengefasst über ${whole(count)} Eingaben`,
+    windows: (count) => `, zusammengefasst über ${whole(count)} Fenster`,
+    sink: (column, rescaled) => `Ohne ${without[column]}${rescaled ? ": Die anderen Gewichte jeder Zeile sind vergrößert, sodass die Zeile ihre Summe behält." : ". Die anderen Zellen sind unverändert."}`,
     between: (least, most) => `${least}–${most}`,
   },
   server: { stopped: "Der Server läuft nicht mehr. Starten Sie ihn wieder und laden Sie dann diese Seite neu." },
@@ -425,11 +428,11 @@ export const german: Translation = {
     title: "Zwei Heads",
     a: "Head A",
     b: "Head B",
-    difference: "Differenz (A − B)",
-    differenceOf: (a, b) => `${a} − ${b}`,
+    difference: "Differenz (B − A)",
+    differenceOf: (a, b) => `${b} − ${a}`,
     unlike: "Die Karten von A und B haben verschiedene Bins, daher gibt es keine Differenz.",
     statistics: "Statistik beider Heads",
-    columns: { mean: "Mittel über Queries", a: "A", b: "B", difference: "A − B" },
+    columns: { mean: "Mittel über Queries", a: "A", b: "B", difference: "B − A" },
   },
   table: {
     title: "Statistik aller Heads",

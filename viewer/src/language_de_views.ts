@@ -36,8 +36,7 @@ export const figures: Translation["figures"] = {
   pooledTile: "Jede Zelle fasst mehrere Paare aus Query und Key zusammen.",
   ofInput: (input) => `Gewichte für: ${input}.`,
   scale: (scale) => (scale === "linear" ? "Lineare Farbskala." : "Logarithmische Farbskala über vier Zehnerpotenzen."),
-  signed: "Orange: A ist größer; Violett: B ist größer.",
-  sink: "Die erste Spalte ist ausgeblendet, und jede Zeile neu skaliert.",
+  signed: "Orange: B ist größer; Violett: A ist größer.",
   masked: (blank, broken) => `${blank ? "Leer" : "Grau"}: maskiert${broken ? ", oder die Zeile enthält NaN oder Unendlich" : ""}.`,
   over: "Die Farben liegen über dem Bild und sind mit ihm gemischt.",
   rough: "Werte sind mit 8 Bit gespeichert.",
@@ -77,7 +76,11 @@ export const changes: Translation["changes"] = {
   most: "Am meisten: {head} ({change}).",
   none: (of) => `Keiner der ${whole(of)} Heads hat sich verändert.`,
   largest: "Die größte Veränderung ist die von {head} ({change}): {size} der Schwelle.",
-  hint: "Ein Head hat sich verändert, wenn eine Größe oder seine Karte um mehr als ihre Schwelle abweicht. Ein Klick öffnet den Head.",
+  hint: "Ein Klick öffnet den Head.",
+  limits: ({ share, nats, logits, ratio, map, errors }) =>
+    `Verändert: ein Anteil um ${whole(100 * share)} Prozentpunkte, die Entropie um ${figure(nats, 2)} nats, eine Zahl von Keys um × ${figure(ratio)}, ein Logit um ${whole(logits)}, oder ${percent(map)} der Aufmerksamkeit liegen anderswo; und um ${whole(errors)} Standardfehler.`,
+  sharper: (change) => `schärfer: ${change}`,
+  broader: (change) => `breiter: ${change}`,
   only: "Nur veränderte Heads",
   showMore: (count) => `${whole(count)} weitere zeigen`,
   shown: (shown, of) => `${whole(shown)} von ${counted(of, "head")}`,
@@ -127,6 +130,15 @@ export const changes: Translation["changes"] = {
   otherHeads: (layer, a, b) => `Schicht ${layer} hat ${a === b ? "in der anderen Aufzeichnung einen anderen Teil der Heads" : `hier ${whole(a)} Heads und in der anderen Aufzeichnung ${whole(b)}`}. Vergleichen Sie Aufzeichnungen einer Architektur.`,
   otherWidths: (layer, a, b) => `Die Heads der Schicht ${layer} haben hier ${whole(a)} Dimensionen und in der anderen Aufzeichnung ${whole(b)}. Vergleichen Sie Aufzeichnungen einer Architektur.`,
   noLayers: (a, b) => `Diese Aufzeichnungen haben keine Schicht gemeinsam (die ersten: ${a}, ${b}). Vergleichen Sie Aufzeichnungen eines Modells.`,
+};
+
+export const links: Translation["links"] = {
+  onThisDisk: "Die Seite ist eine Datei auf diesem Computer, daher gilt der Link nur hier. Senden Sie anderen die Datei und dies:",
+  copyPart: "Dateiname und Ansicht kopieren",
+  lacks: (file) => `Der Link öffnet nur diese Seite. B muss wieder abgelegt werden: Senden Sie auch ${file}.`,
+  awaited: (file) => `Dieser Link vergleicht mit ${file}. Legen Sie diese Datei hier ab, oder wählen Sie sie aus.`,
+  choose: "Datei wählen …",
+  without: "Ohne sie fortfahren",
 };
 
 export const dropped: Translation["dropped"] = {

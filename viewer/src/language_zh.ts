@@ -1,7 +1,7 @@
 // Chinese (simplified). Words: 注意力头 or 头, 查询, 键, 词元, 图块, 层, 权重; "attends to" is 关注.
 
 import { glossary, help, tour } from "./language_zh_help";
-import { changes, dropped, figures, history } from "./language_zh_views";
+import { changes, dropped, figures, history, links } from "./language_zh_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, figure, type FirstColumn, percent, whole } from "./texts";
 
@@ -14,7 +14,6 @@ const signed = (value: number) => `${value < 0 ? "−" : "+"}${four(Math.abs(val
 const four = (value: number) => figure(value, 4);
 const negative = (value: number) => (value < 0 ? `−${four(-value)}` : four(value));
 const operand = (value: number) => (value < 0 ? `(${negative(value)})` : four(value));
-const overInputs = (inputs: number) => (inputs > 1 ? `，并对 ${whole(inputs)} 个输入汇总` : "");
 
 export const chinese: Translation = {
   numbers: { locale: "zh-CN", decimal: ".", percent: "%", counted: (count, word) => `${whole(count)} ${nouns[word]}` },
@@ -171,7 +170,7 @@ export const chinese: Translation = {
   files: { csv: "CSV" },
   figures,
   changes,
-  dropped,
+  dropped, links,
   history,
   names: {
     layer: (short) => (/^\d+$/.test(short) ? `第 ${short} 层` : short),
@@ -350,9 +349,12 @@ export const chinese: Translation = {
     levels: (levels) => `以 ${levels + 1} 级保存：值 = 该行最大值 × (c / ${levels})²。`,
     noDetail: "放大不会显示更多细节。",
     oneWeight: "每个单元格是一个权重。",
-    proportional: (rows, columns) => `每个单元格汇总长度不同的调用：${rows} × ${columns} 个区间，每个区间占长度的相同份额。`,
-    onePair: (inputs) => `每个单元格是一个查询和一个键${overInputs(inputs)}。`,
-    pairs: (pool, queries, keys, inputs) => `每个单元格是 ${queries} × ${keys} 个查询—键对的${pool === "max" ? "最大值" : "平均值"}${overInputs(inputs)}。`,
+    proportional: (pool, rows, columns, over) => `每个单元格是长度不同的调用的${pool === "max" ? "最大" : "平均"}权重${over}：${rows} × ${columns} 个区间，每个区间占长度的相同份额。`,
+    onePair: (pool, over) => `每个单元格是一个查询和一个键${over && `的${pool === "max" ? "最大" : "平均"}权重${over}`}。`,
+    pairs: (pool, queries, keys, over) => `每个单元格是 ${queries} × ${keys} 个查询—键对的${pool === "max" ? "最大值" : "平均值"}${over}。`,
+    inputs: (count) => `，并对 ${whole(count)} 个输入汇总`,
+    windows: (count) => `，并对 ${whole(count)} 个窗口汇总`,
+    sink: (first, rescaled) => `不含${firstColumns[first]}${rescaled ? "：每一行的其他权重按比例放大，使该行的总和不变。" : "。其他单元格不变。"}`,
     between: (least, most) => `${least}–${most}`,
   },
   server: { stopped: "服务器已停止。请重新启动它，然后刷新本页。" },
@@ -407,11 +409,11 @@ export const chinese: Translation = {
     title: "两个头",
     a: "头 A",
     b: "头 B",
-    difference: "差（A − B）",
-    differenceOf: (a, b) => `${a} − ${b}`,
+    difference: "差（B − A）",
+    differenceOf: (a, b) => `${b} − ${a}`,
     unlike: "A 和 B 的热图区间不同，因此没有差。",
     statistics: "两个头的统计",
-    columns: { mean: "查询平均", a: "A", b: "B", difference: "A − B" },
+    columns: { mean: "查询平均", a: "A", b: "B", difference: "B − A" },
   },
   table: {
     title: "所有头的统计",

@@ -29,8 +29,7 @@ export const figures: Translation["figures"] = {
   pooledTile: "每个单元格汇总多个查询—键对。",
   ofInput: (input) => `${input}的权重。`,
   scale: (scale) => (scale === "linear" ? "线性颜色刻度。" : "对数颜色刻度，跨四个数量级。"),
-  signed: "橙色：A 较大；紫色：B 较大。",
-  sink: "第一列已隐藏，每一行重新缩放。",
+  signed: "橙色：B 较大；紫色：A 较大。",
   masked: (blank, broken) => `${blank ? "空白" : "灰色"}：被掩码遮住${broken ? "，或该行含有 NaN 或无穷大" : ""}。`,
   over: "颜色叠加在图像上，与图像混合。",
   rough: "数值以 8 位保存。",
@@ -69,7 +68,11 @@ export const changes: Translation["changes"] = {
   most: "变化最大：{head}（{change}）。",
   none: (of) => `${whole(of)} 个头都没有变化。`,
   largest: "变化最大的是{head}（{change}）：为其阈值的 {size}。",
-  hint: "如果某个统计量或热图的变化超过其阈值，这个头就算发生了变化。点击可打开一个头。",
+  hint: "点击可打开一个头。",
+  limits: ({ share, nats, logits, ratio, map, errors }) =>
+    `有变化：份额变化 ${whole(100 * share)} 个百分点，熵变化 ${figure(nats, 2)} nats，键数变化 × ${figure(ratio)}，logit 变化 ${whole(logits)}，或 ${percent(map)} 的注意力落在别处；并且超过 ${whole(errors)} 个标准误。`,
+  sharper: (change) => `更集中：${change}`,
+  broader: (change) => `更分散：${change}`,
   only: "只显示发生变化的头",
   showMore: (count) => `再显示 ${whole(count)} 个`,
   shown: (shown, of) => `${whole(shown)} / ${counted(of, "head")}`,
@@ -119,6 +122,15 @@ export const changes: Translation["changes"] = {
   otherHeads: (layer, a, b) => `第 ${layer} 层${a === b ? "在另一份记录中是另一部分头" : `在这里有 ${whole(a)} 个头，在另一份记录中有 ${whole(b)} 个`}。请比较同一架构的记录。`,
   otherWidths: (layer, a, b) => `第 ${layer} 层的头在这里有 ${whole(a)} 维，在另一份记录中有 ${whole(b)} 维。请比较同一架构的记录。`,
   noLayers: (a, b) => `这些记录没有共同的层（第一层分别是 ${a}、${b}）。请比较同一模型的记录。`,
+};
+
+export const links: Translation["links"] = {
+  onThisDisk: "本页是这台计算机上的文件，因此链接只在这里有效。要分享，请发送该文件和以下内容：",
+  copyPart: "复制文件名和视图",
+  lacks: (file) => `链接只打开本页。B 需要重新拖放：请一并发送 ${file}。`,
+  awaited: (file) => `此链接与 ${file} 比较。请把该文件拖放到这里，或选择它。`,
+  choose: "选择文件…",
+  without: "不用它继续",
 };
 
 export const dropped: Translation["dropped"] = {

@@ -26,6 +26,7 @@ import { Table } from "./table";
 import { controls, grid, image } from "./texts";
 import { Tour } from "./tour";
 import { Trace } from "./trace";
+import { withoutFirst } from "./words";
 import "./style.css";
 
 function App() {
@@ -41,7 +42,7 @@ function App() {
   // what is drawn: the address keeps the name of the palette, its colours are those of a light or a dark page
   const shown = useMemo(() => ({ ...state, colours: coloursOf(state.colours, dark) }), [state, dark]);
   useHost(state, change);
-  useDrop(change);
+  useDrop({ state, change });
   const focus = useRef("");
   const open = (place: Place, part: Partial<State> = {}) => {
     focus.current = "#head-title";
@@ -115,7 +116,7 @@ function App() {
       <TopBar title={say(TITLE, true)} lead={say(LEAD)} drawn={drawnHead} {...{ state, change, theme, pick }} />
       <main id="viewer" data-source={__SOURCE__}>
         {NOTES.map((note, n) => <p class="note" key={n}>{say(note)}</p>)}
-        <Offered />
+        <Offered {...{ state, change }} />
         <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view === "change" ? "changes" : state.view}`}>
           {state.view === "history" && <History {...{ state: shown, theme: drawn, change }} />}
           {state.view === "alarms" && <AlarmTable {...{ change }} />}
@@ -157,7 +158,8 @@ function gridHint(state: State): string {
   const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && data.layers.some(({ map }) => map && !map.exact));
   const [found, heads] = [chosen(state).length, all().length];
   const shown = data.image && HAS_MAPS && (state.thumbs === "patch" ? image.shownOf.patch(keyName(queryOf(state, state.layer, state.head))) : image.shownOf[state.thumbs]);
-  return [grid.click, shown, scale, found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
+  const first = data.layers.find(({ map }) => map);
+  return [grid.click, shown, scale, first && withoutFirst(first, state), found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
 }
 
 /** A text of the page as it is without the script. */

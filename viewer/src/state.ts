@@ -5,7 +5,8 @@ import { tiledLengths } from "./exact";
 import { addHistory, FIRST_HISTORY, type HistoryState, parseHistory } from "./history_data";
 import { type Colours, PALETTES, type Pool, type Scale } from "./field";
 import { type Language, LANGUAGES } from "./languages";
-import { other } from "./other";
+import { comparedFile, other } from "./other";
+import { labelled, NAME } from "./visible";
 
 export type Tab = "history" | "alarms" | "changes" | "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
 export type View = Tab | "change"; // a change is shown under the tab of changes
@@ -44,6 +45,7 @@ export interface State extends HistoryState {
   segmentFrom: number | null; // whose tokens attend; null = the last segment
   segmentTo: number;
   onlyMoved: boolean; // of two recordings: only the heads that moved
+  against: string; // the name of the file that the address compares with: it cannot hold the file
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
 }
 
@@ -107,6 +109,7 @@ export const FIRST: State = {
   segmentFrom: null,
   segmentTo: 0,
   onlyMoved: true,
+  against: "",
   zoom: [1, 0.5, 0.5],
 };
 
@@ -118,9 +121,9 @@ function coarse(): boolean {
 /** Whether the first column can be hidden: where all keys are patches, the first one is like any other. */
 export const SINK = data.image === null || data.image.special > 0;
 
-/** The views that this page has something for; a recording that is compared with it may come later. */
-export function views(): Tab[] {
-  return other() ? ["changes", ...VIEWS] : VIEWS;
+/** The views that this page has something for; a recording that is compared with it may come later, or is named by the address. */
+export function views(against: string): Tab[] {
+  return other() || against ? ["changes", ...VIEWS] : VIEWS;
 }
 
 const VIEWS: Tab[] = data.history ? ["history", "alarms"] : [
@@ -161,9 +164,11 @@ export function parse(hash: string): State {
   const zoom = (params.get("zoom") ?? "").split(",").map(Number);
   const cell = (params.get("cell") ?? "").split(",").map((text, n) => whole(text, tiledLengths(layer)?.[n] ?? 0));
   const names = ["", ...data.names.map((each) => each.name)];
+  const named = data.history ? null : params.get("against");
+  const against = named ? labelled(named, NAME, false) : "";
   return {
     ...parseHistory(params),
-    view: oneOf(params.get("view"), [...views(), ...(other() ? (["change"] as const) : [])], other() || data.history ? FIRST.view : "heads"),
+    view: oneOf(params.get("view"), [...views(against), ...(other() || against ? (["change"] as const) : [])], other() || data.history ? FIRST.view : "heads"),
     lang: oneOf(params.get("lang"), ["", ...(Object.keys(LANGUAGES) as Language[])], ""),
     layer,
     head: whole(params.get("head"), data.layers[layer].heads) ?? FIRST.head % data.layers[layer].heads,
@@ -187,6 +192,7 @@ export function parse(hash: string): State {
     thumbs: oneOf(params.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
     cards: params.get("cards") !== "0",
     onlyMoved: params.get("moved") !== "0",
+    against,
     over: params.has("over") ? params.get("over") === "1" : FIRST.over,
     token: whole(params.get("token"), data.tokens?.labels.length ?? 0),
     page: whole(params.get("page"), data.tokens?.labels.length ?? 0),
@@ -222,6 +228,8 @@ export function address(state: State): string {
   addHistory(params, state);
   if (!state.down) params.set("down", "0");
   if (!state.onlyMoved) params.set("moved", "0");
+  const against = comparedFile() || state.against;
+  if (against) params.set("against", against);
   if (!state.cards) params.set("cards", "0");
   if (state.under) params.set("under", "1");
   if (state.sink) params.set("sink", "hidden");

@@ -280,8 +280,7 @@ export const figures = {
   pooledTile: "Each cell pools several pairs of query and key.",
   ofInput: (input: string) => `Weights of ${input}.`,
   scale: (scale: "linear" | "log") => (scale === "linear" ? "Linear colour scale." : "Logarithmic colour scale over four decades."),
-  signed: "Orange: A is larger; purple: B is larger.",
-  sink: "The first column is hidden, and each row rescaled.",
+  signed: "Orange: B is larger; purple: A is larger.",
   masked: (blank: boolean, broken: boolean) => `${blank ? "Blank" : "Grey"}: masked${broken ? ", or the row contains NaN or infinity" : ""}.`,
   over: "The colours lie over the image and are mixed with it.",
   rough: "Values are stored in 8 bits.",
@@ -640,17 +639,18 @@ export const legend = {
   levels: (levels: number) => `Stored in ${levels + 1} levels: value = largest of its row × (c / ${levels})².`,
   noDetail: "Zooming in adds no detail.",
   oneWeight: "Each cell is one weight.",
-  proportional: (rows: number, columns: number) =>
-    `Each cell pools calls of different lengths: ${rows} × ${columns} bins, each an equal share of the length.`,
-  onePair: (inputs: number) => `Each cell is one query and key${overInputs(inputs)}.`,
-  pairs: (pool: "mean" | "max", queries: string, keys: string, inputs: number) =>
-    `Each cell ${pool === "max" ? "is the maximum of" : "averages"} ${queries} × ${keys} pairs of query and key${overInputs(inputs)}.`,
+  /** `over` is what `inputs` or `windows` returns, or "". */
+  proportional: (pool: "mean" | "max", rows: number, columns: number, over: string) =>
+    `Each cell ${pool === "max" ? "is the largest weight" : "averages the weights"} of calls of different lengths${over}: ${rows} × ${columns} bins, each an equal share of the length.`,
+  onePair: (pool: "mean" | "max", over: string) => `Each cell is one query and key${over && `: its ${pool === "max" ? "largest" : "mean"} weight${over}`}.`,
+  pairs: (pool: "mean" | "max", queries: string, keys: string, over: string) =>
+    `Each cell ${pool === "max" ? "is the maximum of" : "averages"} ${queries} × ${keys} pairs of query and key${over}.`,
+  inputs: (count: number) => `, pooled over ${whole(count)} inputs`,
+  windows: (count: number) => `, merged over ${whole(count)} windows`,
+  sink: (first: FirstColumn, rescaled: boolean) =>
+    `Without the ${firstColumns[first]}${rescaled ? ": the other weights of each row are scaled up, so that the row keeps its sum." : ". The other cells are unchanged."}`.replace("the CLS", "CLS"),
   between: (least: number, most: number) => `${least}–${most}`,
 };
-
-function overInputs(inputs: number): string {
-  return inputs > 1 ? `, pooled over ${whole(inputs)} inputs` : "";
-}
 
 export const server = { stopped: "The server has stopped. Start it again, then reload this page." };
 
@@ -717,11 +717,11 @@ export const compare = {
   title: "Two heads",
   a: "Head A",
   b: "Head B",
-  difference: "Difference (A − B)",
-  differenceOf: (a: string, b: string) => `${a} − ${b}`,
+  difference: "Difference (B − A)",
+  differenceOf: (a: string, b: string) => `${b} − ${a}`,
   unlike: "The maps of A and B have different bins, so they have no difference.",
   statistics: "Statistics of both heads",
-  columns: { mean: "mean over queries", a: "A", b: "B", difference: "A − B" },
+  columns: { mean: "mean over queries", a: "A", b: "B", difference: "B − A" },
 };
 
 export const table = {
@@ -762,6 +762,9 @@ export function withSign(value: string): string {
   return value.includes("-") && !/^(≈ )?\d/.test(value) ? value.replace("-", "−") : `+${value}`;
 }
 
+/** The smallest changes that count, by their units. */
+export type Limits = Record<"share" | "nats" | "logits" | "ratio" | "errors" | "map" | "received", number>;
+
 export const changes = {
   title: "What changed from A to B",
   thisPage: "this page",
@@ -771,7 +774,11 @@ export const changes = {
   most: "Most: {head} ({change}).",
   none: (of: number) => `None of the ${whole(of)} heads moved.`,
   largest: "The largest change is that of {head} ({change}): {size} of its threshold.",
-  hint: "A head has moved if a statistic or its map changed by more than its threshold. Click a head to open it.",
+  hint: "Click a head to open it.",
+  limits: ({ share, nats, logits, ratio, map, errors }: Limits) =>
+    `Moved: a share changed by ${whole(100 * share)} percentage points, entropy by ${figure(nats, 2)} nats, a number of keys by × ${figure(ratio)}, a logit by ${whole(logits)}, or ${percent(map)} of the attention is elsewhere; and by ${whole(errors)} standard errors.`,
+  sharper: (change: string) => `sharper: ${change}`,
+  broader: (change: string) => `broader: ${change}`,
   only: "Only heads that moved",
   showMore: (count: number) => `Show ${whole(count)} more`,
   shown: (shown: number, of: number) => `${whole(shown)} of ${counted(of, "head")}`,
@@ -821,6 +828,16 @@ export const changes = {
   otherHeads: (layer: string, a: number, b: number) => `Layer ${layer} has ${a === b ? "another part of the heads" : `${whole(a)} heads here and ${whole(b)}`} in the other recording. Compare recordings of one architecture.`,
   otherWidths: (layer: string, a: number, b: number) => `The heads of layer ${layer} have ${whole(a)} dimensions here and ${whole(b)} in the other recording. Compare recordings of one architecture.`,
   noLayers: (a: string, b: string) => `These recordings have no layer in common (the first ones: ${a}, ${b}). Compare recordings of one model.`,
+};
+
+/** What a link holds, and what not. */
+export const links = {
+  onThisDisk: "The page is a file on this computer, so the link works only here. For others, send the file and this:",
+  copyPart: "Copy file name and view",
+  lacks: (file: string) => `The link opens this page only. B must be dropped again: send ${file}, too.`,
+  awaited: (file: string) => `This link compares with ${file}. Drop that file here, or choose it.`,
+  choose: "Choose the file…",
+  without: "Go on without it",
 };
 
 /** Files that are dropped onto the page. */
