@@ -14,7 +14,7 @@ import { CompareWith } from "./offer";
 import { CopyLink } from "./copy_link";
 import { Select } from "./select";
 import { SINK, type State, type Tab, type View, views } from "./state";
-import { bar, controls, grid, head, help, history, patternNames, tabs, themes } from "./texts";
+import { bar, controls, grid, head, help, history, patternNames, regionNames, tabs, themes } from "./texts";
 import { startTour } from "./tour";
 import { FIRST_COLUMN, statistic } from "./words";
 
@@ -136,6 +136,9 @@ function Tabs({ view, against, show }: { view: View; against: string; show: (vie
 /** The statistics that some head has. */
 const KNOWN = data.names.filter(({ name }) => all().some(({ layer, head }) => statistic(layer, head, name) !== null));
 
+/** The regions of the image that some head attends to. */
+const LOOKED = [...new Set(data.image?.looks.flatMap((heads) => heads.map((look) => look?.[0] ?? "")))].filter(Boolean);
+
 function Switches({ state, change, theme, pick }: Props) {
   const maps = HAS_MAPS && ["heads", "head", "compare", "changes", "change"].includes(state.view);
   const pooled = data.layers.some((layer) => layer.map && !layer.map.exact);
@@ -173,7 +176,7 @@ function Switches({ state, change, theme, pick }: Props) {
           <Select label={controls.sort} value={state.sort} options={[["", controls.sortLayer], ...names]} choose={(sort) => change({ sort })} />
           {state.sort && <Select label={controls.order} value={state.down ? "1" : ""} options={[["1", controls.largest], ["", controls.smallest]]} choose={(down) => change({ down: down !== "" })} />}
           {data.patterns.length > 0 && (
-            <Select label={controls.pattern} value={state.pattern} options={[["", controls.anyPattern], ...Object.keys(data.patternWords).map((name): [string, string] => [name, patternNames[name] ?? name])]} choose={(pattern) => change({ pattern })} />
+            <Select label={controls.pattern} value={state.pattern} options={[["", controls.anyPattern], ...Object.keys(data.patternWords).map((name): [string, string] => [name, patternNames[name] ?? name]), ...LOOKED.map((name): [string, string] => [name, regionNames[name] ?? name])]} choose={(pattern) => change({ pattern })} />
           )}
           <Select label={controls.filter} value={state.by} options={[["", controls.anyStatistic], ...names]} choose={(by) => change({ by })} />
           {state.by && (

@@ -12,7 +12,7 @@ import { type Other, useOther } from "./other";
 import { ownSide, type Side } from "./side";
 import type { State } from "./state";
 import { csvLines, Meanings } from "./table";
-import { changes as texts, figure, fill, fixed, NO_VALUE, percent } from "./texts";
+import { changes as texts, figure, fill, fixed, NO_VALUE, percent, search } from "./texts";
 import { mapValue, nameOf } from "./words";
 
 interface Props {
@@ -90,6 +90,7 @@ export function ChangesView({ state, theme, change }: Props) {
       <p class="hint">{texts.limits(LIMITS)}</p>
       {!is.maps && !data.layers.some((layer) => layer.map) && <p class="hint">{texts.noMaps}</p>}
       {is.notes.length > 0 && <p class="hint changes-notes">{is.notes.map((note) => note()).join(" ")}</p>}
+      {is.only.map((each) => <OnlyIn key={each.side} {...each} />)}
       <p class="switches changes-switches">
         {is.moved > 0 && is.moved < is.heads.length && (
           <label><input type="checkbox" checked={state.onlyMoved} onChange={(event) => change({ onlyMoved: event.currentTarget.checked })} /> {texts.only}</label>
@@ -102,6 +103,20 @@ export function ChangesView({ state, theme, change }: Props) {
       </div>
       {found.length > lines && <p><button type="button" onClick={() => setLines(lines + LINES)}>{texts.showMore(Math.min(LINES, found.length - lines))}</button></p>}
     </section>
+  );
+}
+
+const NAMED_ONLY = 6;
+
+/** What one side alone has: a few names, and the others when the reader unfolds them. */
+function OnlyIn({ side, names }: Compared["only"][number]) {
+  const [all, setAll] = useState(false);
+  const more = all ? 0 : Math.max(0, names.length - NAMED_ONLY);
+  return (
+    <p class="hint changes-notes">
+      {texts.onlyIn(side, names.slice(0, names.length - more).map((name) => name()))}
+      {more > 0 && <>{" "}<button type="button" onClick={() => setAll(true)}>{search.more(more)}</button></>}
+    </p>
   );
 }
 

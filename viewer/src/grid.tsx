@@ -30,10 +30,18 @@ export function all(): Place[] {
   return data.layers.flatMap((layer, at) => Array.from({ length: layer.heads }, (_, head) => ({ layer: at, head })));
 }
 
+/** Whether a pattern is the best one of a head, or a region of the image the one that it clearly attends to. */
+function hasPattern({ layer, head }: Place, name: string): boolean {
+  const best = data.patterns[layer]?.[head]?.[0]?.[0];
+  if (!data.image || !(name in data.image.regionWords)) return best === name;
+  const look = data.image.looks[layer]?.[head];
+  return best !== "fixed key" && isClear(look) && look[0] === name;
+}
+
 /** The heads that match the filters, in the chosen order; heads without the statistic come last. */
 export function chosen(state: State): Place[] {
   let found = all();
-  if (state.pattern) found = found.filter(({ layer, head }) => data.patterns[layer]?.[head]?.[0]?.[0] === state.pattern);
+  if (state.pattern) found = found.filter((place) => hasPattern(place, state.pattern));
   const { by, least, under } = state;
   if (by && least !== null) {
     found = found.filter(({ layer, head }) => {

@@ -68,6 +68,35 @@ export const figures: Translation["figures"] = {
   segmentsOfAll: "die Segmente aller Heads",
 };
 
+export const compare: Translation["compare"] = {
+  title: "Zwei Heads",
+  a: "Head A",
+  b: "Head B",
+  difference: "Differenz (B − A)",
+  differenceOf: (a, b) => `${b} − ${a}`,
+  unlike: "Die Karten von A und B haben verschiedene Bins, daher gibt es keine Differenz.",
+  statistics: "Statistik beider Heads",
+  columns: { mean: "Mittel über Queries", a: "A", b: "B", difference: "B − A" },
+};
+
+export const table: Translation["table"] = {
+  title: "Statistik aller Heads",
+  hint: "Jeder Wert ist ein Mittel über die Queries, für die es die Größe gibt. Entropien sind in nats. Ein Klick auf eine Überschrift sortiert.",
+  head: "Head",
+  pattern: "Muster",
+  score: "Score",
+  scoreMeaning: "Wie genau die Karte ihrem besten Muster folgt: 1 = genau, 0 = nicht näher als der Zufall.",
+};
+
+export const trace: Translation["trace"] = {
+  title: "Schritt für Schritt",
+  hint: "Ein Vorwärtsdurchlauf von Multi-Head-Attention. Die Werte sind die ersten des ersten Batch-Eintrags und Heads.",
+  size: (letter, size) => `${letter} = ${size}`,
+  mistake: "Häufiger Fehler.",
+  here: "Hier.",
+  unusual: "ungewöhnlich",
+};
+
 export const changes: Translation["changes"] = {
   title: "Was sich von A zu B verändert hat",
   thisPage: "diese Seite",
@@ -124,7 +153,7 @@ export const changes: Translation["changes"] = {
   otherSample: "Karten werden nicht verglichen, wo A und B verschiedene Anteile der Queries gemessen haben.",
   otherSegments: "Die Segmente haben verschiedene Namen, daher werden sie nicht verglichen.",
   noSpread: "Die Seite eines einzelnen Textes enthält nicht die Streuung der Zeilen, daher zählt jede Veränderung über ihrer Schwelle.",
-  onlyIn: (side, names, more) => `Nur in ${side}: ${names.join(", ")}${more > 0 ? ` und ${whole(more)} weitere` : ""}.`,
+  onlyIn: (side, names) => `Nur in ${side}: ${names.join(", ")}.`,
   unchecked: (which) => `${which === "AB" ? "A und B nennen" : `${which} nennt`} das Modell nicht, daher kann headscope nicht prüfen, ob beide zusammengehören.`,
   otherModel: (a, b, same) => `Diese Aufzeichnungen sind von verschiedenen Modellen: ${a} und ${b}${same ? " mit anderer Konfiguration" : ""}. Vergleichen Sie Aufzeichnungen einer Architektur.`,
   otherHeads: (layer, a, b) => `Schicht ${layer} hat ${a === b ? "in der anderen Aufzeichnung einen anderen Teil der Heads" : `hier ${whole(a)} Heads und in der anderen Aufzeichnung ${whole(b)}`}. Vergleichen Sie Aufzeichnungen einer Architektur.`,
@@ -189,7 +218,7 @@ export const history: Translation["history"] = {
     "growing logits": (before, value, limit) => `höchster Logit ${before} → ${value} (Alarm über ${limit})`,
     "rising sink": (before, value, limit) => `Gewicht auf dem ersten Token ${before} → ${value} (Alarm über ${limit})`,
   },
-  more: (count, step, tied) => `· ${whole(count)} ${heads(count)} bis Schritt ${step}${tied > 0 ? `, davon ${whole(tied)} im selben Schritt` : ""}`,
+  more: (count, step, tied) => `${whole(count)} ${heads(count)} bis Schritt ${step}${tied > 0 ? `, davon ${whole(tied)} im selben Schritt` : ""}`,
   quiet: (steps) => `Kein Alarm in ${steps === 1 ? "einem Schritt" : `${whole(steps)} Schritten`}.`,
   unwatched: "Es wurden keine Alarme verlangt: watch(alarms=True) löst sie aus.",
   changed: (name, quantity) => `Stärkste Veränderung (${quantity}): ${name}`,

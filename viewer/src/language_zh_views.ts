@@ -60,6 +60,35 @@ export const figures: Translation["figures"] = {
   segmentsOfAll: "所有头的片段",
 };
 
+export const compare: Translation["compare"] = {
+  title: "两个头",
+  a: "头 A",
+  b: "头 B",
+  difference: "差（B − A）",
+  differenceOf: (a, b) => `${b} − ${a}`,
+  unlike: "A 和 B 的热图区间不同，因此没有差。",
+  statistics: "两个头的统计",
+  columns: { mean: "查询平均", a: "A", b: "B", difference: "B − A" },
+};
+
+export const table: Translation["table"] = {
+  title: "所有头的统计",
+  hint: "每个值是对具有该统计量的查询取的平均。熵的单位是奈特（nat）。点击标题可排序。",
+  head: "头",
+  pattern: "模式",
+  score: "匹配度",
+  scoreMeaning: "热图与其最佳模式的符合程度：1 = 完全符合，0 = 不高于随机水平。",
+};
+
+export const trace: Translation["trace"] = {
+  title: "逐步计算",
+  hint: "多头注意力的一次前向计算。数值是第一个批次样本、第一个头的前几个。",
+  size: (letter, size) => `${letter} = ${size}`,
+  mistake: "常见错误：",
+  here: "此处：",
+  unusual: "异常",
+};
+
 export const changes: Translation["changes"] = {
   title: "从 A 到 B 的变化",
   thisPage: "本页",
@@ -116,7 +145,7 @@ export const changes: Translation["changes"] = {
   otherSample: "在 A 和 B 测量的查询份额不同之处，不比较热图。",
   otherSegments: "片段的名称不同，因此不比较片段。",
   noSpread: "单个文本的页面不保存各行的离散程度，因此超过阈值的变化都算数。",
-  onlyIn: (side, names, more) => `只在 ${side} 中：${names.join("、")}${more > 0 ? ` 及另外 ${whole(more)} 个` : ""}。`,
+  onlyIn: (side, names) => `只在 ${side} 中：${names.join("、")}。`,
   unchecked: (which) => `${which === "AB" ? "A 和 B" : which} 没有注明模型，因此 headscope 无法检查二者是否属于一起。`,
   otherModel: (a, b, same) => `这些记录来自不同的模型：${a} 和 ${b}${same ? "（配置不同）" : ""}。请比较同一架构的记录。`,
   otherHeads: (layer, a, b) => `第 ${layer} 层${a === b ? "在另一份记录中是另一部分头" : `在这里有 ${whole(a)} 个头，在另一份记录中有 ${whole(b)} 个`}。请比较同一架构的记录。`,
@@ -181,7 +210,7 @@ export const history: Translation["history"] = {
     "growing logits": (before, value, limit) => `最高 logit ${before} → ${value}（高于 ${limit} 报警）`,
     "rising sink": (before, value, limit) => `第一个词元上的权重 ${before} → ${value}（高于 ${limit} 报警）`,
   },
-  more: (count, step, tied) => `· 到第 ${step} 步另有 ${whole(count)} 个头${tied > 0 ? `，其中 ${whole(tied)} 个在同一步` : ""}`,
+  more: (count, step, tied) => `到第 ${step} 步另有 ${whole(count)} 个头${tied > 0 ? `，其中 ${whole(tied)} 个在同一步` : ""}`,
   quiet: (steps) => `${counted(steps, "step")}中没有警报。`,
   unwatched: "未要求警报：watch(alarms=True) 可启用警报。",
   changed: (name, quantity) => `${quantity}变化最大：${name}`,

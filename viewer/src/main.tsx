@@ -7,7 +7,7 @@ import { HAS_MAPS, type Theme, TopBar } from "./bar";
 import { Cards } from "./cards";
 import { ChangesView, ChangeView } from "./changes";
 import { Compare } from "./compare";
-import { data } from "./data";
+import { data, HAS_READING } from "./data";
 import { coloursOf } from "./field";
 import { all, chosen, Exports, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
@@ -19,6 +19,7 @@ import { Glossary } from "./glossary";
 import { keyName, queryOf } from "./picture";
 import { Offered, useDrop } from "./offer";
 import { Reading } from "./reading";
+import { WindowReading } from "./reading_windows";
 import { SegmentView } from "./segments";
 import { isDark, useScreen } from "./screen";
 import { address, parse, type State } from "./state";
@@ -132,7 +133,7 @@ function App() {
             </section>
           )}
           {state.view === "head" && <HeadView {...{ state: shown, theme: drawn, change, drawn: setDrawnHead }} />}
-          {state.view === "reading" && <Reading {...{ state: shown, theme: drawn, change }} />}
+          {state.view === "reading" && (HAS_READING ? <Reading {...{ state: shown, theme: drawn, change }} /> : <WindowReading {...{ state: shown, theme: drawn, change }} />)}
           {state.view === "segments" && <SegmentView {...{ state: shown, change, open }} />}
           {state.view === "compare" && <Compare {...{ state: shown, theme: drawn, change }} />}
           {state.view === "found" && <Found />}

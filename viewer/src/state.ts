@@ -7,6 +7,7 @@ import { type Colours, PALETTES, type Pool, type Scale } from "./field";
 import { type Language, LANGUAGES } from "./languages";
 import { comparedFile, other } from "./other";
 import { labelled, NAME } from "./visible";
+import { HAS_WINDOWS } from "./words";
 
 export type Tab = "history" | "alarms" | "changes" | "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
 export type View = Tab | "change"; // a change is shown under the tab of changes
@@ -39,6 +40,7 @@ export interface State extends HistoryState {
   over: boolean; // colours lie over the image
   token: number | null; // the token whose lines stay, in the text
   page: number | null; // of the text
+  window: number; // whose text is shown, where the model read a text in windows
   also: [number, number][]; // further heads with lines in the text
   toward: "from" | "to" | "both"; // lines from queries, to keys
   patchesOf: number | null; // the segment whose tokens look at the images of a prompt; null = the selected token
@@ -103,6 +105,7 @@ export const FIRST: State = {
   over: coarse(),
   token: null,
   page: null,
+  window: 0,
   also: [],
   toward: "from",
   patchesOf: null,
@@ -129,7 +132,7 @@ export function views(against: string): Tab[] {
 const VIEWS: Tab[] = data.history ? ["history", "alarms"] : [
   "heads",
   "head",
-  ...(HAS_READING ? (["reading"] as const) : []),
+  ...(HAS_READING || HAS_WINDOWS ? (["reading"] as const) : []),
   ...(HAS_SEGMENTS ? (["segments"] as const) : []),
   "compare",
   "table",
@@ -166,6 +169,8 @@ export function parse(hash: string): State {
   const names = ["", ...data.names.map((each) => each.name)];
   const named = data.history ? null : params.get("against");
   const against = named ? labelled(named, NAME, false) : "";
+  const window = whole(params.get("window"), data.runTokens?.ids.length ?? 0) ?? 0;
+  const length = data.tokens?.labels.length ?? data.runTokens?.ids[window]?.length ?? 0;
   return {
     ...parseHistory(params),
     view: oneOf(params.get("view"), [...views(against), ...(other() || against ? (["change"] as const) : [])], other() || data.history ? FIRST.view : "heads"),
@@ -180,7 +185,7 @@ export function parse(hash: string): State {
     sink: SINK && params.get("sink") === "hidden",
     sort: oneOf(params.get("sort"), [...names, "score"], FIRST.sort),
     down: params.get("down") !== "0",
-    pattern: oneOf(params.get("pattern"), ["", ...Object.keys(data.patternWords)], ""),
+    pattern: oneOf(params.get("pattern"), ["", ...Object.keys(data.patternWords), ...Object.keys(data.image?.regionWords ?? {})], ""),
     by: oneOf(params.get("by"), [...names, "score"], ""),
     least: params.get("least") && Number.isFinite(Number(params.get("least"))) ? Number(params.get("least")) : null,
     under: params.get("under") === "1",
@@ -194,8 +199,9 @@ export function parse(hash: string): State {
     onlyMoved: params.get("moved") !== "0",
     against,
     over: params.has("over") ? params.get("over") === "1" : FIRST.over,
-    token: whole(params.get("token"), data.tokens?.labels.length ?? 0),
-    page: whole(params.get("page"), data.tokens?.labels.length ?? 0),
+    token: whole(params.get("token"), length),
+    page: whole(params.get("page"), length),
+    window,
     patchesOf: whole(params.get("patchesOf"), 64),
     segmentFrom: whole(params.get("segmentFrom"), 64),
     segmentTo: whole(params.get("segmentTo"), 64) ?? 0,
@@ -223,7 +229,7 @@ export function address(state: State): string {
   for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "cell", "from", "many", "thumbs"] as const) {
     add(name, state[name], FIRST[name]);
   }
-  for (const name of ["token", "page", "toward", "segmentFrom", "segmentTo", "patchesOf"] as const) add(name, state[name], FIRST[name]);
+  for (const name of ["token", "page", "window", "toward", "segmentFrom", "segmentTo", "patchesOf"] as const) add(name, state[name], FIRST[name]);
   if (state.also.length > 0) params.set("also", state.also.map((each) => each.join(".")).join(","));
   addHistory(params, state);
   if (!state.down) params.set("down", "0");

@@ -122,6 +122,11 @@ export const reading = {
   title: "Reading",
   hint: "Lines lead from each token to those that it attends to. Click a token to keep its lines.",
   hintAll: (least: string) => `Point at a token to see its weights. Until then: the weights above ${least}, except on the token itself and on the first one.`,
+  largestOfWindows: (windows: number) =>
+    `The maps merge ${whole(windows)} windows. Of this one the page holds only the weights that are the largest of their cell over all windows.`,
+  window: "Window",
+  windowOf: (window: number, length: number) => `${whole(window)} (${counted(length, "token")})`,
+  noneOfWindow: "The page holds no weight of this token: larger ones in other windows stand for its cells.",
   largestOnly: "The page holds the largest weights of each token only.",
   choose: "Click a token to list the ten tokens that it attends to most, wherever in the text they are.",
   first: "Head",
@@ -218,6 +223,7 @@ export const cards = {
   example: "{query} → {key}",
   inductionExample: "{query} → {key}, which followed {query} before",
   more: (heads: number) => `${whole(heads)} more ${plural(heads, "head")}`,
+  showAll: (heads: number) => `Show only these ${whole(heads)} heads`,
   count: (heads: string, of: string, does: string) => `${heads} of ${of} ${of === "1" ? "head" : "heads"} ${does}`,
   counts: {
     local: (one, unit) => `${one ? "comes" : "come"} closest to looking at nearby ${plural(2, unit)}`,
@@ -336,8 +342,8 @@ export const names = {
   one: (axis: Axis, position: string) => `${axis} ${position}`,
   several: (axis: Axis, start: number, stop: number) => `${plural(2, axis)} ${whole(start)}–${whole(stop)}`,
   bin: (axis: Axis, at: number, of: number) => `${axis} bin ${at} of ${of}`,
-  pair: (query: string, key: string, run: number | null, text: number | null) => {
-    const where = [run === null ? "" : `run ${run}`, text === null ? "" : `text ${text}`].filter(Boolean).join(", ");
+  pair: (query: string, key: string, run: number | null, text: number | null, isWindow: boolean) => {
+    const where = [run === null ? "" : isWindow ? `window ${whole(run)}` : `run ${run}`, text === null ? "" : `text ${text}`].filter(Boolean).join(", ");
     return `query ${query} → key ${key}${where && ` (${where})`}`;
   },
   chip: (at: number, token: string, value: string) => `${at}: ${token}${value && `, ${value}`}`,
@@ -641,7 +647,7 @@ export const legend = {
   oneWeight: "Each cell is one weight.",
   /** `over` is what `inputs` or `windows` returns, or "". */
   proportional: (pool: "mean" | "max", rows: number, columns: number, over: string) =>
-    `Each cell ${pool === "max" ? "is the largest weight" : "averages the weights"} of calls of different lengths${over}: ${rows} × ${columns} bins, each an equal share of the length.`,
+    `Each cell ${over ? `is its ${pool === "max" ? "largest" : "mean"} weight${over}` : `${pool === "max" ? "is the largest weight" : "averages the weights"} of calls`} of different lengths: ${rows} × ${columns} bins, each an equal share of the length.`,
   onePair: (pool: "mean" | "max", over: string) => `Each cell is one query and key${over && `: its ${pool === "max" ? "largest" : "mean"} weight${over}`}.`,
   pairs: (pool: "mean" | "max", queries: string, keys: string, over: string) =>
     `Each cell ${pool === "max" ? "is the maximum of" : "averages"} ${queries} × ${keys} pairs of query and key${over}.`,
@@ -822,7 +828,7 @@ export const changes = {
   otherSample: "Maps are not compared where A and B measured different shares of the queries.",
   otherSegments: "The segments have different names, so they are not compared.",
   noSpread: "A page of a single text does not hold the spread of the rows, so every change above its threshold counts.",
-  onlyIn: (side: "A" | "B", names: string[], more: number) => `Only in ${side}: ${names.join(", ")}${more > 0 ? ` and ${whole(more)} more` : ""}.`,
+  onlyIn: (side: "A" | "B", names: string[]) => `Only in ${side}: ${names.join(", ")}.`,
   unchecked: (which: "A" | "B" | "AB") => `${which === "AB" ? "A and B do" : `${which} does`} not state the model, so headscope cannot check that they belong together.`,
   otherModel: (a: string, b: string, same: boolean) => `These recordings are of different models: ${a} and ${b}${same ? " with another configuration" : ""}. Compare recordings of one architecture.`,
   otherHeads: (layer: string, a: number, b: number) => `Layer ${layer} has ${a === b ? "another part of the heads" : `${whole(a)} heads here and ${whole(b)}`} in the other recording. Compare recordings of one architecture.`,
@@ -891,7 +897,7 @@ export const history = {
     "growing logits": (before: string, value: string, limit: string) => `largest logit ${before} → ${value} (alarm above ${limit})`,
     "rising sink": (before: string, value: string, limit: string) => `weight on the first token ${before} → ${value} (alarm above ${limit})`,
   },
-  more: (heads: number, step: string, tied: number) => `· ${whole(heads)} more ${plural(heads, "head")} by step ${step}${tied > 0 ? `, ${whole(tied)} of them at the same step` : ""}`,
+  more: (heads: number, step: string, tied: number) => `${whole(heads)} more ${plural(heads, "head")} by step ${step}${tied > 0 ? `, ${whole(tied)} of them at the same step` : ""}`,
   quiet: (steps: number) => `No alarm in ${counted(steps, "step")}.`,
   unwatched: "No alarms were requested: watch(alarms=True) raises them.",
   changed: (name: string, quantity: string) => `Most change in ${quantity}: ${name}`,

@@ -66,10 +66,10 @@ export function pair(layer: Layer, query: number, key: number, run: number, entr
   const tokens = one && single(layer);
   const texts = [query, key].map((at) => tokenOf(layer, run, at));
   if (texts[0] !== null && texts[1] !== null) {
-    return names.pair(names.quoted(query, texts[0]), names.quoted(key, texts[1]), run, null);
+    return names.pair(names.quoted(query, texts[0]), names.quoted(key, texts[1]), run, null, true);
   }
   const name = (axis: "query" | "key", at: number) => (tokens ? position(layer, axis, at) : whole(at));
-  return names.pair(name("query", query), name("key", key), one ? null : run, single(layer) ? null : entry);
+  return names.pair(name("query", query), name("key", key), one ? null : run, single(layer) ? null : entry, windowsOf(layer) > 0);
 }
 
 /** Whether each call had one text. */
@@ -87,6 +87,9 @@ export function windowsOf(layer: Layer): number {
   const tokens = data.runTokens;
   return tokens && !layer.other && layer.kind === "self" && layer.runs === tokens.ids.length ? layer.runs : 0;
 }
+
+/** Whether the page holds the texts of the windows in which a text was read. */
+export const HAS_WINDOWS = data.layers.some((layer) => windowsOf(layer) > 0);
 
 /** What a map without its first column shows; "" for others. */
 export function withoutFirst(layer: Layer, { sink, pool }: { sink: boolean; pool: "mean" | "max" }): string {
