@@ -137,7 +137,7 @@ function Tabs({ view, against, show }: { view: View; against: string; show: (vie
 const KNOWN = data.names.filter(({ name }) => all().some(({ layer, head }) => statistic(layer, head, name) !== null));
 
 /** The regions of the image that some head attends to. */
-const LOOKED = [...new Set(data.image?.looks.flatMap((heads) => heads.map((look) => look?.[0] ?? "")))].filter(Boolean);
+const LOOKED = [...new Set(data.image?.clear.flat())].filter((name) => name !== null);
 
 function Switches({ state, change, theme, pick }: Props) {
   const maps = HAS_MAPS && ["heads", "head", "compare", "changes", "change"].includes(state.view);

@@ -82,6 +82,7 @@ export interface ImageFacts {
   regions: Record<string, number[]>;
   regionWords: Record<string, { heading: string; meaning: string }>;
   looks: ([string, number] | null)[][];
+  clear: (string | null)[][]; // the region of each head that cards count
 }
 
 export interface Step {

@@ -30,12 +30,11 @@ export function all(): Place[] {
   return data.layers.flatMap((layer, at) => Array.from({ length: layer.heads }, (_, head) => ({ layer: at, head })));
 }
 
-/** Whether a pattern is the best one of a head, or a region of the image the one that it clearly attends to. */
+/** Whether a pattern is the best one of a head, or a region of the image the one that it attends to beyond chance. */
 function hasPattern({ layer, head }: Place, name: string): boolean {
   const best = data.patterns[layer]?.[head]?.[0]?.[0];
   if (!data.image || !(name in data.image.regionWords)) return best === name;
-  const look = data.image.looks[layer]?.[head];
-  return best !== "fixed key" && isClear(look) && look[0] === name;
+  return best !== "fixed key" && data.image.clear[layer]?.[head] === name;
 }
 
 /** The heads that match the filters, in the chosen order; heads without the statistic come last. */

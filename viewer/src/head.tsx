@@ -13,7 +13,7 @@ import { MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
 import { ImageTokens } from "./image_tokens";
 import { Keys } from "./reading";
-import { useRoom } from "./screen";
+import { useMore, useRoom } from "./screen";
 import type { State } from "./state";
 import { SegmentTable } from "./segments";
 import { Pinned, strongestOf } from "./selection";
@@ -72,6 +72,8 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
   const section = useRef<HTMLElement>(null);
   const canvas = useRef<HTMLDivElement>(null);
   const room = useRoom(canvas);
+  const beside = useRef<HTMLDivElement>(null);
+  useMore(beside);
   useLayoutEffect(() => { // a token that is removed under the pointer fires no mouseleave
     if (over !== null && !section.current!.querySelector(".strip:is(:hover, :focus-within)")) setOver(null);
   });
@@ -99,7 +101,7 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
             />
           </div>
         )}
-        <div class="beside" tabIndex={0} role="region" aria-label={texts.head.beside}>
+        <div class="beside" ref={beside} tabIndex={0} role="region" aria-label={texts.head.beside}>
           {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change, over, setOver }} />}
           {shown && found && listed(layer) && (
             <Keys place={[state.layer, state.head]} head={found} at={queryAt(layer, marked.row ?? shown.rows - 1)} colour="--profile" title={texts.head.largestKeys} go={(key) => change({ row: marked.row ?? shown.rows - 1, column: key })} />
