@@ -18,7 +18,7 @@ from support.browser import Page, chromium, in_a_browser, look, open_menu
 
 pytestmark = in_a_browser
 
-NAME = "after & <b>this</b>.safetensors"
+NAME = "after & <b>this.safetensors"
 
 
 def recorded(scale: float) -> Recording:
@@ -56,7 +56,7 @@ def test_a_page_opened_by_such_a_link_asks_for_the_file(look: Any, file: Path, t
     with page.expect_file_chooser() as chooser:
         note.get_by_role("button", name="Choose the file…").click()
     chooser.value.set_files(file)
-    expect(page.locator("#change-title")).to_have_text("layer 0, head 2")
+    expect(page.locator("#change-title")).to_have_text("layers.0.attention, head 2")
     expect(note).to_have_count(0)
     assert page.locator(".map canvas").count() == 3
 
