@@ -6,9 +6,9 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { hasBands, segmentInks } from "./bands";
 import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer, passing, queryAt, token } from "./data";
 import { type Colours, colour, field, Pictures } from "./field";
+import { drawWhenNear } from "./drawing_queue";
 import { type Body, coloursOn, type Figure, fitted, measured, origin, type Paper, SMALL, ticksOf } from "./figure";
 import { FigureMenu } from "./figure_menu";
-import { isReading } from "./other";
 import { drawPatches, queryOf, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
@@ -191,25 +191,6 @@ function isOpened({ layer, head }: Place, state: State): boolean {
   return layer === state.layer && head === state.head;
 }
 
-const waiting = new Set<() => Promise<void>>();
-let drawing = false;
-
-/** Draws the waiting heads, one after the other, while the page is idle. */
-async function drawRest(): Promise<void> {
-  if (drawing) return;
-  drawing = true;
-  let until = 0; // of a time with nothing else to do
-  for (const draw of waiting) {
-    while (isReading()) await new Promise((done) => setTimeout(done, 200)); // a file that is compared comes first
-    if (performance.now() > until) {
-      await new Promise<unknown>((done) => (window.requestIdleCallback ?? setTimeout)(done)); // Safari has none
-      until = performance.now() + 30;
-    }
-    if (waiting.has(draw)) await draw();
-  }
-  drawing = false;
-}
-
 function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop: boolean }) {
   const { layer, head } = place;
   const canvas = useRef<HTMLCanvasElement & HTMLImageElement>(null);
@@ -218,24 +199,17 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
     if (!mapped) return;
     const element = canvas.current!; // the reference is empty before this effect is cleaned up
     const side = Math.max(1, Math.round(element.clientWidth * devicePixelRatio)); // now: between drawings the question would lay out all heads again
-    const done = () => {
-      watcher.disconnect();
-      waiting.delete(rest);
-    };
     let stale = false;
     const draw = async (read: (layer: number, head: number) => Promise<Head>) => {
-      done();
       const { map } = await read(layer, head);
-      if (!stale && map) fill(element, side, map, layer, state);
+      return () => {
+        if (!stale && map) fill(element, side, map, layer, state);
+      };
     };
-    const rest = () => draw(passing);
-    const watcher = new IntersectionObserver(([entry]) => entry.isIntersecting && void draw(decoded), { rootMargin: "200px" });
-    watcher.observe(element);
-    waiting.add(rest);
-    void drawRest();
+    const end = drawWhenNear(element, { near: () => draw(decoded), later: () => draw(passing) });
     return () => {
       stale = true;
-      done();
+      end();
     };
   }, [layer, head, state.pool, state.sink, state.scale, state.colours, state.thumbs, state.over, state.thumbs === "patch" ? state.row : 0, theme]);
   const name = state.sort || (mapped ? "" : TILE); // of the statistic on the thumbnail
