@@ -55,7 +55,7 @@ def test_changes_lead_with_what_can_be_read(changed: Page) -> None:
     assert re.search(r"Most: .*head 1 \(sharper: (normalized )?entropy [\d.]+ → [\d.]+\)", summary), summary
     lines = changed.locator(".changed").first.locator(".what > span").all_inner_texts()
     assert lines[0].startswith("sharper: ")
-    logits = ["logit" in line or "lse" in line for line in lines]
+    logits = [line.startswith(("max logit", "lse")) for line in lines]
     assert logits == sorted(logits), lines
     changed.locator(".changed").first.click()
     names = changed.locator(".change-table tr.moved th").all_inner_texts()
