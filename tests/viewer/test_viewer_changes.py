@@ -524,9 +524,8 @@ def test_layers_and_quantities_of_one_side_are_listed(look: Any, tmp_path: Path)
     one, other = made(), made(1.7)
     fewer = Recording(HeadStats({"layers.0.attention": other.stats.parts["layers.0.attention"]}), other.about)
     page = compared(look(one), fewer.save(tmp_path / "fewer.safetensors"))
-    notes = page.locator(".changes-notes")
-    expect(notes).to_contain_text("Only in A: layer 1.")
-    expect(notes).to_contain_text("A and B do not state the model")
+    expect(page.locator(".changes-only")).to_contain_text("Only in A: layer 1.")
+    expect(page.locator(".changes-notes")).to_contain_text("A and B do not state the model")
     assert "3 of 3 heads" in page.locator(".changes-switches").inner_text()
 
 

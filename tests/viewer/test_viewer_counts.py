@@ -79,7 +79,7 @@ def test_more_of_what_one_recording_alone_has_unfolds(look: Any, tmp_path: Path)
         return Recording(HeadStats(parts), About("m", {}, {}, kinds, None, 1, 1))
 
     page = look(layers(11).save_html(tmp_path / "two.html", against=layers(2)))
-    only = page.locator(".changes-notes").filter(has_text="Only in A")
+    only = page.locator(".changes-only").filter(has_text="Only in A")
     expect(only).to_contain_text("layer 7.")
     only.get_by_role("button", name="and 3 more").click()
     expect(only).to_contain_text("layer 10.")

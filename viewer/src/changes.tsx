@@ -113,7 +113,7 @@ function OnlyIn({ side, names }: Compared["only"][number]) {
   const [all, setAll] = useState(false);
   const more = all ? 0 : Math.max(0, names.length - NAMED_ONLY);
   return (
-    <p class="hint changes-notes">
+    <p class="hint changes-only">
       {texts.onlyIn(side, names.slice(0, names.length - more).map((name) => name()))}
       {more > 0 && <>{" "}<button type="button" onClick={() => setAll(true)}>{search.more(more)}</button></>}
     </p>
