@@ -202,9 +202,8 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
     let stale = false;
     const draw = async (read: (layer: number, head: number) => Promise<Head>) => {
       const { map } = await read(layer, head);
-      return () => {
-        if (!stale && map) fill(element, side, map, layer, state);
-      };
+      const show = stale || !map ? undefined : fill(element, side, map, layer, state);
+      return show && (() => void (stale || show()));
     };
     const end = drawWhenNear(element, { near: () => draw(decoded), later: () => draw(passing) });
     return () => {
@@ -264,13 +263,18 @@ function Tile({ place, name, colours }: { place: Place; name: string; colours: C
  * sight a frame takes 0.6 s. */
 const PAINTED = all().length > 600;
 
-/** A small picture of a head, so many pixels wide and high. */
-function fill(element: HTMLCanvasElement | HTMLImageElement, side: number, map: HeadMap, layer: number, state: State): void {
+/** Draw a small picture of a head, so many pixels wide and high; an image appears when what is returned is called. */
+function fill(element: HTMLCanvasElement | HTMLImageElement, side: number, map: HeadMap, layer: number, state: State): (() => void) | undefined {
   const canvas = element instanceof HTMLCanvasElement ? element : document.createElement("canvas");
   canvas.width = canvas.height = side;
   small(new CanvasSurface(canvas.getContext("2d")!), map, layer, state, side, [0, 0]);
-  if (element instanceof HTMLImageElement) element.src = canvas.toDataURL();
-  element.dataset.drawn = "yes";
+  const show = () => void (element.dataset.drawn = "yes");
+  if (element instanceof HTMLCanvasElement) return void show();
+  const url = canvas.toDataURL();
+  return () => {
+    element.src = url;
+    show();
+  };
 }
 
 /** `ratio`: pixels of the picture for each unit of `side`. */

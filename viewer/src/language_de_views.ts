@@ -91,7 +91,7 @@ export const table: Translation["table"] = {
 export const trace: Translation["trace"] = {
   title: "Schritt für Schritt",
   hint: "Ein Vorwärtsdurchlauf von Multi-Head-Attention. Die Werte sind die ersten des ersten Batch-Eintrags und Heads.",
-  oneLayer: "Ein Trace gilt für ein Modul, daher enthält die Seite nur die Schritte dieser Schicht. Für eine andere: headscope.trace(module, x), oder --layer von headscope text.",
+  oneLayer: "Ein Trace gilt für ein Modul, daher enthält die Seite nur die Schritte dieser Schicht. headscope.trace(module, x) zeichnet die einer anderen auf.",
   size: (letter, size) => `${letter} = ${size}`,
   mistake: "Häufiger Fehler.",
   here: "Hier.",

@@ -83,7 +83,7 @@ export const table: Translation["table"] = {
 export const trace: Translation["trace"] = {
   title: "逐步计算",
   hint: "多头注意力的一次前向计算。数值是第一个批次样本、第一个头的前几个。",
-  oneLayer: "一次 trace 只针对一个模块，因此本页只有这一层的步骤。其他层请用 headscope.trace(module, x)，或 headscope text 的 --layer。",
+  oneLayer: "一次 trace 只针对一个模块，因此本页只有这一层的步骤。其他层请用 headscope.trace(module, x)。",
   size: (letter, size) => `${letter} = ${size}`,
   mistake: "常见错误：",
   here: "此处：",

@@ -156,7 +156,7 @@ export function Search({ state, change }: Props) {
         {hits.map((hit, n) => (
           <li key={n} id={`hit-${n}`} role="option" aria-selected={n === at} onMouseDown={(event) => event.preventDefault()} onClick={() => choose(n)}><bdi>{hit.text}</bdi></li>
         ))}
-        {open && more && <li id={`hit-${hits.length}`} role="option" class="hint" aria-selected={at === hits.length} onMouseDown={(event) => event.preventDefault()} onClick={() => choose(hits.length)}>{texts.more(every.length - hits.length)} ▾</li>}
+        {open && more && <li id={`hit-${hits.length}`} role="option" class="hint" aria-selected={at === hits.length} onMouseDown={(event) => event.preventDefault()} onClick={() => choose(hits.length)}>{texts.more(every.length - hits.length)}</li>}
       </ul>
       {open && typed.trim() !== "" && every.length === 0 && <span class="hint none" role="status">{hasText || data.history ? texts.none : texts.noTokens}</span>}
       {!open && chosen !== null && (every.length > 1 || merged) && <span class="hint none nth" role="status">{every.length > 1 && texts.nth(chosen + 1, every.length)} <bdi>{every[chosen]?.().text}</bdi> {merged && texts.merged}</span>}

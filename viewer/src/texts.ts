@@ -742,7 +742,7 @@ export const table = {
 export const trace = {
   title: "Step by step",
   hint: "One forward pass of multi-head attention. Values are the first ones of the first batch entry and head.",
-  oneLayer: "A trace is of one module, so the page holds the steps of this layer only. For another one, use headscope.trace(module, x), or --layer of headscope text.",
+  oneLayer: "A trace is of one module, so the page holds the steps of this layer only. headscope.trace(module, x) records those of another one.",
   size: (letter: string, size: number) => `${letter} = ${size}`,
   mistake: "Common mistake.",
   here: "Here.",
