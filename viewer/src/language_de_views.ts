@@ -108,7 +108,7 @@ export const changes: Translation["changes"] = {
   largest: "Die größte Veränderung ist die von {head} ({change}): {size} der Schwelle.",
   hint: "Ein Klick öffnet den Head.",
   limits: ({ share, nats, logits, ratio, map, errors }) =>
-    `Verändert: ein Anteil um ${whole(100 * share)} Prozentpunkte, die Entropie um ${figure(nats, 2)} nats, eine Zahl von Keys um × ${figure(ratio)}, ein Logit um ${whole(logits)}, oder ${percent(map)} der Aufmerksamkeit liegen anderswo; und um ${whole(errors)} Standardfehler.`,
+    `Verändert: ein Anteil um ${whole(100 * share)} Prozentpunkte, die Entropie um ${figure(nats, 2)} nats, Keys um × ${figure(ratio)}, ein Logit um ${whole(logits)}, oder ${percent(map)} der Aufmerksamkeit anderswo; und um ${whole(errors)} Standardfehler.`,
   sharper: (change) => `schärfer: ${change}`,
   broader: (change) => `breiter: ${change}`,
   only: "Nur veränderte Heads",
