@@ -342,13 +342,12 @@ def test_two_heads_are_compared(look: Any, short: Recording) -> None:
     assert page.get_by_label("Head B").input_value() == "1.2"
     rows = {row.locator("th").inner_text(): row for row in page.locator("tbody tr").all()}
     one, other = (short.stats[layer, head, "entropy"].mean for layer, head in ((0, 1), (1, 2)))
-    assert [cell.inner_text() for cell in rows["entropy"].locator("td").all()] == [
-        figure(one), figure(other), figure(float(f"{one:.7g}") - float(f"{other:.7g}"))
-    ]  # fmt: skip
+    change = figure(float(f"{other:.7g}") - float(f"{one:.7g}")).replace("-", "−")
+    assert [cell.inner_text() for cell in rows["entropy"].locator("td").all()] == [figure(one), figure(other), change]
     box, plot = canvas.nth(2).bounding_box(), page.evaluate("document.querySelectorAll('.map canvas')[2].dataset.plot")
     x, y, width = (numbers(plot)[n] for n in (0, 1, 2))
     page.mouse.move(box["x"] + x + 4.5 / 13 * width, box["y"] + y + 8.5 / 13 * width)
-    wanted = weight(short, 0, 1)[8, 4] - weight(short, 1, 2)[8, 4]
+    wanted = weight(short, 1, 2)[8, 4] - weight(short, 0, 1)[8, 4]
     assert numbers(page.locator(".tip").inner_text())[-1] == pytest.approx(wanted, abs=1e-4)
 
 

@@ -157,7 +157,7 @@ def test_the_page_opens_on_the_heads_that_moved(look: Any, before: Recording, af
     path = before.save_html(tmp_path / "two.html", against=after, labels=("old.safetensors", "<b>new</b>"))
     page = look(path)
     summary = page.locator(".changes-summary")
-    expect(summary).to_contain_text("all in layer 3. Most: 3.3 (max logit ")
+    expect(summary).to_contain_text("all in layer 3. Most: 3.6 (sharper: normalized entropy ")
     assert page.get_by_role("tab").first.inner_text() == "Changes"
     expect(page.locator(".changes-summary + .hint")).to_contain_text("A: old.safetensors. B: <b>new</b>.")
     page.locator(".changed canvas[data-drawn]").nth(2).wait_for()
@@ -174,7 +174,7 @@ def test_the_page_opens_on_the_heads_that_moved(look: Any, before: Recording, af
 
 def test_one_head_opens_in_both(look: Any, before: Recording, after: Recording, tmp_path: Path) -> None:
     page = look(before.save_html(tmp_path / "two.html", against=after))
-    page.locator(".changed").first.click()
+    page.get_by_role("button", name="layer 3, head 3").click()
     page.locator(".map canvas").nth(2).wait_for()
     assert page.locator("#change-title").inner_text() == "layer 3, head 3"
     assert page.evaluate("document.activeElement.id") == "change-title"
@@ -524,9 +524,8 @@ def test_layers_and_quantities_of_one_side_are_listed(look: Any, tmp_path: Path)
     one, other = made(), made(1.7)
     fewer = Recording(HeadStats({"layers.0.attention": other.stats.parts["layers.0.attention"]}), other.about)
     page = compared(look(one), fewer.save(tmp_path / "fewer.safetensors"))
-    notes = page.locator(".changes-notes")
-    expect(notes).to_contain_text("Only in A: layer 1.")
-    expect(notes).to_contain_text("A and B do not state the model")
+    expect(page.locator(".changes-only")).to_contain_text("Only in A: layer 1.")
+    expect(page.locator(".changes-notes")).to_contain_text("A and B do not state the model")
     assert "3 of 3 heads" in page.locator(".changes-switches").inner_text()
 
 

@@ -249,13 +249,13 @@ def test_a_dark_figure_is_a_choice_and_log_scales_have_decades(look: Any, short:
 def test_a_difference_says_which_colour_is_which(look: Any, short: Recording) -> None:
     page = look(short, "view=compare&layer=0&head=1&other=1&otherhead=2")
     page.locator(".map canvas").nth(2).wait_for()
-    svg = save_figure(page, "the map of layer 0, head 1 − layer 1, head 2")
+    svg = save_figure(page, "the map of layer 1, head 2 − layer 0, head 1")
     texts = texts_of(svg)
-    assert texts[0] == "Layer 0, head 1 − layer 1, head 2"
-    p = weight(short, 0, 1) - weight(short, 1, 2)
+    assert texts[0] == "Layer 1, head 2 − layer 0, head 1"
+    p = weight(short, 1, 2) - weight(short, 0, 1)
     top = f"{np.abs(p).max():.2g}"
     assert {f"−{top}", "0", top, "difference, linear"} <= set(texts)
-    assert "Orange: A is larger; purple: B is larger. Blank: masked." in " ".join(texts)
+    assert "Orange: B is larger; purple: A is larger. Blank: masked." in " ".join(texts)
 
 
 # ---------------------------------------------------------------- all heads and the other views

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import torch
 from PIL import Image
+from playwright.sync_api import expect
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -118,7 +119,7 @@ def test_the_first_screen_states_which_head_collapsed_and_when(opened: Any, hist
     before, now = figure(alarm.reference), figure(alarm.value)
     assert first.splitlines()[1].startswith(f"normalized entropy {before} → {now} (alarm below 0.1)")
     assert second.splitlines()[0] == f"▲ Head 1.2 (b): logits grow too large at step {COLLAPSE + 5}"
-    assert "more head" not in second
+    assert page.locator(".cards li").nth(1).locator(".more-heads").count() == 0
     assert page.locator(".history-steps output").inner_text() == f"Step {COLLAPSE}", "the page opens there"
     assert texts(page, ".history-side h2") == [f"All heads at step {COLLAPSE}", "Head 1.1 (b): all quantities"]
     assert texts(page, "[role=tab]") == ["Training", f"Alarms ({len(history.alarms)})"], "what does not apply is absent"
@@ -128,8 +129,12 @@ def test_the_first_screen_states_which_head_collapsed_and_when(opened: Any, hist
 def test_heads_that_collapse_at_once_are_counted(opened: Any, tmp_path: Path) -> None:
     page = opened(run(tmp_path / "run.safetensors", ["a", "b"], heads=5, collapsing=slice(1, 4)))
     first, *_ = texts(page, ".card")
-    assert "2 more heads by step" in first
-    assert "2 of them at the same step" in first
+    assert "2 more heads" not in first
+    more = page.locator(".more-heads").inner_text()
+    assert "2 more heads by step" in more
+    assert "2 of them at the same step" in more
+    page.locator(".more-heads").click()
+    expect(page.locator("#alarms-title")).to_contain_text("4 alarms")
 
 
 def test_it_is_not_compared_with_a_recording(opened: Any, history: History) -> None:

@@ -347,7 +347,7 @@ def test_buttons_and_pictures_are_told_apart_by_name(look: Any, short: Recording
     page.locator(".map canvas").nth(2).wait_for()
     names = [button.get_attribute("aria-label") for button in page.locator(".tools .figure-menu > button").all()]
     one, other = "layer 0, head 1", "layer 1, head 2"
-    assert names == [f"Figure of the map of {name}" for name in (one, other, f"{one} − {other}")]
+    assert names == [f"Figure of the map of {name}" for name in (one, other, f"{other} − {one}")]
     page = look(recorded(7, None, Observe()))
     for thumb in page.locator(".thumb").all():
         assert thumb.get_attribute("aria-label").endswith(thumb.locator(".tile").inner_text())

@@ -19,7 +19,7 @@ def search(page: Any, text: str) -> Any:
     box = page.get_by_role("combobox", name="Find")
     assert page.evaluate("document.activeElement.getAttribute('role')") == "combobox"
     box.fill(text)
-    return page.locator("#found [role=option]")
+    return page.locator("#found [role=option]:not(.hint)")
 
 
 def test_a_head_is_opened_by_its_number(look: Any, short: Any) -> None:

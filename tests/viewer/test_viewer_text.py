@@ -162,7 +162,7 @@ def test_the_strongest_weights_of_several_windows_have_words(lengths: tuple[int,
     page.get_by_text(re.compile(f"Strongest connections?:? ?{len(edges) if len(edges) > 1 else ''}.*exact")).click()
     lines = page.locator(".largest button bdi").all_inner_texts()
     assert lines == [
-        f"query {edge.i} “{texts[edge.run][edge.i]}” → key {edge.j} “{texts[edge.run][edge.j]}” (run {edge.run})"
+        f"query {edge.i} “{texts[edge.run][edge.i]}” → key {edge.j} “{texts[edge.run][edge.j]}” (window {edge.run})"
         for edge in edges
     ]
 

@@ -3,7 +3,6 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { data } from "./data";
-import { FIRST_COLUMN } from "./describe";
 import { PALETTES } from "./field";
 import { openGlossary } from "./glossary";
 import { all } from "./grid";
@@ -12,11 +11,12 @@ import { type Language, LANGUAGES, languageOf, remember } from "./languages";
 import { NumberField } from "./number";
 import { Search } from "./search";
 import { CompareWith } from "./offer";
+import { CopyLink } from "./copy_link";
 import { Select } from "./select";
-import { address, SINK, type State, type Tab, type View, views } from "./state";
-import { bar, controls, grid, head, help, history, patternNames, tabs, themes } from "./texts";
+import { SINK, type State, type Tab, type View, views } from "./state";
+import { bar, controls, grid, head, help, history, patternNames, regionNames, tabs, themes } from "./texts";
 import { startTour } from "./tour";
-import { statistic } from "./words";
+import { FIRST_COLUMN, statistic } from "./words";
 
 export type Theme = "" | "light" | "dark";
 
@@ -35,10 +35,10 @@ export function TopBar({ title, lead, drawn, ...rest }: Props & { title: string;
   return (
     <header class="topbar">
       <h1 title={title}><bdi>{title}</bdi></h1>
-      <Tabs view={state.view === "change" ? "changes" : state.view} show={(view) => change({ view })} />
+      <Tabs view={state.view === "change" ? "changes" : state.view} against={state.against} show={(view) => change({ view })} />
       {state.view === "head" && <InView {...{ drawn, state, change }} />}
       <div class="menus">
-        <CompareWith change={change} />
+        <CompareWith {...{ state, change }} />
         <Search {...{ state, change }} />
         <Menu name="help" label={bar.help} mark="?">
           <p class="guides">
@@ -107,13 +107,13 @@ function Menu({ name, label, mark, children }: { name: string; label: string; ma
   );
 }
 
-function Tabs({ view, show }: { view: View; show: (view: View) => void }) {
+function Tabs({ view, against, show }: { view: View; against: string; show: (view: View) => void }) {
   const list = useRef<HTMLDivElement>(null);
   useEffect(() => { // where the tabs do not fit, the selected one is scrolled to
     const [box, tab] = [list.current!, document.getElementById(`tab-${view}`)!];
     if (box.scrollWidth > box.clientWidth) box.scrollLeft = tab.offsetLeft - box.offsetLeft - (box.clientWidth - tab.offsetWidth) / 2;
   }, [view]);
-  const VIEWS = views();
+  const VIEWS = views(against);
   const pressed = (event: KeyboardEvent) => {
     const at = VIEWS.indexOf(view as Tab);
     const next = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: -1 }[event.key];
@@ -135,6 +135,9 @@ function Tabs({ view, show }: { view: View; show: (view: View) => void }) {
 
 /** The statistics that some head has. */
 const KNOWN = data.names.filter(({ name }) => all().some(({ layer, head }) => statistic(layer, head, name) !== null));
+
+/** The regions of the image that some head attends to. */
+const LOOKED = [...new Set(data.image?.clear.flat())].filter((name) => name !== null);
 
 function Switches({ state, change, theme, pick }: Props) {
   const maps = HAS_MAPS && ["heads", "head", "compare", "changes", "change"].includes(state.view);
@@ -173,7 +176,7 @@ function Switches({ state, change, theme, pick }: Props) {
           <Select label={controls.sort} value={state.sort} options={[["", controls.sortLayer], ...names]} choose={(sort) => change({ sort })} />
           {state.sort && <Select label={controls.order} value={state.down ? "1" : ""} options={[["1", controls.largest], ["", controls.smallest]]} choose={(down) => change({ down: down !== "" })} />}
           {data.patterns.length > 0 && (
-            <Select label={controls.pattern} value={state.pattern} options={[["", controls.anyPattern], ...Object.keys(data.patternWords).map((name): [string, string] => [name, patternNames[name] ?? name])]} choose={(pattern) => change({ pattern })} />
+            <Select label={controls.pattern} value={state.pattern} options={[["", controls.anyPattern], ...Object.keys(data.patternWords).map((name): [string, string] => [name, patternNames[name] ?? name]), ...LOOKED.map((name): [string, string] => [name, regionNames[name] ?? name])]} choose={(pattern) => change({ pattern })} />
           )}
           <Select label={controls.filter} value={state.by} options={[["", controls.anyStatistic], ...names]} choose={(by) => change({ by })} />
           {state.by && (
@@ -191,35 +194,9 @@ function Switches({ state, change, theme, pick }: Props) {
         <legend>{bar.page}</legend>
         <Select label={themes.label} value={theme} options={[["", themes.auto], ["light", themes.light], ["dark", themes.dark]]} choose={pick} />
         <Select label={bar.language} value={languageOf(state.lang)} options={Object.entries(LANGUAGES) as [Language, string][]} choose={(to) => change({ lang: remember(to) && !state.lang ? "" : to })} />
-        <CompareWith change={change} />
-        {location.protocol !== "about:" && <CopyLink state={state} />}
+        <CompareWith {...{ state, change }} />
+        {location.protocol !== "about:" && <CopyLink {...{ state }} />}
       </fieldset>
     </>
   );
-}
-
-/** Copies the address of what is shown; the button says so for a while. */
-function CopyLink({ state }: { state: State }) {
-  const [copied, setCopied] = useState(false);
-  const copy = () => {
-    const link = location.href.replace(/#.*$/, "") + address(state);
-    const done = () => {
-      setCopied(true);
-      setTimeout(() => setCopied(false), 2000);
-    };
-    if (navigator.clipboard) void navigator.clipboard.writeText(link).then(done, () => byHand(link) && done());
-    else if (byHand(link)) done();
-  };
-  return <button type="button" onClick={copy}><span aria-live="polite">{copied ? bar.copied : bar.copyLink}</span></button>;
-}
-
-/** Copies a text where a page from a disk may not use the clipboard. */
-function byHand(text: string): boolean {
-  const field = document.createElement("textarea");
-  field.value = text;
-  document.body.append(field);
-  field.select();
-  const copied = document.execCommand("copy");
-  field.remove();
-  return copied;
 }

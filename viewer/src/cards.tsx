@@ -8,6 +8,8 @@ import type { State } from "./state";
 import { cards, fill, percent, whole } from "./texts";
 import { binAt, nameOf } from "./words";
 
+const CLEAR = 0.3; // the score from which a head has a name
+
 interface Props {
   state: State;
   change: (part: Partial<State>) => void;
@@ -49,10 +51,26 @@ function Card({ highlight, state, change, open }: Props & { highlight: Highlight
     );
   }
   const pair = example(highlight);
+  const others = highlight.heads > 1;
   return (
-    <button type="button" class="card" title={highlight.cell ? cards.openCell : cards.open} onClick={() => open({ layer, head }, selection(highlight))}>
-      <span><b>{/^[\d.]+$/.test(highlight.name) ? highlight.name : nameOf(layer, head)}</b> {does(highlight)}</span>{" "}
-      <small>{pair}{pair && highlight.heads > 1 && " · "}{highlight.heads > 1 && cards.more(highlight.heads - 1)}</small>
+    <>
+      <button type="button" class={`card${others ? " of-several" : ""}`} title={highlight.cell ? cards.openCell : cards.open} onClick={() => open({ layer, head }, selection(highlight))}>
+        <span><b>{/^[\d.]+$/.test(highlight.name) ? highlight.name : nameOf(layer, head)}</b> {does(highlight)}</span>{" "}
+        {pair && <small>{pair}</small>}
+      </button>
+      {others && <Others {...{ highlight, state, change }} />}
+    </>
+  );
+}
+
+/** The heads with the pattern of a card: a switch that shows only these. */
+function Others({ highlight: { pattern, heads }, state, change }: Pick<Props, "state" | "change"> & { highlight: Highlight }) {
+  const isRegion = pattern in cards.regions;
+  const part: Partial<State> = { pattern, by: isRegion ? "" : "score", least: isRegion ? null : CLEAR, under: false };
+  const on = state.pattern === pattern && state.by === part.by && state.least === part.least && !state.under;
+  return (
+    <button type="button" class="more-heads" aria-pressed={on} title={on ? cards.all : cards.showAll(heads)} onClick={() => change(on ? { pattern: "", by: "", least: null } : part)}>
+      {cards.more(heads - 1)}
     </button>
   );
 }

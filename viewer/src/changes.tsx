@@ -2,8 +2,9 @@
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { type Change, type Compared, type HeadChange, LIMITS, sameBins } from "./comparing";
+import { ENTROPIES, inOrder, reading } from "./reading_order";
 import { data, type Head, type Layer } from "./data";
-import { difference, type Field, field, Pictures } from "./field";
+import { difference, type Field, field, onOneScale, Pictures } from "./field";
 import { Legend } from "./head";
 import { Cell, MapView, save, type Zoom } from "./map";
 import { say } from "./languages";
@@ -11,7 +12,7 @@ import { type Other, useOther } from "./other";
 import { ownSide, type Side } from "./side";
 import type { State } from "./state";
 import { csvLines, Meanings } from "./table";
-import { changes as texts, figure, fill, fixed, NO_VALUE, percent } from "./texts";
+import { changes as texts, figure, fill, fixed, NO_VALUE, percent, search } from "./texts";
 import { mapValue, nameOf } from "./words";
 
 interface Props {
@@ -32,19 +33,25 @@ function headingOf(name: string): string {
 }
 
 function told({ name, before, after }: Change): string {
-  return texts.change(headingOf(name), figure(before), figure(after));
+  const change = texts.change(headingOf(name), figure(before), figure(after));
+  if (!ENTROPIES.includes(name) || before === null || after === null || before === after) return change;
+  return after < before ? texts.sharper(change) : texts.broader(change);
 }
 
-/** What moved most of a head, in words; of one that did not move, its largest change. */
+/** What moved of a head, in words, in the order of reading; of one that did not move, its largest change. */
 function largest(head: HeadChange, most: number): string[] {
-  const parts: [number, string][] = head.changes.filter((each) => (head.moved ? each.moved : each.size > 0)).map((each) => [each.size, told(each)]);
-  const far = (value: number | null, limit: number, text: (share: string) => string) => {
-    if (value !== null && (head.moved ? value >= limit : value > 0)) parts.push([value / limit, text(percent(value))]);
+  const entropy = head.changes.find((each) => ENTROPIES.includes(each.name))?.name; // the first is the one that changed more
+  const parts: [number, number, string][] = head.changes
+    .filter((each) => (head.moved ? each.moved : each.size > 0) && (!ENTROPIES.includes(each.name) || each.name === entropy))
+    .map((each) => [reading(each.name), each.size, told(each)]);
+  const far = (name: "map" | "received", text: (share: string) => string) => {
+    const [value, limit] = [head[name], LIMITS[name]];
+    if (value !== null && (head.moved ? value >= limit : value > 0)) parts.push([reading(name), value / limit, text(percent(value))]);
   };
-  far(head.map, LIMITS.map, texts.mapChange);
-  far(head.received, LIMITS.received, texts.receivedChange);
-  if (head.broken[0] > 0 !== head.broken[1] > 0) parts.push([Infinity, texts.brokenChange(...head.broken)]);
-  return parts.sort((x, y) => y[0] - x[0]).slice(0, most).map(([, text]) => text);
+  far("map", texts.mapChange);
+  far("received", texts.receivedChange);
+  if (head.broken[0] > 0 !== head.broken[1] > 0) parts.push([reading("broken"), Infinity, texts.brokenChange(...head.broken)]);
+  return parts.sort((x, y) => (head.moved ? x[0] - y[0] : 0) || y[1] - x[1]).slice(0, most).map(([, , text]) => text);
 }
 
 function shortName({ layer, head }: HeadChange): string {
@@ -80,8 +87,10 @@ export function ChangesView({ state, theme, change }: Props) {
       <h2 id="changes-title" class="unseen">{texts.title}</h2>
       <p class="changes-summary"><Summary is={is} /></p>
       <p class="hint"><Sides other={other} /> {texts.hint} {is.maps && texts.scales}</p>
+      <p class="hint">{texts.limits(LIMITS)}</p>
       {!is.maps && !data.layers.some((layer) => layer.map) && <p class="hint">{texts.noMaps}</p>}
       {is.notes.length > 0 && <p class="hint changes-notes">{is.notes.map((note) => note()).join(" ")}</p>}
+      {is.only.map((each) => <OnlyIn key={each.side} {...each} />)}
       <p class="switches changes-switches">
         {is.moved > 0 && is.moved < is.heads.length && (
           <label><input type="checkbox" checked={state.onlyMoved} onChange={(event) => change({ onlyMoved: event.currentTarget.checked })} /> {texts.only}</label>
@@ -97,17 +106,32 @@ export function ChangesView({ state, theme, change }: Props) {
   );
 }
 
+const NAMED_ONLY = 6;
+
+/** What one side alone has: a few names, and the others when the reader unfolds them. */
+function OnlyIn({ side, names }: Compared["only"][number]) {
+  const [all, setAll] = useState(false);
+  const more = all ? 0 : Math.max(0, names.length - NAMED_ONLY);
+  return (
+    <p class="hint changes-only">
+      {texts.onlyIn(side, names.slice(0, names.length - more).map((name) => name()))}
+      {more > 0 && <>{" "}<button type="button" onClick={() => setAll(true)}>{search.more(more)}</button></>}
+    </p>
+  );
+}
+
 /** What A and B are, where they have names. */
 function Sides({ other: { labels: [a, b] } }: { other: Other }) {
   return a === texts.a && b === texts.b ? null : <>{fill(texts.sides, { a: <b>{say(a, true)}</b>, b: <b>{say(b, true)}</b> })}</>;
 }
 
 function listed(is: Compared, state: State): HeadChange[] {
-  return state.onlyMoved && is.moved > 0 ? is.heads.filter((each) => each.moved) : is.heads;
+  const heads = inOrder(is);
+  return state.onlyMoved && is.moved > 0 ? heads.filter((each) => each.moved) : heads;
 }
 
 function Summary({ is }: { is: Compared }) {
-  const [first] = is.heads;
+  const [first] = inOrder(is);
   if (is.moved === 0) {
     const [what] = largest(first, 1);
     return <>{texts.none(is.heads.length)} {what && fill(texts.largest, { head: <b>{shortName(first)}</b>, change: what, size: percent(first.size) })}</>;
@@ -181,10 +205,9 @@ function useBoth(side: Side, { layer, other, head }: { layer: number; other: num
 function fieldsOf({ a, b }: Both, state: State, head: HeadChange, side: Side): { a: Field | null; b: Field | null; difference: Field | null } {
   const [one, other] = [data.layers[head.layer], side.layers[head.other]];
   const [x, y] = [[a, one], [b, other]].map(([of, layer]) => ((of as Head).map ? field((of as Head).map!, state.pool, state.sink, (layer as Layer).map!.exact) : null));
-  const top = Math.max(x?.top ?? 0, y?.top ?? 0);
-  const shared = (of: Field | null) => of && { ...of, top, above: of.above && of.top === top };
+  const [before, after] = onOneScale(x, y);
   const less = x && y && sameBins(one, other) ? difference(y, x) : null;
-  return { a: shared(x), b: shared(y), difference: less && { ...less, top: Math.max(less.top, FAINT * top) } };
+  return { a: before, b: after, difference: less && { ...less, top: Math.max(less.top, FAINT * before!.top) } };
 }
 
 /** Every change in full, one line each. */
@@ -206,7 +229,7 @@ function csv(is: Compared, side: Side): string {
 
 export function ChangeView({ state, theme, change }: Props) {
   const { other } = useOther();
-  const found = other ? other.is.heads : [];
+  const found = other ? inOrder(other.is) : [];
   const head = found.find((each) => each.layer === state.layer && each.head === state.head) ?? found[0];
   const list = other ? listed(other.is, state) : [];
   const at = list.indexOf(head);
@@ -299,18 +322,18 @@ function signed(value: number, layer: Layer): string {
 }
 
 function Figures({ head }: { head: HeadChange }) {
-  const distance = (name: string, value: number | null, limit: number) =>
-    value !== null && { name, before: "", after: "", change: percent(value), size: value / limit, moved: value >= limit };
+  const distance = (name: "map" | "received") =>
+    head[name] !== null && { at: reading(name), name: texts[name], before: "", after: "", change: percent(head[name]), size: head[name] / LIMITS[name], moved: head[name] >= LIMITS[name] };
   const lines = [
     ...head.changes.map(({ name, before, after, size, moved }) => ({
-      name: headingOf(name), before: figure(before), after: figure(after), size, moved,
+      at: reading(name), name: headingOf(name), before: figure(before), after: figure(after), size, moved,
       change: before === null || after === null ? NO_VALUE : texts.signed(figure(after - before)),
     })),
-    distance(texts.map, head.map, LIMITS.map),
-    distance(texts.received, head.received, LIMITS.received),
-    head.broken.some(Boolean) && { name: texts.broken, before: String(head.broken[0]), after: String(head.broken[1]), change: "", size: NaN, moved: head.broken[0] > 0 !== head.broken[1] > 0 },
+    distance("map"),
+    distance("received"),
+    head.broken.some(Boolean) && { at: reading("broken"), name: texts.broken, before: String(head.broken[0]), after: String(head.broken[1]), change: "", size: NaN, moved: head.broken[0] > 0 !== head.broken[1] > 0 },
   ].filter((each) => each !== false);
-  lines.sort((x, y) => Number(y.moved) - Number(x.moved));
+  lines.sort((x, y) => Number(y.moved) - Number(x.moved) || x.at - y.at);
   return (
     <div class="scroll" tabIndex={0} role="region" aria-label={texts.statistics}>
       <table class="change-table">

@@ -2,14 +2,14 @@
 
 import { useMemo } from "preact/hooks";
 import { data } from "./data";
-import { difference, field } from "./field";
+import { difference, field, onOneScale } from "./field";
 import { Term } from "./glossary";
 import { all, bestPattern } from "./grid";
 import { alike, Legend, NoMap, opened, useHead, useShown } from "./head";
 import { MapView, type Zoom } from "./map";
 import type { State } from "./state";
 import { Meanings } from "./table";
-import { compare, figure, NO_VALUE } from "./texts";
+import { changes, compare, figure, NO_VALUE, withSign } from "./texts";
 import { nameOf, statistic } from "./words";
 
 interface Props {
@@ -21,9 +21,10 @@ interface Props {
 export function Compare({ state: asked, theme, change: changed }: Props) {
   const { state, heads: [a, b], change } = useShown(asked, [useHead(asked.layer, asked.head), useHead(asked.otherLayer, asked.otherHead)], changed);
   const [layerA, layerB] = [data.layers[state.layer], data.layers[state.otherLayer]];
-  const fieldA = useMemo(() => (a?.map ? field(a.map, state.pool, state.sink, layerA.map!.exact) : null), [a, state.pool, state.sink]);
-  const fieldB = useMemo(() => (b?.map ? field(b.map, state.pool, state.sink, layerB.map!.exact) : null), [b, state.pool, state.sink]);
-  const less = useMemo(() => (fieldA && fieldB ? difference(fieldA, fieldB) : null), [fieldA, fieldB]);
+  const ownA = useMemo(() => (a?.map ? field(a.map, state.pool, state.sink, layerA.map!.exact) : null), [a, state.pool, state.sink]);
+  const ownB = useMemo(() => (b?.map ? field(b.map, state.pool, state.sink, layerB.map!.exact) : null), [b, state.pool, state.sink]);
+  const [fieldA, fieldB] = useMemo(() => onOneScale(ownA, ownB), [ownA, ownB]);
+  const less = useMemo(() => (ownA && ownB ? difference(ownB, ownA) : null), [ownA, ownB]);
   const zoom: Zoom = useMemo(() => ({ at: state.zoom, change: (at) => change({ zoom: at }) }), [state.zoom, change]);
   const pin = (row: number | null, column: number | null) => change({ row, column });
   const unpinned = alike(layerA, layerB) ? {} : { pin: () => undefined, row: null, column: null }; // the selection is a bin of head A
@@ -34,7 +35,7 @@ export function Compare({ state: asked, theme, change: changed }: Props) {
   return (
     <section aria-labelledby="compare-title">
       <h2 id="compare-title">{compare.title}</h2>
-      {!layerA.map && !layerB.map && <NoMap />}
+      {!layerA.map && !layerB.map ? <NoMap /> : <p class="hint">{changes.scales}</p>}
       <div class="pair">
         <div>
           <Choice label={compare.a} layer={asked.layer} head={asked.head} choose={(layer, head) => changed(opened(asked, layer, head))} />
@@ -62,7 +63,7 @@ export function Compare({ state: asked, theme, change: changed }: Props) {
               return (
                 <tr key={name}>
                   <th scope="row" title={meaning}><Term name={name}>{heading}</Term></th>
-                  <td>{figure(x)}</td><td>{figure(y)}</td><td>{x === null || y === null ? NO_VALUE : figure(x - y)}</td>
+                  <td>{figure(x)}</td><td>{figure(y)}</td><td>{x === null || y === null ? NO_VALUE : withSign(figure(y - x))}</td>
                 </tr>
               );
             })}

@@ -34,6 +34,7 @@ export interface Compared {
   heads: HeadChange[]; // the heads that moved, the largest change first, and then the others
   moved: number;
   notes: (() => string)[]; // in the language of the page
+  only: { side: "A" | "B"; names: (() => string)[] }[]; // layers, heads and statistics that one side alone has
   maps: boolean; // whether maps were compared
 }
 
@@ -125,7 +126,7 @@ export function compared(a: Side, b: Side, shared: [Layer, Layer][], distances: 
   const heads = shared.flatMap(([one, other]) =>
     Array.from({ length: Math.min(one.heads, other.heads) }, (_, head) => headChange(a, b, one, other, head, units, distances[other.index])));
   heads.sort((x, y) => Number(y.moved) - Number(x.moved) || y.size - x.size || x.layer - y.layer || x.head - y.head);
-  return { heads, moved: heads.filter((each) => each.moved).length, notes: notesOf(a, b, shared, here), maps: heads.some((each) => each.map !== null) };
+  return { heads, moved: heads.filter((each) => each.moved).length, notes: notesOf(a, b, shared, here), only: onlyIn(a, b, shared), maps: heads.some((each) => each.map !== null) };
 }
 
 function headChange(a: Side, b: Side, one: Layer, other: Layer, head: number, units: Map<string, string>, distances: Distances): HeadChange {
@@ -192,7 +193,18 @@ function betweenSegments(a: Side, b: Side, one: Layer, other: Layer, head: numbe
   }));
 }
 
-const MOST_NAMED = 6;
+/** What one side alone has. */
+function onlyIn(a: Side, b: Side, shared: [Layer, Layer][]): Compared["only"] {
+  const found: Compared["only"] = [];
+  for (const [label, mine, theirs, layers, others] of [["A", a, b, shared.map(([x]) => x), shared.map(([, y]) => y)], ["B", b, a, shared.map(([, y]) => y), shared.map(([x]) => x)]] as const) {
+    const only = mine.layers.filter((layer) => !layers.includes(layer)).map((layer) => () => texts.layer(layer.short));
+    layers.forEach((layer, n) => layer.heads > others[n].heads && only.push(() => texts.heads(layer.short, layer.heads - others[n].heads)));
+    const quantities = new Set(layers.flatMap((layer, n) => Object.keys(mine.statistics[layer.index]).filter((name) => !(name in theirs.statistics[others[n].index]))));
+    const every = [...only, ...[...quantities].map((name) => () => say(name.replaceAll("_", " ")))];
+    if (every.length > 0) found.push({ side: label, names: every });
+  }
+  return found;
+}
 
 /** How the two differ otherwise, and what is not exact. */
 function notesOf(a: Side, b: Side, shared: [Layer, Layer][], here: boolean): (() => string)[] {
@@ -214,13 +226,6 @@ function notesOf(a: Side, b: Side, shared: [Layer, Layer][], here: boolean): (()
   if (!shared.every(([x, y]) => samePlaces(x, y))) notes.push(() => texts.otherSample);
   const segments = shared.map(([x, y]) => [a.segments(x.index, 0), b.segments(y.index, 0)]);
   if (segments.some(([x, y]) => x && y && String(x.names) !== String(y.names))) notes.push(() => texts.otherSegments);
-  for (const [label, mine, theirs, layers, others] of [["A", a, b, shared.map(([x]) => x), shared.map(([, y]) => y)], ["B", b, a, shared.map(([, y]) => y), shared.map(([x]) => x)]] as const) {
-    const only = mine.layers.filter((layer) => !layers.includes(layer)).map((layer) => () => texts.layer(layer.short));
-    layers.forEach((layer, n) => layer.heads > others[n].heads && only.push(() => texts.heads(layer.short, layer.heads - others[n].heads)));
-    const quantities = new Set(layers.flatMap((layer, n) => Object.keys(mine.statistics[layer.index]).filter((name) => !(name in theirs.statistics[others[n].index]))));
-    const every = [...only, ...[...quantities].map((name) => () => say(name.replaceAll("_", " ")))];
-    if (every.length > 0) notes.push(() => texts.onlyIn(label, every.slice(0, MOST_NAMED).map((name) => name()), every.length - MOST_NAMED));
-  }
   if (![a, b].every((side) => Object.values(side.statistics[0]).some((columns) => !withoutSpread(columns)))) notes.push(() => texts.noSpread);
   if (!a.origin || !b.origin) notes.push(() => texts.unchecked(!a.origin && !b.origin ? "AB" : a.origin ? "B" : "A"));
   return notes;

@@ -82,6 +82,7 @@ export interface ImageFacts {
   regions: Record<string, number[]>;
   regionWords: Record<string, { heading: string; meaning: string }>;
   looks: ([string, number] | null)[][];
+  clear: (string | null)[][]; // the region of each head that cards count
 }
 
 export interface Step {
@@ -348,7 +349,7 @@ const cached = new Map<string, Decoded>();
 
 function begun(layer: number, number: number): Decoded {
   const found: Decoded = { later: read(data.layers[layer], number), now: null };
-  void found.later.then((is) => (found.now = is));
+  void found.later.then((is) => (found.now = is), () => undefined); // who asked reports the error
   return found;
 }
 

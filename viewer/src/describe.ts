@@ -2,15 +2,12 @@
 
 import { data, type Head, hasTokens, type Layer, queryAt, range, token } from "./data";
 import type { Field } from "./field";
-import { described, type FirstColumn, names, patterns, percent, whole } from "./texts";
-import { bin, mapValue } from "./words";
+import { described, names, patterns, percent, whole } from "./texts";
+import { bin, FIRST_COLUMN, mapValue } from "./words";
 
 const WEAK = 0.3; // below this score a pattern is not named
 const PAIRS = 3;
 const LEAST = 0.05; // of the weight on the first key that is worth a mention
-
-/** The content of the first column of the maps. */
-export const FIRST_COLUMN: FirstColumn = data.image ? "CLS" : data.layers.every((layer) => !layer.map || (layer.lengths && layer.map.columns === layer.lengths[1])) ? "token" : "bin";
 
 /** What patterns count: tokens, or patches where all keys are. */
 export const UNIT = data.image?.special === 0 ? "patch" : "token";

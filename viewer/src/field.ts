@@ -65,7 +65,14 @@ export function field(map: HeadMap, pool: Pool, sink: boolean, exact: boolean): 
   return { rows, columns, values, ...topOf(values, rows, columns), pool, signed: false, sink };
 }
 
-/** The difference of two heads; null where their maps have different bins. */
+/** Two maps with one scale of colours, so that they can be compared. */
+export function onOneScale(a: Field | null, b: Field | null): [Field | null, Field | null] {
+  const top = Math.max(a?.top ?? 0, b?.top ?? 0);
+  const shared = (of: Field | null) => of && { ...of, top, above: of.above && (of.top === top || of.values.some((value) => value > 1.01 * top)) };
+  return [shared(a), shared(b)];
+}
+
+/** The difference of two heads, the first less the second; null where their maps have different bins. */
 export function difference(a: Field, b: Field): Field | null {
   if (a.rows !== b.rows || a.columns !== b.columns) return null;
   const values = a.values.map((value, n) => value - b.values[n]);

@@ -6,15 +6,15 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { hasBands, segmentInks } from "./bands";
 import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer, passing, queryAt, token } from "./data";
 import { type Colours, colour, field, Pictures } from "./field";
+import { drawWhenNear } from "./drawing_queue";
 import { type Body, coloursOn, type Figure, fitted, measured, origin, type Paper, SMALL, ticksOf } from "./figure";
 import { FigureMenu } from "./figure_menu";
-import { isReading } from "./other";
 import { drawPatches, queryOf, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface } from "./surface";
 import { controls, figure, figures, grid, image, NO_VALUE, patternNames, regionNames } from "./texts";
-import { binning, isClear, layerName, nameOf, parts, statistic } from "./words";
+import { binning, isClear, layerName, nameOf, parts, statistic, withoutFirst } from "./words";
 
 export interface Place {
   layer: number;
@@ -30,10 +30,17 @@ export function all(): Place[] {
   return data.layers.flatMap((layer, at) => Array.from({ length: layer.heads }, (_, head) => ({ layer: at, head })));
 }
 
+/** Whether a pattern is the best one of a head, or a region of the image the one that it attends to beyond chance. */
+function hasPattern({ layer, head }: Place, name: string): boolean {
+  const best = data.patterns[layer]?.[head]?.[0]?.[0];
+  if (!data.image || !(name in data.image.regionWords)) return best === name;
+  return best !== "fixed key" && data.image.clear[layer]?.[head] === name;
+}
+
 /** The heads that match the filters, in the chosen order; heads without the statistic come last. */
 export function chosen(state: State): Place[] {
   let found = all();
-  if (state.pattern) found = found.filter(({ layer, head }) => data.patterns[layer]?.[head]?.[0]?.[0] === state.pattern);
+  if (state.pattern) found = found.filter((place) => hasPattern(place, state.pattern));
   const { by, least, under } = state;
   if (by && least !== null) {
     found = found.filter(({ layer, head }) => {
@@ -184,25 +191,6 @@ function isOpened({ layer, head }: Place, state: State): boolean {
   return layer === state.layer && head === state.head;
 }
 
-const waiting = new Set<() => Promise<void>>();
-let drawing = false;
-
-/** Draws the waiting heads, one after the other, while the page is idle. */
-async function drawRest(): Promise<void> {
-  if (drawing) return;
-  drawing = true;
-  let until = 0; // of a time with nothing else to do
-  for (const draw of waiting) {
-    while (isReading()) await new Promise((done) => setTimeout(done, 200)); // a file that is compared comes first
-    if (performance.now() > until) {
-      await new Promise<unknown>((done) => (window.requestIdleCallback ?? setTimeout)(done)); // Safari has none
-      until = performance.now() + 30;
-    }
-    if (waiting.has(draw)) await draw();
-  }
-  drawing = false;
-}
-
 function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop: boolean }) {
   const { layer, head } = place;
   const canvas = useRef<HTMLCanvasElement & HTMLImageElement>(null);
@@ -211,24 +199,16 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
     if (!mapped) return;
     const element = canvas.current!; // the reference is empty before this effect is cleaned up
     const side = Math.max(1, Math.round(element.clientWidth * devicePixelRatio)); // now: between drawings the question would lay out all heads again
-    const done = () => {
-      watcher.disconnect();
-      waiting.delete(rest);
-    };
     let stale = false;
     const draw = async (read: (layer: number, head: number) => Promise<Head>) => {
-      done();
       const { map } = await read(layer, head);
-      if (!stale && map) fill(element, side, map, layer, state);
+      const show = stale || !map ? undefined : fill(element, side, map, layer, state);
+      return show && (() => void (stale || show()));
     };
-    const rest = () => draw(passing);
-    const watcher = new IntersectionObserver(([entry]) => entry.isIntersecting && void draw(decoded), { rootMargin: "200px" });
-    watcher.observe(element);
-    waiting.add(rest);
-    void drawRest();
+    const end = drawWhenNear(element, { near: () => draw(decoded), later: () => draw(passing) });
     return () => {
       stale = true;
-      done();
+      end();
     };
   }, [layer, head, state.pool, state.sink, state.scale, state.colours, state.thumbs, state.over, state.thumbs === "patch" ? state.row : 0, theme]);
   const name = state.sort || (mapped ? "" : TILE); // of the statistic on the thumbnail
@@ -283,13 +263,18 @@ function Tile({ place, name, colours }: { place: Place; name: string; colours: C
  * sight a frame takes 0.6 s. */
 const PAINTED = all().length > 600;
 
-/** A small picture of a head, so many pixels wide and high. */
-function fill(element: HTMLCanvasElement | HTMLImageElement, side: number, map: HeadMap, layer: number, state: State): void {
+/** Draw a small picture of a head, so many pixels wide and high; an image appears when what is returned is called. */
+function fill(element: HTMLCanvasElement | HTMLImageElement, side: number, map: HeadMap, layer: number, state: State): (() => void) | undefined {
   const canvas = element instanceof HTMLCanvasElement ? element : document.createElement("canvas");
   canvas.width = canvas.height = side;
   small(new CanvasSurface(canvas.getContext("2d")!), map, layer, state, side, [0, 0]);
-  if (element instanceof HTMLImageElement) element.src = canvas.toDataURL();
-  element.dataset.drawn = "yes";
+  const show = () => void (element.dataset.drawn = "yes");
+  if (element instanceof HTMLCanvasElement) return void show();
+  const url = canvas.toDataURL();
+  return () => {
+    element.src = url;
+    show();
+  };
 }
 
 /** `ratio`: pixels of the picture for each unit of `side`. */
@@ -367,7 +352,7 @@ function gridFigure(state: State, paper: Paper, progress: (drawn: number) => voi
       pictures ? grid.ownScale("image", "", false) : figures.ownScales,
       pictures ? "" : binning(first, state.pool),
       figures.scale(scale),
-      state.sink ? figures.sink : "",
+      first.map ? withoutFirst(first, state) : "",
       figures.match(data.image ? "×%" : "%"),
       pictures && state.over ? figures.over : "",
       pictures && data.image!.outline.length > 0 ? image.outline : "",

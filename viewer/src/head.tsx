@@ -13,7 +13,7 @@ import { MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
 import { ImageTokens } from "./image_tokens";
 import { Keys } from "./reading";
-import { useRoom } from "./screen";
+import { useMore, useRoom } from "./screen";
 import type { State } from "./state";
 import { SegmentTable } from "./segments";
 import { Pinned, strongestOf } from "./selection";
@@ -23,7 +23,7 @@ import { asField, isExact, served, type Tile } from "./tiles";
 import * as texts from "./texts";
 import { counted, figure, fill, percent, whole } from "./texts";
 import { Why } from "./why";
-import { binning, isClear, nameOf } from "./words";
+import { binning, isClear, nameOf, withoutFirst } from "./words";
 
 interface Props {
   state: State;
@@ -72,6 +72,8 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
   const section = useRef<HTMLElement>(null);
   const canvas = useRef<HTMLDivElement>(null);
   const room = useRoom(canvas);
+  const beside = useRef<HTMLDivElement>(null);
+  useMore(beside);
   useLayoutEffect(() => { // a token that is removed under the pointer fires no mouseleave
     if (over !== null && !section.current!.querySelector(".strip:is(:hover, :focus-within)")) setOver(null);
   });
@@ -99,7 +101,7 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
             />
           </div>
         )}
-        <div class="beside" tabIndex={0} role="region" aria-label={texts.head.beside}>
+        <div class="beside" ref={beside} tabIndex={0} role="region" aria-label={texts.head.beside}>
           {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change, over, setOver }} />}
           {shown && found && listed(layer) && (
             <Keys place={[state.layer, state.head]} head={found} at={queryAt(layer, marked.row ?? shown.rows - 1)} colour="--profile" title={texts.head.largestKeys} go={(key) => change({ row: marked.row ?? shown.rows - 1, column: key })} />
@@ -204,7 +206,7 @@ export function Legend({ layer, field: of, state, tile, head = state.head }: { l
   return (
     <p class="hint legend">
       <Bar what={texts.legend.what(what, scale)} low={low} high={of.above ? texts.legend.orMore(figure(of.top)) : figure(of.top)} colours={state.colours} signed={of.signed} />
-      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[binning(layer, of.pool), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
+      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[binning(layer, of.pool), withoutFirst(layer, of), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
     </p>
   );
 }

@@ -11,7 +11,7 @@ import { Bar } from "./legend";
 import { useWidth } from "./screen";
 import { Select } from "./select";
 import type { State } from "./state";
-import { history as texts, whole } from "./texts";
+import { history as texts, whole, tabs } from "./texts";
 
 interface Props {
   state: State;
@@ -107,10 +107,11 @@ function Happened({ state, change }: Pick<Props, "state" | "change">) {
           const now = state.layer === layer && state.head === head && state.moment === moment && state.quantity === quantity;
           return (
             <li key={first.what}>
-              <button type="button" class="card" title={texts.open} aria-pressed={now} onClick={() => change({ layer, head, moment, quantity })}>
+              <button type="button" class={`card${more > 0 ? " of-several" : ""}`} title={texts.open} aria-pressed={now} onClick={() => change({ layer, head, moment, quantity })}>
                 <span><i class={`mark ${FLAG[first.what]}`} aria-hidden="true">{texts.marks[first.what]}</i> <b>{texts.does[first.what](headName(layer, head), whole(first.step))}</b></span>
-                <small>{texts.change[first.what](shown(first.reference), shown(first.value), round(first.limit))} {more > 0 && texts.more(more, whole(raised[more].step), raised.filter(({ step }) => step === first.step).length - 1)}</small>
+                <small>{texts.change[first.what](shown(first.reference), shown(first.value), round(first.limit))}</small>
               </button>
+              {more > 0 && <button type="button" class="more-heads" title={tabs.alarms(alarms.length)} onClick={() => change({ view: "alarms" })}>{texts.more(more, whole(raised[more].step), raised.filter(({ step }) => step === first.step).length - 1)}</button>}
             </li>
           );
         })}

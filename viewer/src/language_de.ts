@@ -1,9 +1,9 @@
 // German. Words: der Head, die Query, der Key, das Token, der Patch, die Schicht, das Gewicht; "attends to" is "achtet auf".
 
 import { glossary, help, tour } from "./language_de_help";
-import { changes, dropped, figures, history } from "./language_de_views";
+import { changes, compare, dropped, figures, history, links, table, trace } from "./language_de_views";
 import type { Translation } from "./languages";
-import { type Axis, type Counted, figure, type FirstColumn, fixed, local, percent, whole } from "./texts";
+import { type Axis, type Counted, counted, figure, type FirstColumn, fixed, local, percent, whole } from "./texts";
 
 const firstColumns: Record<FirstColumn, string> = { token: "dem ersten Token", bin: "dem ersten Bin (er enthält das erste Token)", CLS: "CLS" };
 const hidden: Record<FirstColumn, string> = { token: "Erstes Token", bin: "Ersten Bin (er enthält das erste Token)", CLS: "CLS" };
@@ -22,7 +22,7 @@ const signed = (value: number) => `${value < 0 ? "−" : "+"}${four(Math.abs(val
 const four = (value: number) => figure(value, 4);
 const negative = (value: number) => (value < 0 ? `−${four(-value)}` : four(value));
 const operand = (value: number) => (value < 0 ? `(${negative(value)})` : four(value));
-const overInputs = (inputs: number) => (inputs > 1 ? `, zusammengefasst über ${whole(inputs)} Eingaben` : "");
+const without: Record<FirstColumn, string> = { token: "das erste Token", bin: "den ersten Bin (er enthält das erste Token)", CLS: "CLS" };
 
 export const german: Translation = {
   numbers: {
@@ -80,6 +80,9 @@ export const german: Translation = {
     title: "Text",
     hint: "Linien führen von jedem Token zu denen, auf die es achtet. Ein Klick auf ein Token hält seine Linien fest.",
     hintAll: (least) => `Zeigt man auf ein Token, erscheinen seine Gewichte. Bis dahin: Gewichte über ${least}, außer auf dem Token selbst und auf dem ersten.`,
+    largestOfWindows: (windows) => `Die Karten fassen ${whole(windows)} Fenster zusammen. Von diesem enthält die Seite nur die Gewichte, die in ihrer Zelle die größten aller Fenster sind.`,
+    window: "Fenster", windowOf: (window, length) => `${whole(window)} (${counted(length, "token")})`,
+    noneOfWindow: "Die Seite enthält kein Gewicht dieses Tokens: In seinen Zellen sind die anderer Fenster größer.",
     largestOnly: "Die Seite enthält nur die größten Gewichte jedes Tokens.",
     choose: "Ein Klick auf ein Token listet die zehn Tokens auf, auf die es am meisten achtet, wo auch immer sie im Text stehen.",
     first: "Head",
@@ -151,6 +154,7 @@ export const german: Translation = {
     regions: { centre: "die Mitte des Objekts", edges: "Kanten", boundary: "den Umriss des Objekts", texture: "Textur", near: "die nächsten Patches", far: "die fernsten Patches" },
     example: "{query} → {key}",
     inductionExample: "{query} → {key}, das zuvor auf {query} folgte",
+    showAll: (heads) => `Nur diese ${whole(heads)} Heads zeigen`,
     more: (heads) => `${whole(heads)} ${heads === 1 ? "weiterer Head" : "weitere Heads"}`,
     count: (heads, of, does) => `${heads} von ${of} Heads ${does}`,
     counts: {
@@ -186,7 +190,7 @@ export const german: Translation = {
   files: { csv: "CSV" },
   figures,
   changes,
-  dropped,
+  dropped, links, compare, table, trace,
   history,
   names: {
     layer: (short) => (/^\d+$/.test(short) ? `Schicht ${short}` : short),
@@ -201,8 +205,8 @@ export const german: Translation = {
     one: (axis, position) => `${axes[axis][0]} ${position}`,
     several: (axis, start, stop) => `${axes[axis][1]} ${whole(start)}–${whole(stop)}`,
     bin: (axis, at, of) => `${axes[axis][0]}-Bin ${at} von ${of}`,
-    pair: (query, key, run, text) => {
-      const where = [run === null ? "" : `Lauf ${run}`, text === null ? "" : `Text ${text}`].filter(Boolean).join(", ");
+    pair: (query, key, run, text, isWindow) => {
+      const where = [run === null ? "" : isWindow ? `Fenster ${whole(run)}` : `Lauf ${run}`, text === null ? "" : `Text ${text}`].filter(Boolean).join(", ");
       return `Query ${query} → Key ${key}${where && ` (${where})`}`;
     },
     chip: (at, token, value) => `${at}: ${token}${value && `, ${value}`}`,
@@ -366,9 +370,12 @@ export const german: Translation = {
     levels: (levels) => `In ${levels + 1} Stufen gespeichert: Wert = größter seiner Zeile × (c / ${levels})².`,
     noDetail: "Hineinzoomen zeigt keine weiteren Einzelheiten.",
     oneWeight: "Jede Zelle ist ein Gewicht.",
-    proportional: (rows, columns) => `Jede Zelle fasst Aufrufe verschiedener Länge zusammen: ${rows} × ${columns} Bins, jeder ein gleicher Anteil der Länge.`,
-    onePair: (inputs) => `Jede Zelle ist eine Query und ein Key${overInputs(inputs)}.`,
-    pairs: (pool, queries, keys, inputs) => `Jede Zelle ist ${pool === "max" ? "das Maximum" : "der Mittelwert"} von ${queries} × ${keys} Paaren aus Query und Key${overInputs(inputs)}.`,
+    proportional: (pool, rows, columns, over) => `Jede Zelle ist ihr ${pool === "max" ? "größtes" : "mittleres"} Gewicht${over || " aus Aufrufen"} verschiedener Länge: ${rows} × ${columns} Bins, jeder ein gleicher Anteil der Länge.`,
+    onePair: (pool, over) => `Jede Zelle ist eine Query und ein Key${over && `: ihr ${pool === "max" ? "größtes" : "mittleres"} Gewicht${over}`}.`,
+    pairs: (pool, queries, keys, over) => `Jede Zelle ist ${pool === "max" ? "das Maximum" : "der Mittelwert"} von ${queries} × ${keys} Paaren aus Query und Key${over}.`,
+    inputs: (count) => `, zusammengefasst über ${whole(count)} Eingaben`,
+    windows: (count) => `, zusammengefasst über ${whole(count)} Fenster`,
+    sink: (column, rescaled) => `Ohne ${without[column]}${rescaled ? ": Die anderen Gewichte jeder Zeile sind vergrößert, sodass die Zeile ihre Summe behält." : ". Die anderen Zellen sind unverändert."}`,
     between: (least, most) => `${least}–${most}`,
   },
   server: { stopped: "Der Server läuft nicht mehr. Starten Sie ihn wieder und laden Sie dann diese Seite neu." },
@@ -420,31 +427,5 @@ export const german: Translation = {
     hint: (low, high, first) =>
       `Jede Spalte ist eine Query. Zeilen sind Keys ${high > 0 ? `von ${-low} Tokens davor bis ${high} danach` : `0–${-low} Tokens zurück`}, dann ${first === 1 ? "der erste Key" : `die ersten ${first} Keys`}. Gewichte sind mit 8 Bit gespeichert.`,
     weight: (query, key, weight) => `Query ${query} → ${key === null ? "kein Key in diesem Abstand" : `Key ${key}: ${weight ?? "maskiert"}`}`,
-  },
-  compare: {
-    title: "Zwei Heads",
-    a: "Head A",
-    b: "Head B",
-    difference: "Differenz (A − B)",
-    differenceOf: (a, b) => `${a} − ${b}`,
-    unlike: "Die Karten von A und B haben verschiedene Bins, daher gibt es keine Differenz.",
-    statistics: "Statistik beider Heads",
-    columns: { mean: "Mittel über Queries", a: "A", b: "B", difference: "A − B" },
-  },
-  table: {
-    title: "Statistik aller Heads",
-    hint: "Jeder Wert ist ein Mittel über die Queries, für die es die Größe gibt. Entropien sind in nats. Ein Klick auf eine Überschrift sortiert.",
-    head: "Head",
-    pattern: "Muster",
-    score: "Score",
-    scoreMeaning: "Wie genau die Karte ihrem besten Muster folgt: 1 = genau, 0 = nicht näher als der Zufall.",
-  },
-  trace: {
-    title: "Schritt für Schritt",
-    hint: "Ein Vorwärtsdurchlauf von Multi-Head-Attention. Die Werte sind die ersten des ersten Batch-Eintrags und Heads.",
-    size: (letter, size) => `${letter} = ${size}`,
-    mistake: "Häufiger Fehler.",
-    here: "Hier.",
-    unusual: "ungewöhnlich",
   },
 };

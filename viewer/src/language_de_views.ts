@@ -36,8 +36,7 @@ export const figures: Translation["figures"] = {
   pooledTile: "Jede Zelle fasst mehrere Paare aus Query und Key zusammen.",
   ofInput: (input) => `Gewichte für: ${input}.`,
   scale: (scale) => (scale === "linear" ? "Lineare Farbskala." : "Logarithmische Farbskala über vier Zehnerpotenzen."),
-  signed: "Orange: A ist größer; Violett: B ist größer.",
-  sink: "Die erste Spalte ist ausgeblendet, und jede Zeile neu skaliert.",
+  signed: "Orange: B ist größer; Violett: A ist größer.",
   masked: (blank, broken) => `${blank ? "Leer" : "Grau"}: maskiert${broken ? ", oder die Zeile enthält NaN oder Unendlich" : ""}.`,
   over: "Die Farben liegen über dem Bild und sind mit ihm gemischt.",
   rough: "Werte sind mit 8 Bit gespeichert.",
@@ -69,6 +68,36 @@ export const figures: Translation["figures"] = {
   segmentsOfAll: "die Segmente aller Heads",
 };
 
+export const compare: Translation["compare"] = {
+  title: "Zwei Heads",
+  a: "Head A",
+  b: "Head B",
+  difference: "Differenz (B − A)",
+  differenceOf: (a, b) => `${b} − ${a}`,
+  unlike: "Die Karten von A und B haben verschiedene Bins, daher gibt es keine Differenz.",
+  statistics: "Statistik beider Heads",
+  columns: { mean: "Mittel über Queries", a: "A", b: "B", difference: "B − A" },
+};
+
+export const table: Translation["table"] = {
+  title: "Statistik aller Heads",
+  hint: "Jeder Wert ist ein Mittel über die Queries, für die es die Größe gibt. Entropien sind in nats. Ein Klick auf eine Überschrift sortiert.",
+  head: "Head",
+  pattern: "Muster",
+  score: "Score",
+  scoreMeaning: "Wie genau die Karte ihrem besten Muster folgt: 1 = genau, 0 = nicht näher als der Zufall.",
+};
+
+export const trace: Translation["trace"] = {
+  title: "Schritt für Schritt",
+  hint: "Ein Vorwärtsdurchlauf von Multi-Head-Attention. Die Werte sind die ersten des ersten Batch-Eintrags und Heads.",
+  oneLayer: "Ein Trace gilt für ein Modul, daher enthält die Seite nur die Schritte dieser Schicht. headscope.trace(module, x) zeichnet die einer anderen auf.",
+  size: (letter, size) => `${letter} = ${size}`,
+  mistake: "Häufiger Fehler.",
+  here: "Hier.",
+  unusual: "ungewöhnlich",
+};
+
 export const changes: Translation["changes"] = {
   title: "Was sich von A zu B verändert hat",
   thisPage: "diese Seite",
@@ -77,7 +106,11 @@ export const changes: Translation["changes"] = {
   most: "Am meisten: {head} ({change}).",
   none: (of) => `Keiner der ${whole(of)} Heads hat sich verändert.`,
   largest: "Die größte Veränderung ist die von {head} ({change}): {size} der Schwelle.",
-  hint: "Ein Head hat sich verändert, wenn eine Größe oder seine Karte um mehr als ihre Schwelle abweicht. Ein Klick öffnet den Head.",
+  hint: "Ein Klick öffnet den Head.",
+  limits: ({ share, nats, logits, ratio, map, errors }) =>
+    `Verändert: ein Anteil um ${whole(100 * share)} Prozentpunkte, die Entropie um ${figure(nats, 2)} nats, Keys um × ${figure(ratio)}, ein Logit um ${whole(logits)}, oder ${percent(map)} der Aufmerksamkeit anderswo; und um ${whole(errors)} Standardfehler.`,
+  sharper: (change) => `schärfer: ${change}`,
+  broader: (change) => `breiter: ${change}`,
   only: "Nur veränderte Heads",
   showMore: (count) => `${whole(count)} weitere zeigen`,
   shown: (shown, of) => `${whole(shown)} von ${counted(of, "head")}`,
@@ -121,12 +154,21 @@ export const changes: Translation["changes"] = {
   otherSample: "Karten werden nicht verglichen, wo A und B verschiedene Anteile der Queries gemessen haben.",
   otherSegments: "Die Segmente haben verschiedene Namen, daher werden sie nicht verglichen.",
   noSpread: "Die Seite eines einzelnen Textes enthält nicht die Streuung der Zeilen, daher zählt jede Veränderung über ihrer Schwelle.",
-  onlyIn: (side, names, more) => `Nur in ${side}: ${names.join(", ")}${more > 0 ? ` und ${whole(more)} weitere` : ""}.`,
+  onlyIn: (side, names) => `Nur in ${side}: ${names.join(", ")}.`,
   unchecked: (which) => `${which === "AB" ? "A und B nennen" : `${which} nennt`} das Modell nicht, daher kann headscope nicht prüfen, ob beide zusammengehören.`,
   otherModel: (a, b, same) => `Diese Aufzeichnungen sind von verschiedenen Modellen: ${a} und ${b}${same ? " mit anderer Konfiguration" : ""}. Vergleichen Sie Aufzeichnungen einer Architektur.`,
   otherHeads: (layer, a, b) => `Schicht ${layer} hat ${a === b ? "in der anderen Aufzeichnung einen anderen Teil der Heads" : `hier ${whole(a)} Heads und in der anderen Aufzeichnung ${whole(b)}`}. Vergleichen Sie Aufzeichnungen einer Architektur.`,
   otherWidths: (layer, a, b) => `Die Heads der Schicht ${layer} haben hier ${whole(a)} Dimensionen und in der anderen Aufzeichnung ${whole(b)}. Vergleichen Sie Aufzeichnungen einer Architektur.`,
   noLayers: (a, b) => `Diese Aufzeichnungen haben keine Schicht gemeinsam (die ersten: ${a}, ${b}). Vergleichen Sie Aufzeichnungen eines Modells.`,
+};
+
+export const links: Translation["links"] = {
+  onThisDisk: "Die Seite ist eine Datei auf diesem Computer, daher gilt der Link nur hier. Senden Sie anderen die Datei und dies:",
+  copyPart: "Dateiname und Ansicht kopieren",
+  lacks: (file) => `Der Link öffnet nur diese Seite. B muss wieder abgelegt werden: Senden Sie auch ${file}.`,
+  awaited: (file) => `Dieser Link vergleicht mit ${file}. Legen Sie diese Datei hier ab, oder wählen Sie sie aus.`,
+  choose: "Datei wählen …",
+  without: "Ohne sie fortfahren",
 };
 
 export const dropped: Translation["dropped"] = {
@@ -177,7 +219,7 @@ export const history: Translation["history"] = {
     "growing logits": (before, value, limit) => `höchster Logit ${before} → ${value} (Alarm über ${limit})`,
     "rising sink": (before, value, limit) => `Gewicht auf dem ersten Token ${before} → ${value} (Alarm über ${limit})`,
   },
-  more: (count, step, tied) => `· ${whole(count)} ${heads(count)} bis Schritt ${step}${tied > 0 ? `, davon ${whole(tied)} im selben Schritt` : ""}`,
+  more: (count, step, tied) => `${whole(count)} ${heads(count)} bis Schritt ${step}${tied > 0 ? `, davon ${whole(tied)} im selben Schritt` : ""}`,
   quiet: (steps) => `Kein Alarm in ${steps === 1 ? "einem Schritt" : `${whole(steps)} Schritten`}.`,
   unwatched: "Es wurden keine Alarme verlangt: watch(alarms=True) löst sie aus.",
   changed: (name, quantity) => `Stärkste Veränderung (${quantity}): ${name}`,

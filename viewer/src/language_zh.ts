@@ -1,9 +1,9 @@
 // Chinese (simplified). Words: 注意力头 or 头, 查询, 键, 词元, 图块, 层, 权重; "attends to" is 关注.
 
 import { glossary, help, tour } from "./language_zh_help";
-import { changes, dropped, figures, history } from "./language_zh_views";
+import { changes, compare, dropped, figures, history, links, table, trace } from "./language_zh_views";
 import type { Translation } from "./languages";
-import { type Axis, type Counted, figure, type FirstColumn, percent, whole } from "./texts";
+import { type Axis, type Counted, counted, figure, type FirstColumn, percent, whole } from "./texts";
 
 const firstColumns: Record<FirstColumn, string> = { token: "第一个词元", bin: "第一个区间（含第一个词元）", CLS: "CLS" };
 const axes: Record<Axis, string> = { query: "查询", key: "键" };
@@ -14,7 +14,6 @@ const signed = (value: number) => `${value < 0 ? "−" : "+"}${four(Math.abs(val
 const four = (value: number) => figure(value, 4);
 const negative = (value: number) => (value < 0 ? `−${four(-value)}` : four(value));
 const operand = (value: number) => (value < 0 ? `(${negative(value)})` : four(value));
-const overInputs = (inputs: number) => (inputs > 1 ? `，并对 ${whole(inputs)} 个输入汇总` : "");
 
 export const chinese: Translation = {
   numbers: { locale: "zh-CN", decimal: ".", percent: "%", counted: (count, word) => `${whole(count)} ${nouns[word]}` },
@@ -67,6 +66,9 @@ export const chinese: Translation = {
     title: "文本",
     hint: "连线从每个词元指向它关注的词元。点击词元可固定其连线。",
     hintAll: (least) => `将指针移到词元上可查看其权重。此前显示大于 ${least} 的权重，不含词元自身和第一个词元上的权重。`,
+    largestOfWindows: (windows) => `热图汇总 ${whole(windows)} 个窗口。对于这个窗口，本页只保存在各自单元格中为所有窗口最大的权重。`,
+    window: "窗口", windowOf: (window, length) => `${whole(window)}（${counted(length, "token")}）`,
+    noneOfWindow: "本页没有这个词元的权重：在它的单元格中，其他窗口的权重更大。",
     largestOnly: "本页只保存每个词元的最大几个权重。",
     choose: "点击词元，列出它最关注的十个词元，无论它们在文本何处。",
     first: "头",
@@ -136,6 +138,7 @@ export const chinese: Translation = {
     regions: { centre: "物体中心", edges: "边缘", boundary: "物体轮廓", texture: "纹理", near: "最近的图块", far: "最远的图块" },
     example: "{query} → {key}",
     inductionExample: "{query} → {key}（此前紧跟在 {query} 之后）",
+    showAll: (heads) => `只显示这 ${whole(heads)} 个头`,
     more: (heads) => `另有 ${whole(heads)} 个头`,
     count: (heads, of, does) => `${of} 个头中有 ${heads} 个${does}`,
     counts: {
@@ -171,7 +174,7 @@ export const chinese: Translation = {
   files: { csv: "CSV" },
   figures,
   changes,
-  dropped,
+  dropped, links, compare, table, trace,
   history,
   names: {
     layer: (short) => (/^\d+$/.test(short) ? `第 ${short} 层` : short),
@@ -186,8 +189,8 @@ export const chinese: Translation = {
     one: (axis, position) => `${axes[axis]} ${position}`,
     several: (axis, start, stop) => `${axes[axis]} ${whole(start)}–${whole(stop)}`,
     bin: (axis, at, of) => `${axes[axis]}区间 ${at}，共 ${of} 个`,
-    pair: (query, key, run, text) => {
-      const where = [run === null ? "" : `运行 ${run}`, text === null ? "" : `文本 ${text}`].filter(Boolean).join("，");
+    pair: (query, key, run, text, isWindow) => {
+      const where = [run === null ? "" : isWindow ? `窗口 ${whole(run)}` : `运行 ${run}`, text === null ? "" : `文本 ${text}`].filter(Boolean).join("，");
       return `查询 ${query} → 键 ${key}${where && `（${where}）`}`;
     },
     chip: (at, token, value) => `${at}：${token}${value && `，${value}`}`,
@@ -350,9 +353,12 @@ export const chinese: Translation = {
     levels: (levels) => `以 ${levels + 1} 级保存：值 = 该行最大值 × (c / ${levels})²。`,
     noDetail: "放大不会显示更多细节。",
     oneWeight: "每个单元格是一个权重。",
-    proportional: (rows, columns) => `每个单元格汇总长度不同的调用：${rows} × ${columns} 个区间，每个区间占长度的相同份额。`,
-    onePair: (inputs) => `每个单元格是一个查询和一个键${overInputs(inputs)}。`,
-    pairs: (pool, queries, keys, inputs) => `每个单元格是 ${queries} × ${keys} 个查询—键对的${pool === "max" ? "最大值" : "平均值"}${overInputs(inputs)}。`,
+    proportional: (pool, rows, columns, over) => `每个单元格是长度不同的${over ? "窗口" : "调用"}的${pool === "max" ? "最大" : "平均"}权重${over}：${rows} × ${columns} 个区间，每个区间占长度的相同份额。`,
+    onePair: (pool, over) => `每个单元格是一个查询和一个键${over && `的${pool === "max" ? "最大" : "平均"}权重${over}`}。`,
+    pairs: (pool, queries, keys, over) => `每个单元格是 ${queries} × ${keys} 个查询—键对的${pool === "max" ? "最大值" : "平均值"}${over}。`,
+    inputs: (count) => `，并对 ${whole(count)} 个输入汇总`,
+    windows: (count) => `，并对 ${whole(count)} 个窗口汇总`,
+    sink: (first, rescaled) => `不含${firstColumns[first]}${rescaled ? "：每一行的其他权重按比例放大，使该行的总和不变。" : "。其他单元格不变。"}`,
     between: (least, most) => `${least}–${most}`,
   },
   server: { stopped: "服务器已停止。请重新启动它，然后刷新本页。" },
@@ -402,31 +408,5 @@ export const chinese: Translation = {
     of: (input) => `这些是${input}的权重。`,
     hint: (low, high, first) => `每一列是一个查询。行是${high > 0 ? `之前 ${-low} 个到之后 ${high} 个词元的键` : `之前 0–${-low} 个词元的键`}，然后是前 ${first} 个键。权重以 8 位保存。`,
     weight: (query, key, weight) => `查询 ${query} → ${key === null ? "此距离上没有键" : `键 ${key}：${weight ?? "被掩码遮住"}`}`,
-  },
-  compare: {
-    title: "两个头",
-    a: "头 A",
-    b: "头 B",
-    difference: "差（A − B）",
-    differenceOf: (a, b) => `${a} − ${b}`,
-    unlike: "A 和 B 的热图区间不同，因此没有差。",
-    statistics: "两个头的统计",
-    columns: { mean: "查询平均", a: "A", b: "B", difference: "A − B" },
-  },
-  table: {
-    title: "所有头的统计",
-    hint: "每个值是对具有该统计量的查询取的平均。熵的单位是奈特（nat）。点击标题可排序。",
-    head: "头",
-    pattern: "模式",
-    score: "匹配度",
-    scoreMeaning: "热图与其最佳模式的符合程度：1 = 完全符合，0 = 不高于随机水平。",
-  },
-  trace: {
-    title: "逐步计算",
-    hint: "多头注意力的一次前向计算。数值是第一个批次样本、第一个头的前几个。",
-    size: (letter, size) => `${letter} = ${size}`,
-    mistake: "常见错误：",
-    here: "此处：",
-    unusual: "异常",
   },
 };

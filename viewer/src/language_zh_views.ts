@@ -29,8 +29,7 @@ export const figures: Translation["figures"] = {
   pooledTile: "每个单元格汇总多个查询—键对。",
   ofInput: (input) => `${input}的权重。`,
   scale: (scale) => (scale === "linear" ? "线性颜色刻度。" : "对数颜色刻度，跨四个数量级。"),
-  signed: "橙色：A 较大；紫色：B 较大。",
-  sink: "第一列已隐藏，每一行重新缩放。",
+  signed: "橙色：B 较大；紫色：A 较大。",
   masked: (blank, broken) => `${blank ? "空白" : "灰色"}：被掩码遮住${broken ? "，或该行含有 NaN 或无穷大" : ""}。`,
   over: "颜色叠加在图像上，与图像混合。",
   rough: "数值以 8 位保存。",
@@ -61,6 +60,36 @@ export const figures: Translation["figures"] = {
   segmentsOfAll: "所有头的片段",
 };
 
+export const compare: Translation["compare"] = {
+  title: "两个头",
+  a: "头 A",
+  b: "头 B",
+  difference: "差（B − A）",
+  differenceOf: (a, b) => `${b} − ${a}`,
+  unlike: "A 和 B 的热图区间不同，因此没有差。",
+  statistics: "两个头的统计",
+  columns: { mean: "查询平均", a: "A", b: "B", difference: "B − A" },
+};
+
+export const table: Translation["table"] = {
+  title: "所有头的统计",
+  hint: "每个值是对具有该统计量的查询取的平均。熵的单位是奈特（nat）。点击标题可排序。",
+  head: "头",
+  pattern: "模式",
+  score: "匹配度",
+  scoreMeaning: "热图与其最佳模式的符合程度：1 = 完全符合，0 = 不高于随机水平。",
+};
+
+export const trace: Translation["trace"] = {
+  title: "逐步计算",
+  hint: "多头注意力的一次前向计算。数值是第一个批次样本、第一个头的前几个。",
+  oneLayer: "一次 trace 只针对一个模块，因此本页只有这一层的步骤。其他层请用 headscope.trace(module, x)。",
+  size: (letter, size) => `${letter} = ${size}`,
+  mistake: "常见错误：",
+  here: "此处：",
+  unusual: "异常",
+};
+
 export const changes: Translation["changes"] = {
   title: "从 A 到 B 的变化",
   thisPage: "本页",
@@ -69,7 +98,11 @@ export const changes: Translation["changes"] = {
   most: "变化最大：{head}（{change}）。",
   none: (of) => `${whole(of)} 个头都没有变化。`,
   largest: "变化最大的是{head}（{change}）：为其阈值的 {size}。",
-  hint: "如果某个统计量或热图的变化超过其阈值，这个头就算发生了变化。点击可打开一个头。",
+  hint: "点击可打开一个头。",
+  limits: ({ share, nats, logits, ratio, map, errors }) =>
+    `有变化：份额变化 ${whole(100 * share)} 个百分点，熵变化 ${figure(nats, 2)} nats，键数变化 × ${figure(ratio)}，logit 变化 ${whole(logits)}，或 ${percent(map)} 的注意力落在别处；并且超过 ${whole(errors)} 个标准误。`,
+  sharper: (change) => `更集中：${change}`,
+  broader: (change) => `更分散：${change}`,
   only: "只显示发生变化的头",
   showMore: (count) => `再显示 ${whole(count)} 个`,
   shown: (shown, of) => `${whole(shown)} / ${counted(of, "head")}`,
@@ -113,12 +146,21 @@ export const changes: Translation["changes"] = {
   otherSample: "在 A 和 B 测量的查询份额不同之处，不比较热图。",
   otherSegments: "片段的名称不同，因此不比较片段。",
   noSpread: "单个文本的页面不保存各行的离散程度，因此超过阈值的变化都算数。",
-  onlyIn: (side, names, more) => `只在 ${side} 中：${names.join("、")}${more > 0 ? ` 及另外 ${whole(more)} 个` : ""}。`,
+  onlyIn: (side, names) => `只在 ${side} 中：${names.join("、")}。`,
   unchecked: (which) => `${which === "AB" ? "A 和 B" : which} 没有注明模型，因此 headscope 无法检查二者是否属于一起。`,
   otherModel: (a, b, same) => `这些记录来自不同的模型：${a} 和 ${b}${same ? "（配置不同）" : ""}。请比较同一架构的记录。`,
   otherHeads: (layer, a, b) => `第 ${layer} 层${a === b ? "在另一份记录中是另一部分头" : `在这里有 ${whole(a)} 个头，在另一份记录中有 ${whole(b)} 个`}。请比较同一架构的记录。`,
   otherWidths: (layer, a, b) => `第 ${layer} 层的头在这里有 ${whole(a)} 维，在另一份记录中有 ${whole(b)} 维。请比较同一架构的记录。`,
   noLayers: (a, b) => `这些记录没有共同的层（第一层分别是 ${a}、${b}）。请比较同一模型的记录。`,
+};
+
+export const links: Translation["links"] = {
+  onThisDisk: "本页是这台计算机上的文件，因此链接只在这里有效。要分享，请发送该文件和以下内容：",
+  copyPart: "复制文件名和视图",
+  lacks: (file) => `链接只打开本页。B 需要重新拖放：请一并发送 ${file}。`,
+  awaited: (file) => `此链接与 ${file} 比较。请把该文件拖放到这里，或选择它。`,
+  choose: "选择文件…",
+  without: "不用它继续",
 };
 
 export const dropped: Translation["dropped"] = {
@@ -169,7 +211,7 @@ export const history: Translation["history"] = {
     "growing logits": (before, value, limit) => `最高 logit ${before} → ${value}（高于 ${limit} 报警）`,
     "rising sink": (before, value, limit) => `第一个词元上的权重 ${before} → ${value}（高于 ${limit} 报警）`,
   },
-  more: (count, step, tied) => `· 到第 ${step} 步另有 ${whole(count)} 个头${tied > 0 ? `，其中 ${whole(tied)} 个在同一步` : ""}`,
+  more: (count, step, tied) => `到第 ${step} 步另有 ${whole(count)} 个头${tied > 0 ? `，其中 ${whole(tied)} 个在同一步` : ""}`,
   quiet: (steps) => `${counted(steps, "step")}中没有警报。`,
   unwatched: "未要求警报：watch(alarms=True) 可启用警报。",
   changed: (name, quantity) => `${quantity}变化最大：${name}`,

@@ -7,7 +7,7 @@ import { HAS_MAPS, type Theme, TopBar } from "./bar";
 import { Cards } from "./cards";
 import { ChangesView, ChangeView } from "./changes";
 import { Compare } from "./compare";
-import { data } from "./data";
+import { data, HAS_READING } from "./data";
 import { coloursOf } from "./field";
 import { all, chosen, Exports, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
@@ -19,6 +19,7 @@ import { Glossary } from "./glossary";
 import { keyName, queryOf } from "./picture";
 import { Offered, useDrop } from "./offer";
 import { Reading } from "./reading";
+import { WindowReading } from "./reading_windows";
 import { SegmentView } from "./segments";
 import { isDark, useScreen } from "./screen";
 import { address, parse, type State } from "./state";
@@ -26,6 +27,7 @@ import { Table } from "./table";
 import { controls, grid, image } from "./texts";
 import { Tour } from "./tour";
 import { Trace } from "./trace";
+import { withoutFirst } from "./words";
 import "./style.css";
 
 function App() {
@@ -41,7 +43,7 @@ function App() {
   // what is drawn: the address keeps the name of the palette, its colours are those of a light or a dark page
   const shown = useMemo(() => ({ ...state, colours: coloursOf(state.colours, dark) }), [state, dark]);
   useHost(state, change);
-  useDrop(change);
+  useDrop({ state, change });
   const focus = useRef("");
   const open = (place: Place, part: Partial<State> = {}) => {
     focus.current = "#head-title";
@@ -115,7 +117,7 @@ function App() {
       <TopBar title={say(TITLE, true)} lead={say(LEAD)} drawn={drawnHead} {...{ state, change, theme, pick }} />
       <main id="viewer" data-source={__SOURCE__}>
         {NOTES.map((note, n) => <p class="note" key={n}>{say(note)}</p>)}
-        <Offered />
+        <Offered {...{ state, change }} />
         <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view === "change" ? "changes" : state.view}`}>
           {state.view === "history" && <History {...{ state: shown, theme: drawn, change }} />}
           {state.view === "alarms" && <AlarmTable {...{ change }} />}
@@ -131,7 +133,7 @@ function App() {
             </section>
           )}
           {state.view === "head" && <HeadView {...{ state: shown, theme: drawn, change, drawn: setDrawnHead }} />}
-          {state.view === "reading" && <Reading {...{ state: shown, theme: drawn, change }} />}
+          {state.view === "reading" && (HAS_READING ? <Reading {...{ state: shown, theme: drawn, change }} /> : <WindowReading {...{ state: shown, theme: drawn, change }} />)}
           {state.view === "segments" && <SegmentView {...{ state: shown, change, open }} />}
           {state.view === "compare" && <Compare {...{ state: shown, theme: drawn, change }} />}
           {state.view === "found" && <Found />}
@@ -157,7 +159,8 @@ function gridHint(state: State): string {
   const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && data.layers.some(({ map }) => map && !map.exact));
   const [found, heads] = [chosen(state).length, all().length];
   const shown = data.image && HAS_MAPS && (state.thumbs === "patch" ? image.shownOf.patch(keyName(queryOf(state, state.layer, state.head))) : image.shownOf[state.thumbs]);
-  return [grid.click, shown, scale, found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
+  const first = data.layers.find(({ map }) => map);
+  return [grid.click, shown, scale, first && withoutFirst(first, state), found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
 }
 
 /** A text of the page as it is without the script. */

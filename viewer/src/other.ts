@@ -6,10 +6,11 @@ import { readDropped } from "./dropped";
 import { Unreadable } from "./safetensors";
 import { ownSide, type PageData, pageSide, type Side } from "./side";
 import { changes as texts, dropped } from "./texts";
-import { labelled } from "./visible";
+import { labelled, NAME } from "./visible";
 
 export interface Other {
   labels: [string, string];
+  file: string; // the name of the file that was dropped; "" where the page came with both
   side: Side;
   is: Compared;
 }
@@ -31,11 +32,16 @@ function embedded(): Other | null {
   if (!text) return null;
   const from = JSON.parse(text) as PageData & { labels: [string, string]; distances: Distances[] };
   const side = pageSide(from, document.getElementById("other-blocks")!.textContent!);
-  return { labels: from.labels, side, is: compared(ownSide(), side, comparable(ownSide(), side), from.distances, false) };
+  return { labels: from.labels, file: "", side, is: compared(ownSide(), side, comparable(ownSide(), side), from.distances, false) };
 }
 
 export function other(): Other | null {
   return current;
+}
+
+/** The name of the file that was dropped onto the page; "" if there is none. */
+export function comparedFile(): string {
+  return current?.file ?? "";
 }
 
 export function isReading(): boolean {
@@ -73,7 +79,7 @@ export async function read(files: FileList | File[]): Promise<boolean> {
     return false;
   }
   const [file] = files;
-  const name = labelled(file.name, 80, false);
+  const name = labelled(file.name, NAME, false);
   set({ progress: dropped.reading(name) });
   try {
     const side = await readDropped(file);
@@ -81,7 +87,7 @@ export async function read(files: FileList | File[]): Promise<boolean> {
     const shared = comparable(mine, side);
     const distances = await distancesOf(mine, side, shared, (head, of) => signal.aborted || set({ progress: dropped.comparing(name, head, of) }), signal);
     signal.throwIfAborted();
-    set({}, { labels: [mine.title || texts.thisPage, name], side, is: compared(mine, side, shared, distances, true) });
+    set({}, { labels: [mine.title || texts.thisPage, name], file: name, side, is: compared(mine, side, shared, distances, true) });
     return true;
   } catch (error) {
     if (signal.aborted) return false; // another file came, or the reader ended it

@@ -45,6 +45,8 @@ export const PHRASES: [english: string, german: string, chinese: string][] = [
   ["Sample: the statistics use {a} of {all} of each head.", "Stichprobe: Die Statistik nutzt {a} von {all} jedes Heads.", "抽样：统计使用每个头{all}中的 {a} 个。"],
   ["Sample: the statistics use {a} of {all} of each head, all layers together.", "Stichprobe: Die Statistik nutzt {a} von {all} jedes Heads, alle Schichten zusammen.", "抽样：统计使用每个头{all}中的 {a} 个（各层合计）。"],
   ["{a} of {b} forward passes observed", "{a} von {b} Vorwärtsdurchläufen beobachtet", "观察了 {b} 次前向计算中的 {a} 次"],
+  ["{n} window", "{n} Fenster", "{n} 个窗口"],
+  ["{n} windows", "{n} Fenster", "{n} 个窗口"],
   ["{n} forward pass", "{n} Vorwärtsdurchlauf", "{n} 次前向计算"],
   ["{n} forward passes", "{n} Vorwärtsdurchläufe", "{n} 次前向计算"],
   ["{a} queries × {b} keys", "{a} Queries × {b} Keys", "{a} 个查询 × {b} 个键"],

@@ -14,17 +14,17 @@ import type { State } from "./state";
 import { fill, figure, figures, names, NO_VALUE, percent, reading as texts, whole } from "./texts";
 import { nameOf } from "./words";
 
-const PAGE = 200; // tokens in sight at once
+export const PAGE = 200; // tokens in sight at once
 const MOST_HEADS = 4;
-const LISTED = 10; // keys of the list
-const AROUND = 3; // tokens of context on each side of a key
+export const LISTED = 10; // keys of the list
+export const AROUND = 3; // tokens of context on each side of a key
 const SMALLEST = 0.001; // weights below it are not listed
-const FAINTEST = 0.02; // of the weights of a token, those below get no line
-const OVERVIEW = 0.15; // where no token is chosen, the same
-const COLOURS = ["--line-1", "--line-2", "--line-3", "--line-4"];
+export const FAINTEST = 0.02; // of the weights of a token, those below get no line
+export const OVERVIEW = 0.15; // where no token is chosen, the same
+export const COLOURS = ["--line-1", "--line-2", "--line-3", "--line-4"];
 
 /** A weight between two positions of the text. */
-interface Pair {
+export interface Pair {
   query: number;
   key: number;
   p: number;
@@ -98,7 +98,7 @@ export function Reading({ state, theme, change }: Props) {
 }
 
 /** A head with the pattern that it matches. */
-function described(layer: number, head: number): string {
+export function described(layer: number, head: number): string {
   return [nameOf(layer, head), bestPattern({ layer, head })].filter((part) => part && part !== NO_VALUE).join(" · ");
 }
 
@@ -154,7 +154,7 @@ function Choice({ state, places, change, children }: { state: State; places: Pla
   );
 }
 
-function Pages({ page, length, change }: { page: number; length: number; change: Props["change"] }) {
+export function Pages({ page, length, change }: { page: number; length: number; change: Props["change"] }) {
   const last = Math.ceil(length / PAGE) - 1;
   const turn = (to: number) => to >= 0 && to <= last && change({ page: to });
   return (
@@ -187,9 +187,10 @@ interface TextProps {
   theme: string;
   setOver: (at: number | null) => void;
   keep: (at: number) => void;
+  word?: (at: number, long?: boolean) => string; // the text of a token
 }
 
-function Text({ start, stop, at, kept, pairs, theme, setOver, keep }: TextProps) {
+export function Text({ start, stop, at, kept, pairs, theme, setOver, keep, word = (position, long) => token(position, long) ?? "" }: TextProps) {
   const frame = useRef<HTMLDivElement>(null);
   const width = useWidth(frame);
   const [lines, setLines] = useState<{ d: string; p: number; n: number }[]>([]);
@@ -216,9 +217,9 @@ function Text({ start, stop, at, kept, pairs, theme, setOver, keep }: TextProps)
         const style = found ? { background: fillOf(found) } : {};
         return (
           <button type="button" key={position} data-at={position} style={style} class={position === at ? "chosen" : ""} aria-pressed={position === kept}
-            title={names.chip(position, token(position, true)!, found ? figure(Math.max(...found)) : "")}
+            title={names.chip(position, word(position, true), found ? figure(Math.max(...found)) : "")}
             onMouseEnter={() => setOver(position)} onFocus={() => setOver(position)} onBlur={() => setOver(null)} onClick={() => keep(position)}>
-            <bdi>{token(position)}</bdi>
+            <bdi>{word(position)}</bdi>
           </button>
         );
       })}

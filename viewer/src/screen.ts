@@ -49,6 +49,37 @@ export function useWidth(element: RefObject<HTMLElement | null>): number {
   return width;
 }
 
+/** Marks an element that has more below its lower edge with data-more, so that a shade there shows it: many systems hide scrollbars. */
+export function useMore(element: RefObject<HTMLElement | null>): void {
+  useLayoutEffect(() => {
+    const box = element.current!;
+    const mark = () => {
+      const more = box.scrollHeight - box.clientHeight - box.scrollTop > 2;
+      if (more !== "more" in box.dataset) more ? (box.dataset.more = "") : delete box.dataset.more;
+    };
+    let frame = 0;
+    const watcher = new ResizeObserver(() => {
+      cancelAnimationFrame(frame);
+      frame = requestAnimationFrame(mark);
+    });
+    const content = new MutationObserver(() => { // what is in it comes later, and changes
+      for (const each of box.children) watcher.observe(each);
+      mark();
+    });
+    watcher.observe(box);
+    content.observe(box, { childList: true });
+    for (const each of box.children) watcher.observe(each);
+    box.addEventListener("scroll", mark, { passive: true });
+    mark();
+    return () => {
+      cancelAnimationFrame(frame);
+      watcher.disconnect();
+      content.disconnect();
+      box.removeEventListener("scroll", mark);
+    };
+  }, []);
+}
+
 const LEAST = 320; // pixels of a map's height
 const BELOW = 44; // pixels for the buttons under a map
 

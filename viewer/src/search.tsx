@@ -10,6 +10,7 @@ import { history, names, search as texts } from "./texts";
 import { binAt, nameOf } from "./words";
 
 const SHOWN = 8;
+const UNFOLDED = 50; // further ones at a time
 const CONTEXT = 2; // tokens before and after a token that fits
 
 interface Hit {
@@ -47,7 +48,7 @@ function hitAt(at: number, state: State): Hit {
   let [run, before] = [0, 0];
   while (at >= before + ids[run].length) before += ids[run++].length;
   const position = at - before;
-  return { text: texts.inWindow(run, position, around(position, 0, ids[run].length, (n) => labels[ids[run][n]])), to: toBin(position, ids[run].length, state) };
+  return { text: texts.inWindow(run, position, around(position, 0, ids[run].length, (n) => labels[ids[run][n]])), to: toBin(run, position, ids[run].length, state) };
 }
 
 const SPACE = "␣"; // as labels show it
@@ -94,11 +95,13 @@ function goTo(at: number, state: State): Partial<State> {
   return { ...selected(at, state), view: state.view === "head" ? "head" : HAS_READING ? "reading" : "head" };
 }
 
-/** A position in a window is shown in the map of the head, which pools all windows. */
-function toBin(at: number, length: number, state: State): Partial<State> {
+/** A position in a window is shown in its text, or in the map of the head, which pools all windows. */
+function toBin(run: number, at: number, length: number, state: State): Partial<State> {
   const layer = data.layers[state.layer];
   const share = (bins: number | undefined) => (bins ? Math.floor((at * bins) / length) : null); // where windows have different lengths
-  return { view: "head", row: binAt(layer, "query", at) ?? share(layer.map?.rows), column: binAt(layer, "key", at) ?? share(layer.map?.columns) };
+  const text = { window: run, token: at, page: null };
+  if (state.view === "reading") return text;
+  return { ...text, view: "head", row: binAt(layer, "query", at) ?? share(layer.map?.rows), column: binAt(layer, "key", at) ?? share(layer.map?.columns) };
 }
 
 const hasText = data.tokens !== null || data.runTokens !== null;
@@ -124,17 +127,21 @@ export function Search({ state, change }: Props) {
   }, []);
   const [chosen, setChosen] = useState<number | null>(null); // the hit that was chosen last
   const every = useMemo(() => hitsOf(typed, state), [typed, state]);
-  const hits = open ? every.slice(0, SHOWN).map((hit) => hit()) : [];
+  const [listed, setListed] = useState(SHOWN);
+  const hits = open ? every.slice(0, listed).map((hit) => hit()) : [];
+  const more = every.length > hits.length;
   const merged = !data.tokens && data.runTokens !== null;
+  useLayoutEffect(() => void (open && document.getElementById(`hit-${at}`)?.scrollIntoView({ block: "nearest" })), [at, listed]);
   const choose = (n: number) => {
     if (n >= every.length) return;
+    if (open && n === hits.length) return setListed(listed + UNFOLDED);
     setOpen(false);
     setChosen(n);
     change(every[n]().to);
   };
   const pressed = (event: KeyboardEvent) => {
     const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (by) setAt((before) => Math.max(0, Math.min(hits.length - 1, before + by)));
+    if (by) setAt((before) => Math.max(0, Math.min(hits.length - (more ? 0 : 1), before + by)));
     else if (event.key === "Enter") choose(open || chosen === null ? at : (chosen + 1) % every.length);
     else if (event.key === "Escape") setOpen(false);
     else return;
@@ -144,12 +151,12 @@ export function Search({ state, change }: Props) {
   return (
     <div class="search" role="search" onKeyDown={pressed}>
       <input ref={input} type="text" aria-label={texts.label} placeholder={data.history ? texts.steps : hasText ? texts.placeholder : texts.onlyHeads} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list" {...(hits.length > 0 ? { "aria-activedescendant": `hit-${at}` } : {})}
-        onInput={(event) => { setTyped(event.currentTarget.value); setAt(0); setChosen(null); setOpen(true); }} onFocus={() => setOpen(true)} onBlur={() => setTimeout(() => { setOpen(false); setChosen(null); }, 150)} />
+        onInput={(event) => { setTyped(event.currentTarget.value); setAt(0); setListed(SHOWN); setChosen(null); setOpen(true); }} onFocus={() => setOpen(true)} onBlur={() => setTimeout(() => { setOpen(false); setChosen(null); }, 150)} />
       <ul id="found" role="listbox" aria-label={texts.results} hidden={hits.length === 0}>
         {hits.map((hit, n) => (
           <li key={n} id={`hit-${n}`} role="option" aria-selected={n === at} onMouseDown={(event) => event.preventDefault()} onClick={() => choose(n)}><bdi>{hit.text}</bdi></li>
         ))}
-        {every.length > hits.length && <li class="hint" aria-disabled="true">{texts.more(every.length - hits.length)}</li>}
+        {open && more && <li id={`hit-${hits.length}`} role="option" class="hint" aria-selected={at === hits.length} onMouseDown={(event) => event.preventDefault()} onClick={() => choose(hits.length)}>{texts.more(every.length - hits.length)}</li>}
       </ul>
       {open && typed.trim() !== "" && every.length === 0 && <span class="hint none" role="status">{hasText || data.history ? texts.none : texts.noTokens}</span>}
       {!open && chosen !== null && (every.length > 1 || merged) && <span class="hint none nth" role="status">{every.length > 1 && texts.nth(chosen + 1, every.length)} <bdi>{every[chosen]?.().text}</bdi> {merged && texts.merged}</span>}

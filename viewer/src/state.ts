@@ -5,7 +5,9 @@ import { tiledLengths } from "./exact";
 import { addHistory, FIRST_HISTORY, type HistoryState, parseHistory } from "./history_data";
 import { type Colours, PALETTES, type Pool, type Scale } from "./field";
 import { type Language, LANGUAGES } from "./languages";
-import { other } from "./other";
+import { comparedFile, other } from "./other";
+import { labelled, NAME } from "./visible";
+import { HAS_WINDOWS } from "./words";
 
 export type Tab = "history" | "alarms" | "changes" | "heads" | "head" | "reading" | "segments" | "compare" | "table" | "found" | "trace";
 export type View = Tab | "change"; // a change is shown under the tab of changes
@@ -38,12 +40,14 @@ export interface State extends HistoryState {
   over: boolean; // colours lie over the image
   token: number | null; // the token whose lines stay, in the text
   page: number | null; // of the text
+  window: number; // whose text is shown, where the model read a text in windows
   also: [number, number][]; // further heads with lines in the text
   toward: "from" | "to" | "both"; // lines from queries, to keys
   patchesOf: number | null; // the segment whose tokens look at the images of a prompt; null = the selected token
   segmentFrom: number | null; // whose tokens attend; null = the last segment
   segmentTo: number;
   onlyMoved: boolean; // of two recordings: only the heads that moved
+  against: string; // the name of the file that the address compares with: it cannot hold the file
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
 }
 
@@ -101,12 +105,14 @@ export const FIRST: State = {
   over: coarse(),
   token: null,
   page: null,
+  window: 0,
   also: [],
   toward: "from",
   patchesOf: null,
   segmentFrom: null,
   segmentTo: 0,
   onlyMoved: true,
+  against: "",
   zoom: [1, 0.5, 0.5],
 };
 
@@ -118,15 +124,15 @@ function coarse(): boolean {
 /** Whether the first column can be hidden: where all keys are patches, the first one is like any other. */
 export const SINK = data.image === null || data.image.special > 0;
 
-/** The views that this page has something for; a recording that is compared with it may come later. */
-export function views(): Tab[] {
-  return other() ? ["changes", ...VIEWS] : VIEWS;
+/** The views that this page has something for; a recording that is compared with it may come later, or is named by the address. */
+export function views(against: string): Tab[] {
+  return other() || against ? ["changes", ...VIEWS] : VIEWS;
 }
 
 const VIEWS: Tab[] = data.history ? ["history", "alarms"] : [
   "heads",
   "head",
-  ...(HAS_READING ? (["reading"] as const) : []),
+  ...(HAS_READING || HAS_WINDOWS ? (["reading"] as const) : []),
   ...(HAS_SEGMENTS ? (["segments"] as const) : []),
   "compare",
   "table",
@@ -161,9 +167,13 @@ export function parse(hash: string): State {
   const zoom = (params.get("zoom") ?? "").split(",").map(Number);
   const cell = (params.get("cell") ?? "").split(",").map((text, n) => whole(text, tiledLengths(layer)?.[n] ?? 0));
   const names = ["", ...data.names.map((each) => each.name)];
+  const named = data.history ? null : params.get("against");
+  const against = named ? labelled(named, NAME, false) : "";
+  const window = whole(params.get("window"), data.runTokens?.ids.length ?? 0) ?? 0;
+  const length = data.tokens?.labels.length ?? data.runTokens?.ids[window]?.length ?? 0;
   return {
     ...parseHistory(params),
-    view: oneOf(params.get("view"), [...views(), ...(other() ? (["change"] as const) : [])], other() || data.history ? FIRST.view : "heads"),
+    view: oneOf(params.get("view"), [...views(against), ...(other() || against ? (["change"] as const) : [])], other() || data.history ? FIRST.view : "heads"),
     lang: oneOf(params.get("lang"), ["", ...(Object.keys(LANGUAGES) as Language[])], ""),
     layer,
     head: whole(params.get("head"), data.layers[layer].heads) ?? FIRST.head % data.layers[layer].heads,
@@ -175,7 +185,7 @@ export function parse(hash: string): State {
     sink: SINK && params.get("sink") === "hidden",
     sort: oneOf(params.get("sort"), [...names, "score"], FIRST.sort),
     down: params.get("down") !== "0",
-    pattern: oneOf(params.get("pattern"), ["", ...Object.keys(data.patternWords)], ""),
+    pattern: oneOf(params.get("pattern"), ["", ...Object.keys(data.patternWords), ...Object.keys(data.image?.regionWords ?? {})], ""),
     by: oneOf(params.get("by"), [...names, "score"], ""),
     least: params.get("least") && Number.isFinite(Number(params.get("least"))) ? Number(params.get("least")) : null,
     under: params.get("under") === "1",
@@ -187,9 +197,11 @@ export function parse(hash: string): State {
     thumbs: oneOf(params.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
     cards: params.get("cards") !== "0",
     onlyMoved: params.get("moved") !== "0",
+    against,
     over: params.has("over") ? params.get("over") === "1" : FIRST.over,
-    token: whole(params.get("token"), data.tokens?.labels.length ?? 0),
-    page: whole(params.get("page"), data.tokens?.labels.length ?? 0),
+    token: whole(params.get("token"), length),
+    page: whole(params.get("page"), length),
+    window,
     patchesOf: whole(params.get("patchesOf"), 64),
     segmentFrom: whole(params.get("segmentFrom"), 64),
     segmentTo: whole(params.get("segmentTo"), 64) ?? 0,
@@ -217,11 +229,13 @@ export function address(state: State): string {
   for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "cell", "from", "many", "thumbs"] as const) {
     add(name, state[name], FIRST[name]);
   }
-  for (const name of ["token", "page", "toward", "segmentFrom", "segmentTo", "patchesOf"] as const) add(name, state[name], FIRST[name]);
+  for (const name of ["token", "page", "window", "toward", "segmentFrom", "segmentTo", "patchesOf"] as const) add(name, state[name], FIRST[name]);
   if (state.also.length > 0) params.set("also", state.also.map((each) => each.join(".")).join(","));
   addHistory(params, state);
   if (!state.down) params.set("down", "0");
   if (!state.onlyMoved) params.set("moved", "0");
+  const against = comparedFile() || state.against;
+  if (against) params.set("against", against);
   if (!state.cards) params.set("cards", "0");
   if (state.under) params.set("under", "1");
   if (state.sink) params.set("sink", "hidden");

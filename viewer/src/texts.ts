@@ -122,6 +122,11 @@ export const reading = {
   title: "Reading",
   hint: "Lines lead from each token to those that it attends to. Click a token to keep its lines.",
   hintAll: (least: string) => `Point at a token to see its weights. Until then: the weights above ${least}, except on the token itself and on the first one.`,
+  largestOfWindows: (windows: number) =>
+    `The maps merge ${whole(windows)} windows. Of this one the page holds only the weights that are the largest of their cell over all windows.`,
+  window: "Window",
+  windowOf: (window: number, length: number) => `${whole(window)} (${counted(length, "token")})`,
+  noneOfWindow: "The page holds no weight of this token: larger ones in other windows stand for its cells.",
   largestOnly: "The page holds the largest weights of each token only.",
   choose: "Click a token to list the ten tokens that it attends to most, wherever in the text they are.",
   first: "Head",
@@ -218,6 +223,7 @@ export const cards = {
   example: "{query} → {key}",
   inductionExample: "{query} → {key}, which followed {query} before",
   more: (heads: number) => `${whole(heads)} more ${plural(heads, "head")}`,
+  showAll: (heads: number) => `Show only these ${whole(heads)} heads`,
   count: (heads: string, of: string, does: string) => `${heads} of ${of} ${of === "1" ? "head" : "heads"} ${does}`,
   counts: {
     local: (one, unit) => `${one ? "comes" : "come"} closest to looking at nearby ${plural(2, unit)}`,
@@ -280,8 +286,7 @@ export const figures = {
   pooledTile: "Each cell pools several pairs of query and key.",
   ofInput: (input: string) => `Weights of ${input}.`,
   scale: (scale: "linear" | "log") => (scale === "linear" ? "Linear colour scale." : "Logarithmic colour scale over four decades."),
-  signed: "Orange: A is larger; purple: B is larger.",
-  sink: "The first column is hidden, and each row rescaled.",
+  signed: "Orange: B is larger; purple: A is larger.",
   masked: (blank: boolean, broken: boolean) => `${blank ? "Blank" : "Grey"}: masked${broken ? ", or the row contains NaN or infinity" : ""}.`,
   over: "The colours lie over the image and are mixed with it.",
   rough: "Values are stored in 8 bits.",
@@ -337,8 +342,8 @@ export const names = {
   one: (axis: Axis, position: string) => `${axis} ${position}`,
   several: (axis: Axis, start: number, stop: number) => `${plural(2, axis)} ${whole(start)}–${whole(stop)}`,
   bin: (axis: Axis, at: number, of: number) => `${axis} bin ${at} of ${of}`,
-  pair: (query: string, key: string, run: number | null, text: number | null) => {
-    const where = [run === null ? "" : `run ${run}`, text === null ? "" : `text ${text}`].filter(Boolean).join(", ");
+  pair: (query: string, key: string, run: number | null, text: number | null, isWindow: boolean) => {
+    const where = [run === null ? "" : isWindow ? `window ${whole(run)}` : `run ${run}`, text === null ? "" : `text ${text}`].filter(Boolean).join(", ");
     return `query ${query} → key ${key}${where && ` (${where})`}`;
   },
   chip: (at: number, token: string, value: string) => `${at}: ${token}${value && `, ${value}`}`,
@@ -640,17 +645,18 @@ export const legend = {
   levels: (levels: number) => `Stored in ${levels + 1} levels: value = largest of its row × (c / ${levels})².`,
   noDetail: "Zooming in adds no detail.",
   oneWeight: "Each cell is one weight.",
-  proportional: (rows: number, columns: number) =>
-    `Each cell pools calls of different lengths: ${rows} × ${columns} bins, each an equal share of the length.`,
-  onePair: (inputs: number) => `Each cell is one query and key${overInputs(inputs)}.`,
-  pairs: (pool: "mean" | "max", queries: string, keys: string, inputs: number) =>
-    `Each cell ${pool === "max" ? "is the maximum of" : "averages"} ${queries} × ${keys} pairs of query and key${overInputs(inputs)}.`,
+  /** `over` is what `inputs` or `windows` returns, or "". */
+  proportional: (pool: "mean" | "max", rows: number, columns: number, over: string) =>
+    `Each cell ${over ? `is its ${pool === "max" ? "largest" : "mean"} weight${over}` : `${pool === "max" ? "is the largest weight" : "averages the weights"} of calls`} of different lengths: ${rows} × ${columns} bins, each an equal share of the length.`,
+  onePair: (pool: "mean" | "max", over: string) => `Each cell is one query and key${over && `: its ${pool === "max" ? "largest" : "mean"} weight${over}`}.`,
+  pairs: (pool: "mean" | "max", queries: string, keys: string, over: string) =>
+    `Each cell ${pool === "max" ? "is the maximum of" : "averages"} ${queries} × ${keys} pairs of query and key${over}.`,
+  inputs: (count: number) => `, pooled over ${whole(count)} inputs`,
+  windows: (count: number) => `, merged over ${whole(count)} windows`,
+  sink: (first: FirstColumn, rescaled: boolean) =>
+    `Without the ${firstColumns[first]}${rescaled ? ": the other weights of each row are scaled up, so that the row keeps its sum." : ". The other cells are unchanged."}`.replace("the CLS", "CLS"),
   between: (least: number, most: number) => `${least}–${most}`,
 };
-
-function overInputs(inputs: number): string {
-  return inputs > 1 ? `, pooled over ${whole(inputs)} inputs` : "";
-}
 
 export const server = { stopped: "The server has stopped. Start it again, then reload this page." };
 
@@ -717,11 +723,11 @@ export const compare = {
   title: "Two heads",
   a: "Head A",
   b: "Head B",
-  difference: "Difference (A − B)",
-  differenceOf: (a: string, b: string) => `${a} − ${b}`,
+  difference: "Difference (B − A)",
+  differenceOf: (a: string, b: string) => `${b} − ${a}`,
   unlike: "The maps of A and B have different bins, so they have no difference.",
   statistics: "Statistics of both heads",
-  columns: { mean: "mean over queries", a: "A", b: "B", difference: "A − B" },
+  columns: { mean: "mean over queries", a: "A", b: "B", difference: "B − A" },
 };
 
 export const table = {
@@ -736,6 +742,7 @@ export const table = {
 export const trace = {
   title: "Step by step",
   hint: "One forward pass of multi-head attention. Values are the first ones of the first batch entry and head.",
+  oneLayer: "A trace is of one module, so the page holds the steps of this layer only. headscope.trace(module, x) records those of another one.",
   size: (letter: string, size: number) => `${letter} = ${size}`,
   mistake: "Common mistake.",
   here: "Here.",
@@ -762,6 +769,9 @@ export function withSign(value: string): string {
   return value.includes("-") && !/^(≈ )?\d/.test(value) ? value.replace("-", "−") : `+${value}`;
 }
 
+/** The smallest changes that count, by their units. */
+export type Limits = Record<"share" | "nats" | "logits" | "ratio" | "errors" | "map" | "received", number>;
+
 export const changes = {
   title: "What changed from A to B",
   thisPage: "this page",
@@ -771,7 +781,11 @@ export const changes = {
   most: "Most: {head} ({change}).",
   none: (of: number) => `None of the ${whole(of)} heads moved.`,
   largest: "The largest change is that of {head} ({change}): {size} of its threshold.",
-  hint: "A head has moved if a statistic or its map changed by more than its threshold. Click a head to open it.",
+  hint: "Click a head to open it.",
+  limits: ({ share, nats, logits, ratio, map, errors }: Limits) =>
+    `Moved: a share changed by ${whole(100 * share)} percentage points, entropy by ${figure(nats, 2)} nats, a number of keys by × ${figure(ratio)}, a logit by ${whole(logits)}, or ${percent(map)} of the attention is elsewhere; and by ${whole(errors)} standard errors.`,
+  sharper: (change: string) => `sharper: ${change}`,
+  broader: (change: string) => `broader: ${change}`,
   only: "Only heads that moved",
   showMore: (count: number) => `Show ${whole(count)} more`,
   shown: (shown: number, of: number) => `${whole(shown)} of ${counted(of, "head")}`,
@@ -815,12 +829,22 @@ export const changes = {
   otherSample: "Maps are not compared where A and B measured different shares of the queries.",
   otherSegments: "The segments have different names, so they are not compared.",
   noSpread: "A page of a single text does not hold the spread of the rows, so every change above its threshold counts.",
-  onlyIn: (side: "A" | "B", names: string[], more: number) => `Only in ${side}: ${names.join(", ")}${more > 0 ? ` and ${whole(more)} more` : ""}.`,
+  onlyIn: (side: "A" | "B", names: string[]) => `Only in ${side}: ${names.join(", ")}.`,
   unchecked: (which: "A" | "B" | "AB") => `${which === "AB" ? "A and B do" : `${which} does`} not state the model, so headscope cannot check that they belong together.`,
   otherModel: (a: string, b: string, same: boolean) => `These recordings are of different models: ${a} and ${b}${same ? " with another configuration" : ""}. Compare recordings of one architecture.`,
   otherHeads: (layer: string, a: number, b: number) => `Layer ${layer} has ${a === b ? "another part of the heads" : `${whole(a)} heads here and ${whole(b)}`} in the other recording. Compare recordings of one architecture.`,
   otherWidths: (layer: string, a: number, b: number) => `The heads of layer ${layer} have ${whole(a)} dimensions here and ${whole(b)} in the other recording. Compare recordings of one architecture.`,
   noLayers: (a: string, b: string) => `These recordings have no layer in common (the first ones: ${a}, ${b}). Compare recordings of one model.`,
+};
+
+/** What a link holds, and what not. */
+export const links = {
+  onThisDisk: "The page is a file on this computer, so the link works only here. For others, send the file and this:",
+  copyPart: "Copy file name and view",
+  lacks: (file: string) => `The link opens this page only. B must be dropped again: send ${file}, too.`,
+  awaited: (file: string) => `This link compares with ${file}. Drop that file here, or choose it.`,
+  choose: "Choose the file…",
+  without: "Go on without it",
 };
 
 /** Files that are dropped onto the page. */
@@ -874,7 +898,7 @@ export const history = {
     "growing logits": (before: string, value: string, limit: string) => `largest logit ${before} → ${value} (alarm above ${limit})`,
     "rising sink": (before: string, value: string, limit: string) => `weight on the first token ${before} → ${value} (alarm above ${limit})`,
   },
-  more: (heads: number, step: string, tied: number) => `· ${whole(heads)} more ${plural(heads, "head")} by step ${step}${tied > 0 ? `, ${whole(tied)} of them at the same step` : ""}`,
+  more: (heads: number, step: string, tied: number) => `${whole(heads)} more ${plural(heads, "head")} by step ${step}${tied > 0 ? `, ${whole(tied)} of them at the same step` : ""}`,
   quiet: (steps: number) => `No alarm in ${counted(steps, "step")}.`,
   unwatched: "No alarms were requested: watch(alarms=True) raises them.",
   changed: (name: string, quantity: string) => `Most change in ${quantity}: ${name}`,

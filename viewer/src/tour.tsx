@@ -2,6 +2,7 @@
 
 import { useCallback, useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { data, HAS_READING } from "./data";
+import { HAS_WINDOWS } from "./words";
 import { other } from "./other";
 import type { State } from "./state";
 import { tour as texts } from "./texts";
@@ -53,7 +54,7 @@ interface Box {
 export function Tour({ state, change }: Props) {
   const [at, setAt] = useState<number | null>(null);
   const before = useRef(state); // where the reader was
-  const steps = data.history ? HISTORY : [...(other() ? [CHANGES] : []), ...STEPS.filter(({ name }) => name !== "reading" || HAS_READING)];
+  const steps = data.history ? HISTORY : [...(other() ? [CHANGES] : []), ...STEPS.filter(({ name }) => name !== "reading" || HAS_READING || HAS_WINDOWS)];
   const show = (to: number) => {
     change({ view: steps[to].view, ...(steps[to].name === "cards" ? { cards: true } : {}) });
     setAt(to);

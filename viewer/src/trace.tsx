@@ -8,7 +8,7 @@ export function Trace() {
   return (
     <section aria-labelledby="trace-title">
       <h2 id="trace-title">{title || trace.title}</h2>
-      <p class="hint">{trace.hint}</p>
+      <p class="hint">{trace.hint} {trace.oneLayer}</p>
       {stages.map((stage, n) => (
         <div class="stage" key={n}>
           <h3>{stage.name}</h3>

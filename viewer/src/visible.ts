@@ -2,6 +2,8 @@
 
 const SHOWN: Record<string, string> = { " ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥" };
 
+export const NAME = 80; // characters of the name of a file
+
 /** As much of a text as so many characters hold; without `blanks` a space stays a space. */
 export function labelled(text: string, limit: number, blanks = true): string {
   const letters = [...text.slice(0, 2 * limit + 2)].slice(0, limit + 1);

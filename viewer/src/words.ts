@@ -1,13 +1,15 @@
 // Names of places: which head, query, key or cell. The texts themselves are in texts.ts.
 
 import { binOf, data, hasTokens, type Head, type Layer, queryAt, range, token, tokenOf } from "./data";
-import { figure, legend, names, rough, whole } from "./texts";
+import { figure, type FirstColumn, legend, names, rough, whole } from "./texts";
+
+/** The content of the first column of the maps. */
+export const FIRST_COLUMN: FirstColumn = data.image ? "CLS" : data.layers.every((layer) => !layer.map || (layer.lengths && layer.map.columns === layer.lengths[1])) ? "token" : "bin";
 
 /** A value of a map, marked if it is stored in 8 bits. */
 export function mapValue(value: number, layer?: Layer): string {
   return (layer?.other?.bits ?? data.bits) === 8 ? rough(value) : figure(value);
 }
-
 
 /** The next of 1, 2, 5, 10, … */
 export function step(least: number): number {
@@ -64,10 +66,10 @@ export function pair(layer: Layer, query: number, key: number, run: number, entr
   const tokens = one && single(layer);
   const texts = [query, key].map((at) => tokenOf(layer, run, at));
   if (texts[0] !== null && texts[1] !== null) {
-    return names.pair(names.quoted(query, texts[0]), names.quoted(key, texts[1]), run, null);
+    return names.pair(names.quoted(query, texts[0]), names.quoted(key, texts[1]), run, null, true);
   }
   const name = (axis: "query" | "key", at: number) => (tokens ? position(layer, axis, at) : whole(at));
-  return names.pair(name("query", query), name("key", key), one ? null : run, single(layer) ? null : entry);
+  return names.pair(name("query", query), name("key", key), one ? null : run, single(layer) ? null : entry, windowsOf(layer) > 0);
 }
 
 /** Whether each call had one text. */
@@ -80,14 +82,30 @@ export function oneOf(layer: Layer): string {
   return layer.lengths !== null && layer.of === layer.lengths[0] ? "" : names.firstInput;
 }
 
+/** In how many windows the model read the text of a layer; 0 where its runs are something else. */
+export function windowsOf(layer: Layer): number {
+  const tokens = data.runTokens;
+  return tokens && !layer.other && layer.kind === "self" && layer.runs === tokens.ids.length ? layer.runs : 0;
+}
+
+/** Whether the page holds the texts of the windows in which a text was read. */
+export const HAS_WINDOWS = data.layers.some((layer) => windowsOf(layer) > 0);
+
+/** What a map without its first column shows; "" for others. */
+export function withoutFirst(layer: Layer, { sink, pool }: { sink: boolean; pool: "mean" | "max" }): string {
+  return sink ? legend.sink(FIRST_COLUMN, pool === "mean" || layer.map!.exact) : "";
+}
+
 /** How many weights a cell of the map pools. */
 export function binning(layer: Layer, pool: "mean" | "max"): string {
   const map = layer.map!;
   if (map.exact) return legend.oneWeight;
-  if (!map.ranges) return legend.proportional(map.rows, map.columns);
+  const windows = windowsOf(layer);
+  const over = (inputs: number) => (windows > 1 ? legend.windows(windows) : inputs > 1 ? legend.inputs(inputs) : "");
+  if (!map.ranges) return legend.proportional(pool, map.rows, map.columns, over(1));
   const [queries, keys] = layer.lengths!;
-  const inputs = layer.of / queries;
-  if (queries === map.rows && keys === map.columns) return legend.onePair(inputs);
+  const inputs = over(layer.of / queries);
+  if (queries === map.rows && keys === map.columns) return legend.onePair(pool, inputs);
   const each = (length: number, bins: number) => {
     const size = length / bins;
     return size <= 1 ? "1" : Number.isInteger(size) ? whole(size) : legend.between(Math.floor(size), Math.ceil(size));

@@ -337,10 +337,11 @@ def _footer(recording: ObservedModel, common: str) -> dict[str, str]:
     source = f"{input_options['source']}; " if isinstance(input_options, dict) and "source" in input_options else ""
     options = list_options(about.options)
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+    passes = texts.forward_passes(about.forwards, about.ran, windows=bool(about.run_texts))
     return {
         texts.MODEL: about.model or texts.NO_NAME,
         **({texts.PART: _parts(about.part)} if about.part else {}),
-        texts.INPUT: f"{source}{inputs}; {texts.forward_passes(about.forwards, about.ran)}",
+        texts.INPUT: f"{source}{inputs}; {passes}",
         texts.AVERAGES: texts.averages(rows, "query", "queries"),
         **({texts.LAYERS: common.strip().removeprefix("Layers: ").removesuffix(".")} if common else {}),
         **({texts.OTHER_LAYERS: _others(about.other_layers)} if about.other_layers else {}),

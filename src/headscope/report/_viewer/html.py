@@ -203,6 +203,7 @@ def _picture(picture: Picture) -> dict[str, Any]:
         "regions": {name: [round(x, 4) for x in part] for name, part in picture.regions.items()},
         "regionWords": {name: {"heading": word.heading, "meaning": word.meaning} for name, word in REGIONS.items()},
         "looks": [[look and list(look) for look in layer] for layer in picture.looks],
+        "clear": [list(layer) for layer in picture.clear],
     }
 
 

@@ -47,6 +47,7 @@ class Picture:
         outline: for each patch whether it belongs to the object, row by row; empty = not known.
         regions: region -> the share of each patch that belongs to it, 0 to 1.
         looks: for each layer the region that each head attends to most, and the ratio to chance.
+        clear: for each layer the region of each head whose ratio chance does not explain: those that cards count.
 
     Examples:
         >>> import numpy as np
@@ -62,6 +63,7 @@ class Picture:
     outline: Sequence[int] = ()
     regions: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     looks: Sequence[Sequence[tuple[str, float] | None]] = ()
+    clear: Sequence[Sequence[str | None]] = ()
 
 
 @dataclass(frozen=True, eq=False)

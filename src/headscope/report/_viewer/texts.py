@@ -68,9 +68,11 @@ def sample(observed: int, rows: int, layers: int) -> str:
     return f"Sample: the statistics use {observed:,} of {queries_of(rows)} {each}."
 
 
-def forward_passes(observed: int, ran: int) -> str:
-    """Return how many forward passes were observed."""
+def forward_passes(observed: int, ran: int, *, windows: bool = False) -> str:
+    """Return how many forward passes were observed; ``windows``: each of them read a window of one text."""
     if observed == ran:
+        if windows:
+            return counted(observed, "window")
         return counted(observed, "forward pass", "forward passes")
     return f"{observed:,} of {ran:,} forward passes observed"
 
