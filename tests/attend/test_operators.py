@@ -128,8 +128,14 @@ CHECKED = ["nothing", "mask: causal & documents | dense", "bias of keys", "every
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.15's check itself
-@pytest.mark.parametrize("backend", torch_operators.OPERATOR_BACKENDS)
-@pytest.mark.parametrize("option", CHECKED)
+@pytest.mark.parametrize(
+    ("option", "backend"),
+    [
+        pytest.param(option, backend, marks=() if option == "everything" or backend == "cpu" else LONG)
+        for option in CHECKED
+        for backend in torch_operators.OPERATOR_BACKENDS
+    ],
+)
 def test_the_operators_are_what_they_say(option: str, backend: str) -> None:
     asked = OPTIONS[option](torch.float32)
     leaves = {name: x.requires_grad_() for name, x in asked.tensors.items()}

@@ -42,8 +42,18 @@ def functional(bug: str) -> tuple[Any, dict[str, Any]]:
 MADE: list[Callable[[str], tuple[Any, dict[str, Any]]]] = [packed, loops, functional]
 
 
-@pytest.mark.parametrize("make", MADE)
-@pytest.mark.parametrize("bug", BUGS)
+# Each bug in one of the modules; in the others in the long runs.
+EACH_ONCE = [(bug, MADE[at % 3]) for at, bug in enumerate(BUGS)]
+
+
+@pytest.mark.parametrize(
+    ("bug", "make"),
+    [
+        pytest.param(bug, make, marks=() if (bug, make) in EACH_ONCE else pytest.mark.long)
+        for bug in BUGS
+        for make in MADE
+    ],
+)
 def test_a_bug_is_found_by_name(bug: str, make: Callable[[str], tuple[Any, dict[str, Any]]]) -> None:
     torch.manual_seed(3)
     module, said = make(bug)

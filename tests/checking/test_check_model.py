@@ -188,7 +188,7 @@ def test_half_precision_that_overflows_is_reported_with_its_module() -> None:
             super().__init__()
             self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
             nn.init.constant_(self.up.bias, 3e4)
-            nn.init.constant_(self.up.weight, 3e4)
+            nn.init.uniform_(self.up.weight, 1e4, 5e4)  # columns that differ: a norm of equal ones amplifies rounding
 
         def forward(self, x: Tensor) -> Tensor:
             return self.norm(self.up(x.abs()) * 2)

@@ -119,7 +119,7 @@ HARM = {
     "crashes.py": ("import ctypes\nctypes.string_at(0)", "the code ended its process (SIGSEGV) before the check"),
     "ends.py": ("import os\nos._exit(0)", "the code ended its process (exit code 0) before the check was done"),
     "exits.py": ("import sys\nsys.exit(0)", "the file calls sys.exit() when it is imported"),
-    "hangs.py": ("while True: pass", "--timeout: the code was stopped after 4 seconds"),
+    "hangs.py": ("import time\ntime.sleep(60)", "--timeout: the code was stopped after 4 seconds"),
     "interrupts.py": ("raise KeyboardInterrupt", "before the check was done: KeyboardInterrupt:"),
     "kills.py": ("import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(9)", "ended the process that checks all files"),
     "none.py": ("def attend(x): return x", "defines no class of nn.Module, expected one"),
@@ -470,15 +470,23 @@ def test_the_text_of_a_result_is_what_its_author_needs() -> None:
     assert broken == "not checked: import failed"
 
 
-def test_the_table_has_the_error_that_every_mask_raises(folder: Path) -> None:
+def test_the_table_has_the_error_that_every_mask_raises(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "anna" / "hw.py").write_text(ATTENTION.replace("else s.masked_fill", "else scores.masked_fill"))
     (folder / "ben.py").write_text(ATTENTION)
     (folder / "anna" / "notes.py").unlink()
-    run = run_check("work", "--args", "24, 3")
+    run = run_check("work", "--args", "24, 3", "--json")
     assert run.returncode == 0, run.stderr
-    shown = " ".join(run.stdout.split())
+    files = json.loads(run.stdout)["files"]
+    assert [each["file"] for each in files] == ["anna/hw.py", "ben.py"]
+    answers = [{"findings": each["findings"]} for each in files]
+    monkeypatch.setattr(class_runner, "run_requests", lambda requests, jobs: enumerate(answers))
+    main(["check", "work", "--args", "24, 3"])
+    shown = " ".join(capsys.readouterr().out.split())
     assert "anna/hw.py incomplete not tested: mask=, fully masked rows mask=: every mask that was tried" in shown
     assert "the first was NameError: name 'scores' is not defined" in shown
-    lines = run_check("work", "--args", "24, 3", "--csv").stdout.splitlines()
+    main(["check", "work", "--args", "24, 3", "--csv"])
+    lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith("anna/hw.py,")]
     assert line.endswith("the first was NameError: name 'scores' is not defined")

@@ -77,7 +77,7 @@ CHANGED: list[tuple[Step, str]] = [
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 @pytest.mark.parametrize(("step", "text"), CHANGED)
 def test_a_map_of_the_logits_that_is_no_cap_is_found(step: Step, text: str, seed: int, causal: bool) -> None:
     torch.manual_seed(seed)
@@ -136,7 +136,7 @@ NOT_MONOTONE: list[tuple[Step, str]] = [
 ]
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(("step", "text"), NOT_MONOTONE)
 def test_a_map_that_falls_somewhere_is_found(step: Step, text: str, causal: bool) -> None:
     torch.manual_seed(1)
@@ -259,7 +259,7 @@ def test_a_number_added_to_the_weights_is_no_scale_and_ignores_no_mask(masked: b
 
 
 @pytest.mark.parametrize("cap", [30.0, 50.0, 100.0])
-@pytest.mark.parametrize("seed", [0, 4, 5])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (4, 5))])
 def test_a_cap_that_bends_the_logits_a_little_is_accepted(cap: float, seed: int) -> None:
     torch.manual_seed(seed)
     module = Capped(cap)

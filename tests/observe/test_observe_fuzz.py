@@ -466,7 +466,7 @@ def compare_top(kept: Any, wanted: oracle_observe.Seen, p: Tensor, visible: Tens
 
 
 @given(observations())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_against_the_definition(seen: Observed) -> None:
     assert check(seen).parts
 

@@ -136,7 +136,7 @@ def check(call: Call) -> HeadStats:
 
 
 @given(calls())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_against_the_definition(call: Call) -> None:
     assert check(call).parts
 

@@ -120,7 +120,7 @@ def check(chosen: Chosen) -> None:
         assert bool((apart <= bound).all()), (head, float(apart.max()))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(choices())
 def test_weights_are_those_of_float64(chosen: Chosen) -> None:
     check(chosen)

@@ -17,11 +17,12 @@ import torch
 from headscope import Observe, masks, observe
 from headscope.report.serving import Server
 from headscope.watching import About, Recording
+from support.chromium import pages_of
 from support.html_pages import HOSTILE, browser
 from support.serving import running
 
 try:
-    from playwright.sync_api import BrowserContext, Page, sync_playwright
+    from playwright.sync_api import Browser, BrowserContext, Page
 except ImportError:  # pragma: no cover
     pytest.skip("Playwright is not installed", allow_module_level=True)
 
@@ -57,47 +58,50 @@ def long() -> Recording:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[BrowserContext]:
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox", "--disable-gpu"])
-        context = opened.new_context()
-        context.set_default_timeout(20_000)
-        yield context
-        opened.close()
+def chromium(chromium_process: Browser) -> Iterator[BrowserContext]:
+    context = chromium_process.new_context()
+    context.set_default_timeout(20_000)
+    yield context
+    context.close()
 
 
 class Watched:
     """A page, what it wrote to the console, and what it asked for."""
 
     def __init__(self, chromium: BrowserContext, url: str, *, width: int = 1280, scheme: Any = "light") -> None:
-        self.page: Page = chromium.new_page()
-        self.page.set_viewport_size({"width": width, "height": 900})
-        self.page.emulate_media(color_scheme=scheme)
+        self.pages = pages_of(chromium)
+        self.page: Page = self.pages.take(width=width, scheme=scheme)
         self.said: list[str] = []
         self.asked: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.said.append(dialog.message))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(url)
+        self._listeners: dict[Any, Any] = {
+            "console": lambda message: self.said.append(message.text),
+            "pageerror": lambda error: self.said.append(str(error)),
+            "dialog": lambda dialog: self.said.append(dialog.message),
+            "request": lambda request: self.asked.append(request.url),
+        }
+        for event, listener in self._listeners.items():
+            self.page.on(event, listener)
+        self.pages.load(self.page, url)
 
     def close(self) -> None:
-        self.page.close()
+        for event, listener in self._listeners.items():
+            self.page.remove_listener(event, listener)
+        self.pages.give_back(self.page)
 
 
 @pytest.fixture
 def look(chromium: BrowserContext, tmp_path: Path) -> Iterator[Any]:
     """Opens the page of a recording at an address; in the end nothing was said and nothing asked for."""
-    pages: list[Watched] = []
+    opened: list[Watched] = []
 
-    def opened(found: Recording | Path, at: str = "", **options: Any) -> Page:
-        path = found if isinstance(found, Path) else found.save_html(tmp_path / f"{len(pages)}.html")
+    def open_page(found: Recording | Path, at: str = "", **options: Any) -> Page:
+        path = found if isinstance(found, Path) else found.save_html(tmp_path / f"{len(opened)}.html")
         watched = Watched(chromium, f"{path.as_uri()}#{at}", **options)
-        pages.append(watched)
+        opened.append(watched)
         return watched.page
 
-    yield opened
-    for watched in pages:
+    yield open_page
+    for watched in opened:
         assert watched.said == []
         assert [url for url in watched.asked if not url.startswith(("data:", "blob:"))] == watched.asked[:1]
         watched.close()
@@ -129,6 +133,23 @@ def near(shown: float, wanted: float) -> None:
 def thumbs(page: Page) -> list[str]:
     page.locator(".thumb canvas[data-drawn], .thumb .tile").first.wait_for()
     return [str(each.get_attribute("aria-label")) for each in page.locator(".thumb").all()]
+
+
+_STILL = """(quiet) => new Promise((done) => {
+  let timer = 0;
+  const wait = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => { observer.disconnect(); requestIdleCallback(done); }, quiet);
+  };
+  const observer = new MutationObserver(wait);
+  observer.observe(document, { subtree: true, childList: true, characterData: true, attributes: true });
+  wait();
+})"""
+
+
+def wait_until_drawn(page: Page, quiet: int = 80) -> None:
+    """Wait until the page has changed nothing for so many milliseconds: its heads are decoded and drawn."""
+    page.evaluate(_STILL, quiet)
 
 
 def open_menu(page: Page, name: str = "View") -> Page:

@@ -19,7 +19,19 @@ from headscope import Observe, masks, observe
 from headscope.report.colours import BLUES, colour_at
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
-from support.browser import Page, chromium, in_a_browser, long, look, numbers, open_menu, recorded, short, thumbs
+from support.browser import (
+    Page,
+    chromium,
+    in_a_browser,
+    long,
+    look,
+    numbers,
+    open_menu,
+    recorded,
+    short,
+    thumbs,
+    wait_until_drawn,
+)
 
 pytestmark = in_a_browser
 
@@ -66,7 +78,9 @@ def test_one_bar_stands_above_the_picture(look: Any, short: Recording, heads: An
     assert box(page, "header")["top"] == 0
 
 
-@pytest.mark.parametrize("size", [(1280, 900), (1100, 640), (1920, 1080)])
+@pytest.mark.parametrize(
+    "size", [(1280, 900), *(pytest.param(each, marks=pytest.mark.long) for each in ((1100, 640), (1920, 1080)))]
+)
 def test_the_whole_map_fits_the_window(look: Any, short: Recording, long: Recording, size: tuple[int, int]) -> None:
     for found in (short, long):
         page = look(found, "view=head&layer=1&head=2")
@@ -220,7 +234,10 @@ def test_a_theme_and_a_palette_redraw_the_maps(look: Any, short: Recording) -> N
     light = pixels(page, ".map canvas").mean()
     open_menu(page).get_by_label("Theme").select_option("dark")
     page.mouse.click(30, 890)
-    page.wait_for_timeout(300)
+    for _ in range(100):  # it is drawn again, soon
+        if pixels(page, ".map canvas").mean() < light - 80:
+            break
+        page.wait_for_timeout(25)
     assert pixels(page, ".map canvas").mean() < light - 80
     assert "colours=" not in page.url, "the palette is the same"
     open_menu(page).get_by_label("Colours").select_option("viridis")
@@ -262,7 +279,7 @@ SMALL = """() => [...document.querySelectorAll("button, select, summary, input")
 def test_targets_on_a_phone_are_large(look: Any, heads: Any, view: str) -> None:
     page = look(heads(2, 3), f"view={view}&row=3&column=2", width=360)
     page.locator("section").first.wait_for()
-    page.wait_for_timeout(200)
+    wait_until_drawn(page)
     assert page.evaluate(SMALL) == []
     open_menu(page)
     assert page.evaluate(SMALL) == []

@@ -15,7 +15,7 @@ from axe_playwright_python.sync_playwright import Axe
 
 from headscope.watching import Recording
 from support.all_views import VIEWS, first_of_each, write_pages
-from support.browser import BrowserContext, Page, chromium, in_a_browser, long
+from support.browser import BrowserContext, Page, Watched, chromium, in_a_browser, long, wait_until_drawn
 
 pytestmark = in_a_browser
 
@@ -34,24 +34,19 @@ def paths(tmp_path_factory: pytest.TempPathFactory, long: Recording) -> dict[str
 @pytest.fixture
 def show(chromium: BrowserContext, paths: dict[str, Path]) -> Iterator[Any]:
     """Opens a view; in the end nothing was written to the console."""
-    opened: list[Page] = []
-    lines: list[str] = []
+    opened: list[Watched] = []
 
     def of(name: str, view: str) -> Page:
-        page = chromium.new_page()
-        opened.append(page)
-        page.set_viewport_size({"width": 1280, "height": 900})
-        page.on("console", lambda message: lines.append(message.text))
-        page.on("pageerror", lambda error: lines.append(str(error)))
-        page.goto(f"{paths[name].as_uri()}#{view}")
+        opened.append(Watched(chromium, f"{paths[name].as_uri()}#{view}"))
+        page = opened[-1].page
         page.locator("#view > *").first.wait_for()
-        page.wait_for_timeout(250)  # heads are decoded and drawn
+        wait_until_drawn(page)
         return page
 
     yield of
-    for page in opened:
-        page.close()
-    assert lines == []
+    for watched in opened:
+        watched.close()
+        assert watched.said == []
 
 
 def findings(page: Page) -> list[str]:

@@ -15,7 +15,7 @@ from headscope import Observe, masks, observe
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 from support.all_views import write_history, write_pair
-from support.browser import Page, chromium, in_a_browser, look
+from support.browser import Page, chromium, in_a_browser, look, wait_until_drawn
 
 pytestmark = in_a_browser
 
@@ -67,7 +67,7 @@ def test_the_tour_leads_through_the_page(look: Any, recording: Recording, size: 
     for step in range(6):
         expect(tour.locator(".steps span")).to_have_text(f"{step + 1} of 6")
         page.locator(".tour-frame").wait_for()
-        page.wait_for_timeout(300)  # what the step shows is decoded and laid out
+        wait_until_drawn(page)  # what the step shows is decoded and laid out
         assert beside(page), step
         assert tour.evaluate("(e) => e.contains(document.activeElement)"), "the keyboard is in the tour"
         views.append(str(page.locator("[role=tab][aria-selected=true]").get_attribute("id")))
@@ -96,7 +96,7 @@ def test_the_tour_of_two_recordings_and_of_a_training(look: Any, tmp_path: Path,
     for step, view in enumerate(views):
         expect(tour.locator(".steps span")).to_have_text(f"{step + 1} of {len(views)}")
         page.locator(".tour-frame").wait_for()
-        page.wait_for_timeout(300)
+        wait_until_drawn(page)
         assert beside(page), step
         assert page.locator("[role=tab][aria-selected=true]").get_attribute("id") == f"tab-{view}"
         page.keyboard.press("Enter")

@@ -27,6 +27,7 @@ pytestmark = in_a_browser
 
 STEPS = 23
 GUTTER = 46  # pixels at the left of the map
+SCREENS = [(1280, "dark"), (360, "light"), (360, "dark")]  # besides a wide and light one
 COLLAPSE = 11  # the step at which head 1 of layer 1 collapses
 
 
@@ -205,7 +206,10 @@ def test_colours_and_flags_are_where_the_values_are(opened: Any, history: Histor
     assert sum(pixel(page, 3, 2)) > sum(pixel(page, 5, STEPS - 1)) + 200, "white is small, ink is large"
     assert pixel(page, 4, COLLAPSE) == (0xB3, 0x26, 0x1E), "a flag"
     page.emulate_media(color_scheme="dark")
-    page.wait_for_timeout(400)
+    for _ in range(100):  # it is drawn again, soon
+        if sum(pixel(page, 3, 2)) < 200:
+            break
+        page.wait_for_timeout(25)
     assert sum(pixel(page, 3, 2)) < 200, "on a dark page small is dark"
 
 
@@ -291,8 +295,9 @@ def test_one_step_and_one_head(opened: Any, tmp_path: Path) -> None:
     assert page.locator(".history-steps output").inner_text() == "Step 0"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(1280, "light"), *(pytest.param(*each, marks=pytest.mark.long) for each in SCREENS)]
+)
 def test_it_fits_the_screen(width: int, scheme: str, opened: Any, history: History) -> None:
     page = opened(history, width=width, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -323,9 +328,13 @@ def test_many_heads_scroll_and_those_with_alarms_come_first(opened: Any, tmp_pat
     assert texts(page, ".history-side h2")[1] == "Head 1.1 (b): all quantities", "the first row"
     page.get_by_label("Rows").select_option("layer")
     page.locator(".history-map").evaluate("(map) => { map.scrollTop = 1e6; }")
-    page.wait_for_timeout(200)  # it is drawn where it was scrolled to
-    canvas.click(position={"x": 100, "y": box["height"] - 1})
-    assert texts(page, ".history-side h2")[1] == "Head 2.210 (c): all quantities", "the last row"
+    last = "Head 2.210 (c): all quantities"
+    for _ in range(100):  # it is soon drawn where it was scrolled to
+        canvas.click(position={"x": 100, "y": box["height"] - 1})
+        if texts(page, ".history-side h2")[1] == last:
+            break
+        page.wait_for_timeout(25)
+    assert texts(page, ".history-side h2")[1] == last, "the last row"
 
 
 def test_infinite_and_missing_values_are_shown(opened: Any, tmp_path: Path) -> None:

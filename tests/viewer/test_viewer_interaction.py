@@ -293,9 +293,10 @@ def double_pixels(page: Page) -> Any:
     screen = {"width": 1280, "height": 900, "deviceScaleFactor": 2, "mobile": False}
     for _ in range(20):
         session.send("Emulation.setDeviceMetricsOverride", screen)
-        page.wait_for_timeout(300)
-        if page.evaluate("window.doubled === true"):
-            return session
+        for _ in range(12):
+            page.wait_for_timeout(25)
+            if page.evaluate("window.doubled === true"):
+                return session
         session.send("Emulation.clearDeviceMetricsOverride")
         page.wait_for_timeout(100)
     pytest.fail("Chromium sent no event of another screen")

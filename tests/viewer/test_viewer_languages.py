@@ -18,7 +18,8 @@ from headscope.tracing._explanations import EXPLANATIONS
 from headscope.tracing._written.explanations import _MORE
 from headscope.watching import Recording
 from support.all_views import VIEWS, first_of_each, write_pages
-from support.browser import BrowserContext, Page, chromium, in_a_browser, long
+from support.browser import BrowserContext, Page, chromium, in_a_browser, long, wait_until_drawn
+from support.chromium import pages_of
 from support.paths import ROOT
 
 pytestmark = in_a_browser
@@ -81,17 +82,21 @@ def paths(tmp_path_factory: pytest.TempPathFactory, long: Recording) -> dict[str
 
 @pytest.fixture
 def page(chromium: BrowserContext) -> Iterator[Page]:
-    opened = chromium.new_page()
+    pages = pages_of(chromium)
+    opened = pages.take()
     yield opened
-    opened.close()
+    pages.give_back(opened)
+
+
+def load(page: Page, path: Path, fragment: str) -> None:
+    pages_of(page.context).load(page, f"{path.as_uri()}#{fragment}")
 
 
 def texts(page: Page, path: Path, view: str, language: str) -> set[str]:
     """All that a reader of a view sees or hears, with the menus and the glossary."""
-    page.goto("about:blank")
-    page.goto(f"{path.as_uri()}#{view}&lang={language}")
+    load(page, path, f"{view}&lang={language}")
     page.locator("#view > *").first.wait_for()
-    page.wait_for_timeout(250)
+    wait_until_drawn(page)
     page.keyboard.press("?")
     page.locator(".guides button").nth(1).click()
     page.locator(".glossary").wait_for()
@@ -156,12 +161,11 @@ def test_the_language_is_that_of_the_address_then_the_reader_s_then_the_browser_
 
 
 def test_what_the_reader_wrote_stays(page: Page, paths: dict[str, Path]) -> None:
-    page.goto(f"{paths['text'].as_uri()}#lang=zh")
+    load(page, paths["text"], "lang=zh")
     page.locator("#view > *").first.wait_for()
     assert "“the cat sat on the mat, and the dog sat on the mat”，20 个词元" in page.locator("footer").inner_text()
     assert page.locator("h1").inner_text() == "the cat sat on the mat, and the dog sat on the mat"
-    page.goto("about:blank")
-    page.goto(f"{paths['watch'].as_uri()}#lang=de")
+    load(page, paths["watch"], "lang=de")
     assert (
         page.locator("h1")
         .inner_text()
@@ -170,21 +174,20 @@ def test_what_the_reader_wrote_stays(page: Page, paths: dict[str, Path]) -> None
 
 
 def test_an_unknown_language_is_english(page: Page, paths: dict[str, Path]) -> None:
-    page.goto(f"{paths['text'].as_uri()}#lang=fr")
+    load(page, paths["text"], "lang=fr")
     assert page.locator("#tab-table").inner_text() == "Statistics"
 
 
 def test_numbers_are_written_as_the_language_writes_them(page: Page, paths: dict[str, Path]) -> None:
     for language, weight, share in (("en", "0.", " %"), ("de", "0,", " %"), ("zh", "0.", "%")):
-        page.goto("about:blank")
-        page.goto(f"{paths['text'].as_uri()}#view=head&layer=3&head=3&row=9&column=5&lang={language}")
+        load(page, paths["text"], f"view=head&layer=3&head=3&row=9&column=5&lang={language}")
         cell = page.locator(".beside tr[data-name=normalized_entropy] td").first
         assert cell.inner_text().startswith(weight + "2")
         assert re.search(rf"\D79{share}\D", page.locator(".likeness").inner_text().replace("\xa0", " "))
 
 
 def test_canvases_are_drawn_in_the_language(page: Page, paths: dict[str, Path]) -> None:
-    page.goto(f"{paths['text'].as_uri()}#view=head&layer=3&head=3&lang=de")
+    load(page, paths["text"], "view=head&layer=3&head=3&lang=de")
     page.locator(".map canvas").wait_for()
     page.locator(".map .figure-menu > button").click()
     with page.expect_download() as download:
@@ -198,7 +201,7 @@ def test_canvases_are_drawn_in_the_language(page: Page, paths: dict[str, Path]) 
 
 
 def test_patches_of_cards_are_named_in_the_language(page: Page, paths: dict[str, Path]) -> None:
-    page.goto(f"{paths['image'].as_uri()}#lang=de")
+    load(page, paths["image"], "lang=de")
     names = page.locator(".cards .card bdi").all_inner_texts()
     assert names
     assert [name for name in names if not re.fullmatch(r"Zeile \d, Spalte \d", name)] == []
@@ -206,7 +209,7 @@ def test_patches_of_cards_are_named_in_the_language(page: Page, paths: dict[str,
 
 def test_notes_of_a_comparison_follow_the_language(page: Page, long: Recording, tmp_path: Path) -> None:
     path = long.save_html(tmp_path / "notes.html", against=long)
-    page.goto(f"{path.as_uri()}#lang=de")
+    load(page, path, "lang=de")
     notes = page.locator(".changes-notes")
     assert "A und B nennen das Modell nicht" in notes.inner_text()
     page.evaluate("location.hash = 'lang=zh'")

@@ -497,7 +497,9 @@ def test_padding_reaches_the_registered_function() -> None:
     torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("padding", [PADDING, None], ids=["padded", "whole"])
+@pytest.mark.parametrize(
+    "padding", [pytest.param(PADDING, id="padded"), pytest.param(None, id="whole", marks=pytest.mark.long)]
+)
 def test_a_model_with_the_registered_function_compiles_in_one_graph(padding: Tensor | None) -> None:
     """Its masks are then tensors whose numbers nobody can read."""
     register_transformers()

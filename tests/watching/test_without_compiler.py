@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
+from support.forking import run_program
 
 MODULE = """
 import sys, torch, headscope
@@ -56,15 +56,13 @@ with torch.no_grad():
 """
 
 
-def run(code: str) -> None:
+def test_the_compiler_is_not_loaded() -> None:
+    parts = {"watch": WATCH, "trace": TRACE, "check": CHECK}
+    code = "".join(f'{code}\nassert "torch._dynamo" not in sys.modules, "{name}"\n' for name, code in parts.items())
     done = subprocess.run([sys.executable, "-c", MODULE + code], capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("code", [WATCH, TRACE, CHECK], ids=["watch", "trace", "check"])
-def test_the_compiler_is_not_loaded(code: str) -> None:
-    run(f'{code}\nassert "torch._dynamo" not in sys.modules')
-
-
 def test_a_module_that_compiles_while_it_is_watched() -> None:
-    run(COMPILE_WITHIN)
+    done = run_program(MODULE + COMPILE_WITHIN)
+    assert done.returncode == 0, done.stderr
