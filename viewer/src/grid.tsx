@@ -8,12 +8,13 @@ import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer,
 import { type Colours, colour, field, Pictures } from "./field";
 import { type Body, coloursOn, type Figure, fitted, measured, origin, type Paper, SMALL, ticksOf } from "./figure";
 import { FigureMenu } from "./figure_menu";
+import { NAMED, nameInWords } from "./naming";
 import { isReading } from "./other";
 import { drawPatches, queryOf, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface } from "./surface";
-import { controls, figure, figures, grid, image, NO_VALUE, patternNames, regionNames } from "./texts";
+import { controls, figure, figures, grid, image, NO_VALUE, regionNames } from "./texts";
 import { binning, isClear, layerName, nameOf, parts, statistic } from "./words";
 
 export interface Place {
@@ -56,10 +57,8 @@ export function bestPattern({ layer, head }: Place): string {
   if (look) return isClear(look) ? grid.region(regionNames[look[0]] ?? look[0], look[1]) : NO_VALUE;
   const best = data.patterns[layer]?.[head]?.[0];
   if (!best) return "";
-  return best[1] < NAMED ? NO_VALUE : grid.match(patternNames[best[0]] ?? best[0], best[1]);
+  return best[1] < NAMED ? NO_VALUE : grid.match(nameInWords(best[0], best[1]), best[1]);
 }
-
-export const NAMED = 0.3; // the score from which a head has a name
 
 /** Whether the best match of a head is a weak one, or what chance gives. */
 export function isWeak({ layer, head }: Place): boolean {
