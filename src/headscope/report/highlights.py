@@ -336,5 +336,5 @@ def _of_head(head: _Named, count: int, source: _Source) -> Highlight:
         None if cell is None else (cell.query, cell.key),
         None if cell is None else cell.weight,
         None if cell is None else source.texts(head, cell),
-        head.also and (head.also.pattern, head.also.score),
+        None if head.also is None else (head.also.pattern, head.also.score),
     )

@@ -75,10 +75,14 @@ def name_in_words(pattern: str, score: float | None) -> str:
 
 
 def second_name(best: Scored | None, others: Sequence[Each]) -> Each | None:
-    """Return what a head that follows its best pattern partly shows, too: the largest other score beyond chance."""
+    """Return what a head that follows its best pattern partly shows, too: the largest other score beyond chance.
+
+    The keys of "previous", "next" and "self" are near ones, so "local" adds nothing to these.
+    """
     if best is None or not best.is_name or not is_part(best.score):
         return None
-    shown = [each for each in others if each.pattern != best.pattern and each.score >= ALSO_SCORE and each.z >= CLEAR_Z]
+    implied = (best.pattern, "local") if best.pattern in ("previous", "next", "self") else (best.pattern,)
+    shown = [each for each in others if each.pattern not in implied and each.score >= ALSO_SCORE and each.z >= CLEAR_Z]
     return max(shown, key=lambda each: each.score, default=None)
 
 

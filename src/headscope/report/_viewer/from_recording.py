@@ -59,11 +59,7 @@ def shown(
     stats, about = recording.stats, recording.about
     parts = list(stats.parts.values())
     other = None if against is None else _against(recording, against, labels)
-    if image is not None and about.texts is not None:
-        raise ValueError(f"image: expected a recording of patches, got one with the texts of {len(about.texts)} tokens")
-    picture = None if image is None else _picture(parts, image, grid, special)
-    if image is None and (grid is not None or special is not None):
-        raise ValueError("grid, special: expected together with image=, got no image")
+    picture = _picture_of(recording, image, grid, special)
     unit = "patch" if picture is not None and picture.special == 0 else "token"
     patterns, also = _patterns(recording, unit)
     short, common = short_layers(recording.stats.layers)
@@ -78,7 +74,7 @@ def shown(
             source,
             _statistics(part),
             patterns[n] if patterns else [()] * part.heads,
-            also[n] if also else [None] * part.heads,
+            also[n],
         )
         for n, ((name, part), source) in enumerate(zip(stats.parts.items(), sources(parts, of_heads), strict=True))
     ]
@@ -100,6 +96,18 @@ def shown(
         numbers=numbers.lists,
         against=other,
     )
+
+
+def _picture_of(
+    recording: ObservedModel, image: Any, grid: tuple[int, int] | None, special: int | None
+) -> Picture | None:
+    """Return the image of the recording's patches, if it is given."""
+    texts = recording.about.texts
+    if image is not None and texts is not None:
+        raise ValueError(f"image: expected a recording of patches, got one with the texts of {len(texts)} tokens")
+    if image is None and (grid is not None or special is not None):
+        raise ValueError("grid, special: expected together with image=, got no image")
+    return None if image is None else _picture(list(recording.stats.parts.values()), image, grid, special)
 
 
 def _against(recording: ObservedModel, against: ObservedModel, labels: tuple[str, str] | None) -> Against:
@@ -172,7 +180,7 @@ def _patterns(
 ) -> tuple[list[list[list[Scored]]], list[list[tuple[str, float] | None]]]:
     """Return the patterns of each layer and head, the best match first; and what a partial match shows, too."""
     if "chance" not in recording.stats.names:  # without it no pattern can be scored
-        return [], []
+        return [], [[None] * part.heads for part in recording.stats.parts.values()]
     scored = decisions.patterns(recording.stats)
     scores: dict[tuple[str, int], list[Scored]]
     scores = {(layer, head): [] for layer, part in recording.stats.parts.items() for head in range(part.heads)}
