@@ -8,7 +8,7 @@ import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer,
 import { type Colours, colour, field, Pictures } from "./field";
 import { type Body, coloursOn, type Figure, fitted, measured, origin, type Paper, SMALL, ticksOf } from "./figure";
 import { FigureMenu } from "./figure_menu";
-import { NAMED, nameInWords } from "./naming";
+import { NAMED, nameInWords, SCORED } from "./naming";
 import { isReading } from "./other";
 import { drawPatches, queryOf, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
@@ -56,7 +56,7 @@ export function bestPattern({ layer, head }: Place): string {
   const look = data.image?.looks[layer]?.[head];
   if (look) return isClear(look) ? grid.region(regionNames[look[0]] ?? look[0], look[1]) : NO_VALUE;
   const best = data.patterns[layer]?.[head]?.[0];
-  if (!best) return "";
+  if (!best) return SCORED ? NO_VALUE : "";
   return best[1] < NAMED ? NO_VALUE : grid.match(nameInWords(best[0], best[1]), best[1]);
 }
 

@@ -10,7 +10,7 @@ import { bestPattern } from "./grid";
 import { Bar } from "./legend";
 import { Largest } from "./largest";
 import { MapView, type Zoom } from "./map";
-import { alsoOf, isPart, NAMED } from "./naming";
+import { alsoOf, isPart, NAMED, SCORED } from "./naming";
 import { Images, Regions } from "./picture";
 import { ImageTokens } from "./image_tokens";
 import { Keys } from "./reading";
@@ -139,8 +139,8 @@ function Region({ look }: { look: [string, number] | null | undefined }) {
 function Likeness({ layer, head }: { layer: number; head: number }) {
   if (data.image && data.image.looks.length > 0 && data.patterns[layer]?.[head]?.[0]?.[0] !== "fixed key") return <Region look={data.image.looks[layer]?.[head]} />;
   const best = data.patterns[layer]?.[head]?.[0];
-  if (!best) return null;
-  const [name, score, rows] = best;
+  if (!best && !SCORED) return null;
+  const [name, score, rows] = best ?? ["", 0, 0];
   if (score < NAMED) return <p class="likeness" title={texts.head.noPatternHelp}>{texts.head.noPattern}</p>;
   const { kind, does } = texts.patterns[name]?.(UNIT) ?? { kind: name, does: data.patternWords[name] };
   return (

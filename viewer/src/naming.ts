@@ -8,6 +8,9 @@ export const NAMED = 0.3;
 
 const WHOLE = 0.5; // a head with a smaller score follows its pattern partly
 
+/** Whether patterns were scored at all: a head without one then has no name. */
+export const SCORED = data.patterns.some((layer) => layer.some((head) => head.length > 0));
+
 export function isPart(score: number): boolean {
   return score < WHOLE;
 }
