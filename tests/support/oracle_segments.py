@@ -22,6 +22,23 @@ def segment_mass(p: Tensor, counted: Tensor, query_ids: Tensor, key_ids: Tensor,
     return total, count
 
 
+def mass_on_first(
+    p: Tensor, counted: Tensor, query_ids: Tensor, key_ids: Tensor, visible: Tensor, first: int, size: int
+) -> Tensor:
+    """The part of the sum [H, S, S] on the first real keys: those that some row of the batch entry sees."""
+    batch, heads, _, keys = p.shape
+    total = torch.zeros(heads, size, size, dtype=torch.float64)
+    for b in range(batch):
+        real = [j for j in range(keys) if visible[b, ..., j].any()]
+        for j in real[:first]:
+            if key_ids[b, j] < 0:
+                continue
+            for a in range(size):
+                rows = counted[b] & (query_ids[b] == a)  # [H, Q]
+                total[:, a, key_ids[b, j]] += torch.where(rows, p[b, ..., j].double(), 0.0).sum(-1)
+    return total
+
+
 def largest_received(p: Tensor, counted: Tensor, visible: Tensor) -> Tensor:
     """The largest weight that a counted row gives each key, [H, K]; NaN where none sees it."""
     pairs = visible & counted[..., None]

@@ -77,7 +77,9 @@ def test_a_partial_name_has_the_same_words_in_every_view(language: str, look: An
     assert plain(".thumb small") == caption
     page = look(recorded(), f"view=head&layer=0&head=0&lang={language}")
     assert plain(".likeness") == sentence
-    labels = page.locator("canvas[aria-label]").evaluate_all("all => all.map((each) => each.getAttribute('aria-label'))")
+    labels = page.locator("canvas[aria-label]").evaluate_all(
+        "all => all.map((each) => each.getAttribute('aria-label'))"
+    )
     assert any(alternative in label.replace("\xa0", " ") for label in labels)
     page = look(recorded(), f"view=table&lang={language}")
     assert name in [text.strip() for text in page.locator("td.text").all_inner_texts()]
