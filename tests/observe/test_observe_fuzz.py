@@ -361,6 +361,11 @@ def compare_segments(seen: Observed, got: HeadStats, wanted: oracle_observe.Seen
     ids = (of_queries, of_keys, visible, seen.what.first, size)
     on_first = oracle_segments.mass_on_first(p, wanted.counted, *ids)
     torch.testing.assert_close(got.segments.first_sum, on_first, rtol=1e-5, atol=2e-6)
+    if seen.what.row_stats:
+        mean, variance = oracle_segments.nulls(p, wanted.counted, of_queries, of_keys, visible, size)
+        near = 1e-5 if seen.lse != "other" else 6e-5
+        torch.testing.assert_close(got.segments.null_sums[0], mean, rtol=near, atol=2e-6)
+        torch.testing.assert_close(got.segments.null_sums[1], variance, rtol=10 * near, atol=1e-5)
 
 
 def _before(seen: Observed) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import pickle
@@ -22,6 +23,7 @@ from headscope import HeadStats, Observe, Segments, attend, masks, observe
 from headscope._observe.scene import sample
 from headscope.comparing import Thresholds, compare
 from headscope.stats import SegmentMass
+from support import oracle_segments
 
 B, H, T, D = 2, 3, 13, 5
 NAMES = ("a", "b", "c")
@@ -352,6 +354,7 @@ def test_files_and_copies(tmp_path: Path) -> None:
         assert torch.equal(again.segments.sum, stats.segments.sum)
         assert torch.equal(again.segments.count, stats.segments.count)
         assert torch.equal(again.segments.first_sum, stats.segments.first_sum)
+        assert torch.equal(again.segments.null_sums, stats.segments.null_sums)
         assert torch.equal(again.received_max, stats.received_max)
 
 
@@ -500,6 +503,85 @@ def test_frames_and_comparisons_have_the_mass_without_the_first_key(monkeypatch:
     assert change.before == frame[change.name]
 
 
+# ---------------------------------------------------------------- what chance gives
+
+
+@pytest.mark.parametrize("rows", [None, 7])
+@pytest.mark.parametrize("groups", [1, H])
+@pytest.mark.parametrize("form", ["spans", "pairs"])
+@pytest.mark.parametrize("kind", ["all", "causal", "window", "padding", "left padding"])
+def test_what_chance_gives_is_the_mean_over_exchanged_keys(kind: str, form: str, groups: int, rows: int | None) -> None:
+    q, k = drawn(seed=1), drawn(seed=2)[:, :groups]
+    mask, visible = visible_pairs(kind, T, T)
+    if form == "pairs":
+        mask = masks.Dense(visible)
+    of_keys = ids()
+    mass = observe(q, k, mask=mask, what=Observe(segments=Segments(NAMES, of_keys), rows=rows)).segments
+    p = weights_of(q, k, visible)
+    is_real = visible.any(2)[:, 0]
+    sampled = torch.zeros(T, dtype=torch.bool)
+    sampled[list(sample(rows, T) if rows else range(T))] = True
+    counted = (visible.any(-1)[:, 0] & is_real & sampled)[:, None].expand(B, H, T)
+    everywhere = visible.expand(B, H, T, T)
+    mean, variance = oracle_segments.nulls(p, counted, of_keys, of_keys, everywhere, 3)
+    assert mass.null is not None
+    count = mass.count[..., None]
+    torch.testing.assert_close(mass.null.mean, mean / count, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(mass.null.std, variance.sqrt() / count, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def test_the_spread_is_that_of_all_exchanges_of_the_keys() -> None:
+    weights = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    k = weights.log()[None, None, :, None]
+    what = Observe(segments=Segments(["a", "b"], [0, 0, 0, 1], [0]))
+    mass = observe(q, k, kind="cross", scale=1.0, what=what).segments
+    shares = torch.tensor([sum(each[:3]) for each in itertools.permutations(weights.tolist())])
+    assert mass.null is not None
+    assert float(mass.null.mean[0, 0, 0]) == pytest.approx(float(shares.mean()))
+    assert float(mass.null.std[0, 0, 0]) == pytest.approx(float(shares.std(correction=0)))
+    assert float(mass.z[0, 0, 0]) == pytest.approx((0.95 - 0.75) / float(shares.std(correction=0)))
+
+
+def test_with_sinks_chance_gives_less() -> None:
+    q = drawn()
+    sinks = torch.tensor([1.0, 2.0, 3.0])
+    mass = observe(q, q, sinks=sinks, what=Observe(segments=Segments(NAMES, [0, 1] * 6 + [2]))).segments
+    assert mass.null is not None
+    rows = observe(q, q, sinks=sinks, what=Observe(segments=Segments(["x"], [0] * T)))
+    total = rows["mass"].mean.reshape(H)
+    assert bool((total < 0.95).all())
+    one = rows.segments.null
+    assert one is not None
+    torch.testing.assert_close(one.mean[:, 0, 0], total, rtol=1e-6, atol=0)
+
+
+def test_even_rows_have_no_z_and_random_ones_a_small_one() -> None:
+    q = torch.zeros(1, 1, T, D)
+    what = Observe(segments=Segments(NAMES, [0, 1] * 6 + [2]))
+    mass = observe(q, q, mask=masks.causal(), what=what).segments
+    assert mass.z.isnan().all()
+    assert mass.null is not None
+    torch.testing.assert_close(mass.null.mean, mass.mean, rtol=1e-6, atol=1e-6)
+    random = Observe(segments=Segments(NAMES, ids()))
+    drawings = [(drawn(seed=seed), drawn(seed=seed + 100)) for seed in range(40)]
+    z = torch.cat([observe(q, k, mask=masks.causal(), what=random).segments.z.flatten() for q, k in drawings])
+    assert float((z.nan_to_num(0.0).abs() > 3).double().mean()) < 0.02
+
+
+def test_nulls_are_merged_and_unknown_without_rows_or_in_old_files(tmp_path: Path) -> None:
+    a, b = stats_of(), stats_of(seed=1)
+    both = a.merge(b).segments
+    assert both.null_sums is not None
+    assert torch.equal(both.null_sums, a.segments.null_sums + b.segments.null_sums)
+    old = damaged(a, segments=replace(a.segments, null_sums=None))
+    mass = HeadStats.load(old.save(tmp_path / "old.safetensors")).segments
+    assert mass.null is None
+    assert mass.z.isnan().all()
+    assert old.merge(b).segments.null is None
+    assert stats_of(row_stats=False).segments.null is None
+
+
 def damaged(stats: HeadStats, **parts: Any) -> HeadStats:
     return HeadStats({name: replace(part, **parts) for name, part in stats.parts.items()})
 
@@ -509,11 +591,14 @@ def test_impossible_numbers_in_a_file_are_refused(tmp_path: Path) -> None:
     mass = stats.segments
     heavy = SegmentMass(NAMES, mass.sum * 3, mass.count)
     many = SegmentMass(NAMES, mass.sum, mass.count + 10_000)
+    assert mass.null_sums is not None
+    unlikely = SegmentMass(NAMES, mass.sum, mass.count, null_sums=mass.null_sums + mass.count[..., None])
     more = SegmentMass(NAMES, mass.sum, mass.count, first_sum=mass.sum * 1.1)
     for part, text in (
         ({"segments": heavy}, "segments/sum"),
         ({"segments": many}, "segments/count"),
         ({"segments": more}, "segments/first"),
+        ({"segments": unlikely}, "segments/nulls"),
         ({"received_max": stats.received_max + 1}, "received_max"),
     ):
         path = damaged(stats, **part).save(tmp_path / "wrong.safetensors", force=True)

@@ -87,6 +87,7 @@ def _fits(ids: Tensor) -> bool:
 PLACES = (
     "counted", "values", "top_weight", "top_key", "received", "eligible", "sum", "max", "pairs", "at",
     "edge_weight", "edge_at", "whole", "numbers", "received_max", "segment_sum", "segment_count", "nulls",
+    "segment_nulls",
 )  # fmt: skip
 """The results of a call, in the order of ``Place`` in csrc/python/observation.h."""
 
@@ -172,6 +173,8 @@ class Ready:
             counts = len(self.names) * call.heads * (1 + self.borders.shape[1])
             stay |= {"whole": (whole, (counts,)), "numbers": (double, (4, len(self.names), call.heads))}
             stay["nulls"] = (double, (2, len(self.names), call.heads))
+            if size := reductions.segments:
+                stay["segment_nulls"] = (double, (2, call.heads, size, size))
         parts: dict[str, _Part] = {}
         size = end = 0
         for name, (dtype, shape) in (stay | passing).items():
@@ -229,6 +232,10 @@ class Ready:
         if exchange is not None:
             factors, of_factors = _to_factors(self.names, exchange)
             observation.sum_exchanges(factors)
+            if self.segments is not None and exchange.segments is not None:
+                between, held = self.segments.exchange_arguments(exchange.segments)
+                observation.sum_between_segments(between)
+                of_factors = of_factors, held
         return observation, (mine, index, line_at, own_at, ids, first, may_count, lse, of_factors)
 
     def observed(self, memory: Tensor) -> Observed:
@@ -255,6 +262,7 @@ class Ready:
             None if self.segments is None else self.segments.joined(at["segment_sum"], at["segment_count"]),
             at["received_max"].masked_fill(at["eligible"] == 0, math.nan) if reductions.received_max else None,
             Nulls(self.names, at["nulls"]) if "nulls" in at else None,
+            at.get("segment_nulls"),
         )
 
 

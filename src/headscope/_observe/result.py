@@ -28,6 +28,7 @@ class Observed(NamedTuple):
             keys, [H, S, S]; or None.
         received_max: the largest weight of each key, [H, K], NaN where no counted row has one, or None.
         nulls: what chance gives for the rows, if known already.
+        segment_nulls: what it gives for the sums of segments, [2, H, S, S], if known already.
     """
 
     rows: dict[str, Tensor]
@@ -43,3 +44,4 @@ class Observed(NamedTuple):
     segments: tuple[Tensor, Tensor, Tensor] | None = None
     received_max: Tensor | None = None
     nulls: Nulls | None = None
+    segment_nulls: Tensor | None = None

@@ -107,6 +107,17 @@ class NativeSegments(NamedTuple):
         key_stride, row_stride = (0 if len(x) == 1 else x.shape[1] for x in (self.keys, self.rows))
         return self.size, self.keys.data_ptr(), self.ends.data_ptr(), key_stride, self.rows.data_ptr(), row_stride
 
+    def exchange_arguments(self, counts: Tensor) -> tuple[list[int], Tensor]:
+        """Return what the extension reads to sum nulls, and the tensor that must stay alive for it.
+
+        The numbers: the number of segments; the address of ``counts`` [B or 1, H or 1, R or 1, S] and its strides, 0
+        along an axis of 1; the address and batch stride of the segments of rows.
+        """
+        counts = counts.contiguous()
+        strides = [0 if n == 1 else s for n, s in zip(counts.shape[:3], counts.stride(), strict=False)]
+        row_stride = 0 if len(self.rows) == 1 else self.rows.shape[1]
+        return [self.names, counts.data_ptr(), *strides, self.rows.data_ptr(), row_stride], counts
+
     def joined(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sums [H, S, S] and counts [H, S] of the named segments, and the part of the sums on first keys."""
         total, apart = total[:, : self.names].split([self.names, len(self.holders)], -1)

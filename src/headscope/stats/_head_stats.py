@@ -363,8 +363,8 @@ class HeadStats:
 
         Its columns are count, mean, std, min, max, and what chance gives: null_mean, null_std and z.
 
-        Segments have one line for each pair, ``segments/query/key``, with count and mean; and, for the segments that hold
-        a first key, ``segments/query/key/without_first``.
+        Segments have one line for each pair, ``segments/query/key``, with count and mean; those that hold a first key
+        also have ``segments/query/key/without_first``.
 
         Raises:
             ImportError: pandas is not installed.

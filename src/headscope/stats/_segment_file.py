@@ -14,7 +14,7 @@ from headscope.stats._segments import Segments
 
 __all__ = ["LATER", "read_segments", "segment_entry", "segment_tensors"]
 
-LATER: dict[str, Any] = {"segment_spans": [], "segment_images": [], "segment_first": False}
+LATER: dict[str, Any] = {"segment_spans": [], "segment_images": [], "segment_first": False, "segment_nulls": False}
 """What older files lack."""
 
 
@@ -22,7 +22,7 @@ def segment_tensors(mass: SegmentMass | None, under: str) -> dict[str, Tensor]:
     """Return the tensors to store."""
     if mass is None:
         return {}
-    tensors = {"sum": mass.sum, "count": mass.count, "first": mass.first_sum}
+    tensors = {"sum": mass.sum, "count": mass.count, "first": mass.first_sum, "nulls": mass.null_sums}
     return {f"{under}/segments/{name}": each for name, each in tensors.items() if each is not None}
 
 
@@ -36,6 +36,7 @@ def segment_entry(mass: SegmentMass | None) -> dict[str, Any]:
         "segment_spans": spans,
         "segment_images": images,
         "segment_first": mass.first_sum is not None,
+        "segment_nulls": mass.null_sums is not None,
     }
 
 
@@ -48,7 +49,9 @@ def read_segments(entry: dict[str, Any], read: Callable[..., Tensor], rows: int)
         count, spans = read("segments/count", "H", size, within=(0, rows + 1)), _read_spans(entry, size)
         has_first = read_value(entry, "segment_first", bool)
         first = read("segments/first", "H", size, size, within=(0, None)) if has_first else None
-        parts["segments"] = SegmentMass(names, total, count, spans, _read_images(entry), first)
+        has_nulls = read_value(entry, "segment_nulls", bool)
+        nulls = read("segments/nulls", 2, "H", size, size, within=(0, None)) if has_nulls else None
+        parts["segments"] = SegmentMass(names, total, count, spans, _read_images(entry), first, nulls)
     if read_value(entry, "received_max", bool):
         parts["received_max"] = read("received_max", "H", "K", within=(0, None))
     return parts

@@ -10,6 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from headscope.stats._nulls import Null
 from headscope.stats._part import Part
 from headscope.stats._segment_sources import ImageRows
 from headscope.stats._segments import Segments
@@ -35,6 +36,8 @@ class SegmentMass(Part):
         images: of each image in the prompt its name, columns of patches, and the first key of each row of patches.
         first_sum: the part of ``sum`` on the first keys, those of the row quantity ``first``; None in files of earlier
             versions.
+        null_sums: the sums of what chance gives, and of its variance, over the counted rows, [2, H, S, S]; None without
+            row quantities, and in files of earlier versions.
 
     Examples:
         >>> import torch
@@ -51,12 +54,15 @@ class SegmentMass(Part):
     spans: tuple[Span, ...] = ()
     images: tuple[ImageRows, ...] = ()
     first_sum: Tensor | None = None
+    null_sums: Tensor | None = None
 
     @staticmethod
-    def of(segments: Segments, total: Tensor, count: Tensor, first: Tensor) -> SegmentMass:
+    def of(
+        segments: Segments, total: Tensor, count: Tensor, first: Tensor, null_sums: Tensor | None = None
+    ) -> SegmentMass:
         """Return the mass of one call from its sums and counts; without ids of queries, with the places of the keys."""
         spans = spans_of(segments.ids) if segments.query_ids is None else ()
-        return SegmentMass(segments.names, total, count, spans, segments.images if spans else (), first)
+        return SegmentMass(segments.names, total, count, spans, segments.images if spans else (), first, null_sums)
 
     @property
     def mean(self) -> Tensor:
@@ -96,6 +102,34 @@ class SegmentMass(Part):
         """
         return (self.mean - self.first).clamp_min(0)
 
+    @property
+    def null(self) -> Null | None:
+        """What chance gives, [H, S, S] each: the mean if the keys of rows are exchanged, and its standard deviation.
+
+        The mean is the share of the visible keys that are in the segment. None if it is unknown, see ``null_sums``.
+        """
+        if self.null_sums is None:
+            return None
+        total, variance = self.null_sums
+        return Null(total / self.count[..., None], variance.sqrt() / self.count[..., None])
+
+    @property
+    def z(self) -> Tensor:
+        """(mean - null.mean) / null.std, [H, S, S]; NaN where the null is unknown, or where its std is 0.
+
+        Examples:
+            >>> import torch
+            >>> from headscope import Observe, Segments, observe
+            >>> q = 40 * torch.eye(8)[None, None]  # each row attends to its own key
+            >>> mass = observe(q, q, what=Observe(segments=Segments(["a", "b"], [0, 0, 0, 0, 0, 0, 1, 1]))).segments
+            >>> mass.null.mean[0].tolist(), [round(z, 2) for z in mass.z[0, 0].tolist()]
+            ([[0.75, 0.25], [0.75, 0.25]], [1.41, -1.41])
+        """
+        null = self.null
+        if null is None:
+            return torch.full_like(self.mean, math.nan)
+        return ((self.mean - null.mean) / null.std).masked_fill(null.std == 0, math.nan)
+
     def __getitem__(self, pair: tuple[str, str]) -> Tensor:
         places: list[int] = []
         for name in (pair,) if isinstance(pair, str) else pair:
@@ -119,13 +153,14 @@ class SegmentMass(Part):
                 f"segments: cannot merge {', '.join(first.names)} with {', '.join(other.names)}; expected the same "
                 "names in the same order"
             )
-        total, count, on_first = first.sum, first.count, first.first_sum
+        total, count, on_first, nulls = first.sum, first.count, first.first_sum, first.null_sums
         for each in several[1:]:
             total, count = total + each.sum, count + each.count
             on_first = None if on_first is None or each.first_sum is None else on_first + each.first_sum
+            nulls = None if nulls is None or each.null_sums is None else nulls + each.null_sums
         alike = all((each.spans, each.images) == (first.spans, first.images) for each in several)
         places = (first.spans, first.images) if alike else ((), ())
-        return SegmentMass(first.names, total, count, *places, on_first)
+        return SegmentMass(first.names, total, count, *places, on_first, nulls)
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return ``segments/query/key`` -> mean and count of a pair, [H] both, for tables and trackers."""
@@ -148,7 +183,8 @@ class SegmentMass(Part):
     def without_rows(self) -> SegmentMass:
         """Return the mass of no rows, with the same segments."""
         nothing = torch.zeros_like(self.sum)
-        return replace(self, sum=nothing, count=torch.zeros_like(self.count), first_sum=nothing)
+        count, nulls = torch.zeros_like(self.count), torch.stack([nothing, nothing])
+        return replace(self, sum=nothing, count=count, first_sum=nothing, null_sums=nulls)
 
 
 def spans_of(ids: Tensor) -> tuple[Span, ...]:
