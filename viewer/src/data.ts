@@ -69,6 +69,9 @@ export interface SegmentFacts {
   images: { name: string; columns: number; rows: number[] }[]; // of each row of patches the first key
   even: string | null; // as mean: the share if rows spread their weight evenly over the keys they may attend to
   evenExact: boolean; // not estimated from bins of several tokens
+  clear: string | null; // base64 of a byte each, as mean: whether chance does not explain the share; null = unknown
+  withoutFirst: string | null; // as mean: the share without the first key; null = unknown
+  holders: number[]; // the segments that hold a first key
 }
 
 /** The image whose patches the keys are. */
