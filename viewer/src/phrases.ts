@@ -217,6 +217,8 @@ export const PHRASES: [english: string, german: string, chinese: string][] = [
   ["Segments: layers", "Segmente: Schichten", "片段：层"],
   ["The mean mass that the queries of a segment (line) give to the keys of another (column), over all heads.", "Die mittlere Masse, die die Queries eines Segments (Zeile) den Keys eines anderen (Spalte) geben, über alle Heads.", "一个片段的查询（行）平均给另一个片段的键（列）的总量，对所有头平均。"],
   ["A longer segment receives more from a head that spreads evenly.", "Ein längeres Segment erhält mehr von einem Head, der gleichmäßig verteilt.", "均匀分配的头会给较长的片段更多。"],
+  ["From {query} to {key}: {a}, and {b} without the first token.", "Von {query} auf {key}: {a}, und {b} ohne das erste Token.", "从{query}到{key}：{a}，不含第一个词元为 {b}。"],
+  ["without first", "ohne erstes", "不含首个"],
   ["For each two segments, the head that gives the most.", "Für je zwei Segmente der Head, der am meisten gibt.", "每两个片段之间给得最多的头。"],
   ["Means over the heads of a layer.", "Mittel über die Heads einer Schicht.", "对一层的各头取平均。"],
   ["layer", "Schicht", "层"], ["head", "Head", "头"], ["pattern", "Muster", "模式"], ["score", "Score", "匹配度"], ["window", "Fenster", "窗口"], ["rows", "Zeilen", "行数"],
