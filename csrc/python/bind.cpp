@@ -257,16 +257,27 @@ void bind_observation(nb::module_& m) {
                  s.row_segments = reinterpret_cast<const std::int8_t*>(segments[4]);
                  s.row_segment_stride = std::int64_t(segments[5]);
              })
-        .def("sum_exchanges", [](Observation& x, const std::array<std::int64_t, 9>& exchange) {
-            x.exchange.factor = reinterpret_cast<const std::int64_t*>(exchange[0]);
-            x.exchange.mean = reinterpret_cast<const double*>(exchange[1]);
-            x.exchange.spread = reinterpret_cast<const double*>(exchange[2]);
-            x.exchange.factor_stride = exchange[3];
-            x.exchange.batch_stride = exchange[4];
-            x.exchange.head_stride = exchange[5];
-            x.exchange.mass = exchange[6];
-            x.exchange.chance = exchange[7];
-            x.exchange.effective_keys = exchange[8];
+        .def("sum_exchanges",
+             [](Observation& x, const std::array<std::int64_t, 9>& exchange) {
+                 x.exchange.factor = reinterpret_cast<const std::int64_t*>(exchange[0]);
+                 x.exchange.mean = reinterpret_cast<const double*>(exchange[1]);
+                 x.exchange.spread = reinterpret_cast<const double*>(exchange[2]);
+                 x.exchange.factor_stride = exchange[3];
+                 x.exchange.batch_stride = exchange[4];
+                 x.exchange.head_stride = exchange[5];
+                 x.exchange.mass = exchange[6];
+                 x.exchange.chance = exchange[7];
+                 x.exchange.effective_keys = exchange[8];
+             })
+        .def("sum_between_segments", [](Observation& x, const std::array<std::int64_t, 7>& between) {
+            SegmentExchange& to = x.exchange.between;
+            to.segments = between[0];
+            to.keys = reinterpret_cast<const std::int32_t*>(between[1]);
+            to.batch_stride = between[2];
+            to.head_stride = between[3];
+            to.row_stride = between[4];
+            to.rows = reinterpret_cast<const std::int8_t*>(between[5]);
+            to.rows_stride = between[6];
         });
     // Computes statistics, and out and lse unless they are 0. Returns whether every row with a visible key is finite.
     m.def("observe_into", [](const Observation& observation, Address q, Address k, Address v, Address out, Address lse,

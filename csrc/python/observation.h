@@ -30,6 +30,7 @@ enum Place {
     SEGMENT_SUM,
     SEGMENT_COUNT,
     NULL_SUMS,
+    SEGMENT_NULLS,
     PLACES
 };
 using Places = std::array<std::int64_t, PLACES>;  // offsets in bytes; -1: not computed
@@ -93,13 +94,16 @@ public:
         return list;
     }
     // Counts [names, H] and histograms [names, H, bins] lie in MOMENTS_WHOLE; mean, M2, min and max [4, names, H] in
-    // MOMENTS_NUMBERS; the sums of nulls [2, names, H] in NULL_SUMS.
+    // MOMENTS_NUMBERS; the sums of nulls [2, names, H] in NULL_SUMS, those of segments [2, H, S, S] in SEGMENT_NULLS.
     Moments moments() const {
         Moments m = moments_at(all, reinterpret_cast<std::int64_t*>(address_of(MOMENTS_WHOLE)),
                                reinterpret_cast<double*>(address_of(MOMENTS_NUMBERS)));
         m.exchange = all.exchange;
         assign_address(m.exchange.means, NULL_SUMS);
         m.exchange.variances = m.exchange.means + all.names * call.heads;
+        SegmentExchange& between = m.exchange.between;
+        assign_address(between.means, SEGMENT_NULLS);
+        between.variances = between.means + call.heads * between.segments * between.segments;
         return m;
     }
     static Moments moments_at(const Observation& x, std::int64_t* whole, double* number) {

@@ -167,6 +167,27 @@ void compute_moments_of(const Moments& m, const void* values, bool wide, std::in
     m.max[n] = x.max;
 }
 
+// Adds what chance gives for rows from `first` on to the sums of their segments.
+void sum_between_segments(const SegmentExchange& x, std::int64_t b, std::int64_t head, std::int64_t first,
+                          std::int64_t count, const ExchangeRows& rows) {
+    const std::int64_t size = x.segments;
+    for (std::int64_t n = 0; n < count; n++) {
+        const std::int64_t segment = x.rows[b * x.rows_stride + first + n];
+        const double mass = rows.mass[n], even = rows.even[n];
+        if (segment < 0 || !(even > 0)) continue;  // rows that are not counted have no mass
+        const double uneven = even < 1 ? rows.uneven[n] / (1 - even) : 0;
+        const std::int32_t* const keys =
+            x.keys + b * x.batch_stride + head * x.head_stride + (first + n) * x.row_stride;
+        double* const means = x.means + (head * size + segment) * size;
+        double* const variances = x.variances + (head * size + segment) * size;
+        for (std::int64_t y = 0; y < size; y++) {
+            const double share = double(keys[y]) * even;
+            means[y] += mass * share;
+            variances[y] += uneven * share * (1 - share);
+        }
+    }
+}
+
 // Sums what chance gives of one head: for each quantity the means and the variances of its rows.
 void sum_exchange_of(const Moments& m, const void* values, bool wide, std::int64_t head) {
     const Exchange& x = m.exchange;
@@ -175,6 +196,8 @@ void sum_exchange_of(const Moments& m, const void* values, bool wide, std::int64
     const ExchangeRows prepared{rows[0], rows[1], rows[2]};
     for (std::int64_t name = 0; name < m.names; name++)
         x.means[name * m.heads + head] = x.variances[name * m.heads + head] = 0;
+    const std::int64_t pairs = x.between.segments * x.between.segments;
+    for (std::int64_t n = head * pairs; n < (head + 1) * pairs; n++) x.between.means[n] = x.between.variances[n] = 0;
     for (std::int64_t b = 0; b < m.batch; b++)
         for (std::int64_t first = 0; first < m.rows; first += EXCHANGE_ROWS) {
             const std::int64_t count = std::min(EXCHANGE_ROWS, m.rows - first);
@@ -184,6 +207,7 @@ void sum_exchange_of(const Moments& m, const void* values, bool wide, std::int64
             };
             target.prepare_exchange(values_of(x.mass), values_of(x.chance), values_of(x.effective_keys), wide, count,
                                     prepared);
+            if (x.between.segments) sum_between_segments(x.between, b, head, first, count, prepared);
             for (std::int64_t name = 0; name < m.names; name++) {
                 const std::int64_t factor = x.factor[name];
                 if (factor == NO_NULL) continue;

@@ -20,6 +20,17 @@ struct EdgeList {
 // and head with the largest maxima, and are no smaller than the smallest of these maxima.
 void find_edges(const Forward& f, const Statistics& rows, const EdgeList& list, int threads);
 
+// What chance gives between segments: the visible keys of each row in each segment, and the sums over the rows of each
+// segment. The factors of a row are those of a sum of indicators: mean m / n, spread m (1 - m / n) / (n - 1).
+struct SegmentExchange {
+    std::int64_t segments = 0;                           // S; 0: no sums
+    const std::int32_t* keys = nullptr;                  // [B or 1, H or 1, rows or 1, S]
+    std::int64_t batch_stride, head_stride, row_stride;  // 0 along an axis of 1
+    const std::int8_t* rows = nullptr;                   // the segment of each row, -1 for none: [B or 1, rows]
+    std::int64_t rows_stride;
+    double *means, *variances;  // out, [H, S, S]
+};
+
 // What chance gives if the keys of each row are exchanged: the facts of the rows, and the sums over rows that have a
 // quantity. src/headscope/_observe/exchange.py defines them.
 struct Exchange {
@@ -28,6 +39,7 @@ struct Exchange {
     std::int64_t factor_stride, batch_stride, head_stride;  // of both; 0 along an axis of 1
     std::int64_t mass, chance, effective_keys;              // indices in the values
     double *means, *variances;                              // out, [names, H]; 0 without a null
+    SegmentExchange between = {};
 };
 constexpr std::int64_t ONE_KEY = -1, NO_NULL = -2;
 

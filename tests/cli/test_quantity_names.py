@@ -156,6 +156,10 @@ def test_patterns_have_one_order(run: Run, recorded: dict[str, Any]) -> None:
 
 def test_json_says_which_patterns_are_names(recorded: dict[str, Any]) -> None:
     scores = recorded["patterns"]["scores"]
-    assert all(each["named"] == (each["score"] >= 0.3 and (each["pattern"] == "uniform" or each["z"] >= 3))
-               for each in scores if each["z"] is not None or each["pattern"] == "uniform")  # fmt: skip
+    for each in scores:
+        if each["pattern"] == "uniform":
+            assert each["named"] == (each["score"] >= 0.3 and each["peaks"] <= 0.1), each
+        elif each["z"] is not None:
+            assert each["named"] == (each["score"] >= 0.3 and each["z"] >= 3), each
+            assert each["peaks"] is None
     assert {each["named"] for each in scores} == {True, False}

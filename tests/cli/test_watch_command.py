@@ -270,7 +270,7 @@ def test_many_heads_are_cut_in_the_terminal(run: Run, folder: Path, monkeypatch:
     monkeypatch.setattr("headscope.cli._shared.recording_view.LINES", 2)
     ran = run("watch", str(folder), "--text", "abc abc", "--no-page")
     assert "Shown: the 2 most striking heads of 6. The page shows all." in ran.out
-    assert len(re.findall(r"^[01] +[012] +\w+ +[01]\.\d\d ", ran.out, re.MULTILINE)) == 2
+    assert len(re.findall(r"^[01] +[012] +[\w–]+ +[01]\.\d\d ", ran.out, re.MULTILINE)) == 2
 
 
 def test_informative_heads_are_not_cut(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

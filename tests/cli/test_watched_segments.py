@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -13,11 +14,13 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from rich.console import Console
 
-from headscope import HeadStats, Recording, load_example
+from headscope import HeadStats, Observe, Recording, Segments, load_example, masks, observe
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_loading import load
 from headscope.cli._shared.segment_options import locate_segments, read_segment_options
+from headscope.cli._shared.segment_view import make_sections, show_segments, summarize_segments
 from headscope.cli._shared.windows import windows
 from support.commands import Run, answer
 from support.html_pages import Page
@@ -102,6 +105,38 @@ def test_how_much_is_read_of_a_document(folder: Path, run: Run) -> None:
         table["title"] for table in Page(Path("headscope-report.html").read_text(encoding="utf-8")).data["tables"]
     ]
     assert titles[1:4] == ["Segments", "Segments: heads", "Segments: layers"]
+
+
+def test_a_share_that_is_mostly_on_the_first_token_is_also_given_without_it() -> None:
+    q, k = torch.ones(1, 2, 19, 8), torch.zeros(1, 2, 19, 8)
+    k[:, 0, 0] = 1.4
+    ids = [0] * 4 + [1] * 9 + [2] * 6
+    names = ["system", "document", "answer"]
+    stats = observe(q, k, mask=masks.causal(), what=Observe(segments=Segments(names, ids))).named("a")
+    summary = summarize_segments(stats)
+    assert summary is not None
+    mass = stats.segments
+    torch.testing.assert_close(torch.tensor(summary.without_first).double(), mass.without_first().mean(0))
+    out = io.StringIO()
+    show_segments(Console(file=out, width=100), summary, {"a": "0"})
+    mean, rest = (float(x.mean(0)[2, 0]) for x in (mass.mean, mass.without_first()))
+    assert rest < mean / 2
+    sentence = f"From “answer” to “system”: {mean:.2f}, and {rest:.2f} without the first token."
+    assert sentence in out.getvalue()
+    assert "to “document”" not in out.getvalue(), "the first token is not in that segment"
+    highest = next(each for each in summary.highest if (each.query, each.key) == ("answer", "system"))
+    of_head = float(mass.without_first()[0, 2, 0])
+    assert (highest.head, highest.without_first) == (0, pytest.approx(of_head))
+    assert re.search(rf"^answer +system +0 +0 +{highest.mean:.2f} +{of_head:.2f} *$", out.getvalue(), re.MULTILINE)
+    means, by_head, _ = make_sections(summary, {"a": "0"}, "")
+    assert sentence in means.caption
+    assert by_head.columns[-1] == "without first"
+    even = observe(0 * q, k, mask=masks.causal(), what=Observe(segments=Segments(names, ids))).named("a")
+    summary = summarize_segments(even)
+    assert summary is not None
+    means, by_head, _ = make_sections(summary, {"a": "0"}, "")
+    assert by_head.columns[-1] == "mass"
+    assert "“answer”" not in means.caption
 
 
 def test_segments_of_a_file_are_those_of_options(folder: Path, run: Run) -> None:

@@ -249,6 +249,11 @@ def same(ours: HeadStats, theirs: HeadStats, dtype: torch.dtype = torch.float32)
     if a.segments is not None:
         assert torch.equal(a.segments.count, b.segments.count)
         near("segments", a.segments.sum, b.segments.sum)
+        near("segments on the first keys", a.segments.first_sum, b.segments.first_sum)
+        assert (a.segments.null_sums is None) == (b.segments.null_sums is None)
+        if a.segments.null_sums is not None:
+            near("means of segments by chance", a.segments.null_sums[0], b.segments.null_sums[0])
+            near("variances of segments by chance", a.segments.null_sums[1], b.segments.null_sums[1])
     assert (a.received_max is None) == (b.received_max is None)
     if a.received_max is not None:
         near("received_max", a.received_max, b.received_max)

@@ -304,7 +304,7 @@ def compare(
     assert torch.equal(got.eligible[:, before:], wanted.eligible)
     assert not got.eligible[:, :before].any()
     p = asked(seen, exact, visible).p
-    compare_segments(seen, got, wanted, p)
+    compare_segments(seen, got, wanted, p, visible.reshape(p.shape))
     if seen.what.received_max:
         largest = oracle_segments.largest_received(p, wanted.counted, visible.reshape(p.shape))
         torch.testing.assert_close(got.received_max[:, before:], largest, rtol=1e-5, atol=2e-6, equal_nan=True)
@@ -344,7 +344,7 @@ def compare_selection(seen: Observed, got: HeadStats, wanted: oracle_observe.See
         torch.testing.assert_close(values, truth[..., queries], rtol=1e-5, atol=2e-6, equal_nan=True)
 
 
-def compare_segments(seen: Observed, got: HeadStats, wanted: oracle_observe.Seen, p: Tensor) -> None:
+def compare_segments(seen: Observed, got: HeadStats, wanted: oracle_observe.Seen, p: Tensor, visible: Tensor) -> None:
     if (segments := seen.what.segments) is None:
         return
     batch, _, queries, keys = p.shape
@@ -358,6 +358,14 @@ def compare_segments(seen: Observed, got: HeadStats, wanted: oracle_observe.Seen
     total, count = oracle_segments.segment_mass(p, wanted.counted, of_queries, of_keys, size)
     assert torch.equal(got.segments.count, count)
     torch.testing.assert_close(got.segments.sum, total, rtol=1e-5, atol=2e-6)
+    ids = (of_queries, of_keys, visible, seen.what.first, size)
+    on_first = oracle_segments.mass_on_first(p, wanted.counted, *ids)
+    torch.testing.assert_close(got.segments.first_sum, on_first, rtol=1e-5, atol=2e-6)
+    if seen.what.row_stats:
+        mean, variance = oracle_segments.nulls(p, wanted.counted, of_queries, of_keys, visible, size)
+        near = 1e-5 if seen.lse != "other" else 6e-5
+        torch.testing.assert_close(got.segments.null_sums[0], mean, rtol=near, atol=2e-6)
+        torch.testing.assert_close(got.segments.null_sums[1], variance, rtol=10 * near, atol=1e-5)
 
 
 def _before(seen: Observed) -> int:

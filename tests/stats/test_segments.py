@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 import math
 import pickle
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,10 @@ from torch import Tensor
 
 import headscope
 from headscope import HeadStats, Observe, Segments, attend, masks, observe
+from headscope._observe.scene import sample
 from headscope.comparing import Thresholds, compare
 from headscope.stats import SegmentMass
+from support import oracle_segments
 
 B, H, T, D = 2, 3, 13, 5
 NAMES = ("a", "b", "c")
@@ -348,6 +353,8 @@ def test_files_and_copies(tmp_path: Path) -> None:
         assert again.segments.names == NAMES
         assert torch.equal(again.segments.sum, stats.segments.sum)
         assert torch.equal(again.segments.count, stats.segments.count)
+        assert torch.equal(again.segments.first_sum, stats.segments.first_sum)
+        assert torch.equal(again.segments.null_sums, stats.segments.null_sums)
         assert torch.equal(again.received_max, stats.received_max)
 
 
@@ -360,9 +367,222 @@ def test_a_key_that_no_row_sees(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.received_max, stats.received_max, rtol=0, atol=0, equal_nan=True)
 
 
-def damaged(stats: HeadStats, **parts: Any) -> HeadStats:
-    from dataclasses import replace
+# ---------------------------------------------------------------- without the first key
 
+
+def weights_of(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+    """The weights in float64, [B, H, Q, K], of grouped heads, too."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    logits = q.double() @ k.double().mT * q.shape[-1] ** -0.5
+    return logits.masked_fill(~visible, -math.inf).softmax(-1).nan_to_num(0.0)
+
+
+def visible_pairs(kind: str, queries: int, keys: int) -> tuple[Any, Tensor]:
+    """A mask, and the pairs that it makes visible, [B, 1, Q, K]."""
+    i = torch.arange(queries)[:, None] + keys - queries
+    j = torch.arange(keys)
+    lengths = torch.tensor([keys, keys - 5])
+    pairs: dict[str, tuple[Any, Tensor]] = {
+        "all": (None, (i >= -1).expand(queries, keys)[None, None]),
+        "causal": (masks.causal(), (j <= i)[None, None]),
+        "window": (masks.window(4), ((j <= i) & (j > i - 4))[None, None]),
+        "padding": (masks.causal() & masks.KeyLengths(lengths), (j <= i) & (j < lengths[:, None, None, None])),
+        "left padding": (
+            masks.causal() & masks.Dense((j >= torch.tensor([0, 3])[:, None])[:, None, None]),
+            (j <= i) & (j >= torch.tensor([0, 3])[:, None, None, None]),
+        ),
+    }
+    mask, visible = pairs[kind]
+    return mask, visible.expand(B, 1, queries, keys)
+
+
+@pytest.mark.parametrize("rows", [None, 7])
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("groups", [1, H])
+@pytest.mark.parametrize("kind", ["all", "causal", "window", "padding", "left padding"])
+def test_the_mass_on_the_first_key_equals_the_sum_of_its_weights(
+    kind: str, groups: int, first: int, rows: int | None
+) -> None:
+    q, k = drawn(seed=1), drawn(seed=2)[:, :groups]
+    mask, visible = visible_pairs(kind, T, T)
+    of_keys = ids()
+    what = Observe(segments=Segments(NAMES, of_keys), first=first, rows=rows)
+    mass = observe(q, k, mask=mask, what=what).segments
+    p = weights_of(q, k, visible)
+    is_real = visible.any(2)[:, 0]  # [B, K]
+    is_first = is_real & (is_real.cumsum(-1) <= first)
+    sampled = torch.zeros(T, dtype=torch.bool)
+    sampled[list(sample(rows, T) if rows else range(T))] = True
+    counted = visible.any(-1)[:, 0] & is_real & sampled  # [B, Q]
+    member = torch.nn.functional.one_hot(of_keys + 1, 4)[..., 1:].double()  # [B, T, S]
+    of_rows = member * counted[..., None]
+    expected = torch.einsum("bhij,bia,bjc->hac", p * is_first[:, None, None], of_rows, member)
+    torch.testing.assert_close(mass.first_sum, expected, rtol=1e-6, atol=1e-6)
+    without = torch.einsum("bhij,bia,bjc->hac", p * ~is_first[:, None, None], of_rows, member)
+    count = of_rows.sum((0, 1))[None, :, None]
+    torch.testing.assert_close(mass.without_first(), without / count, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(mass.first + mass.without_first(), mass.mean, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+def test_in_cross_attention_the_first_key_is_that_of_the_context() -> None:
+    q, k = drawn(7), drawn(seed=2)
+    of_queries = torch.randint(-1, 3, (B, 7), generator=torch.Generator().manual_seed(5))
+    what = Observe(segments=Segments(NAMES, ids(), of_queries))
+    mass = observe(q, k, kind="cross", what=what).segments
+    p = weights_of(q, k, torch.ones(1, 1, 7, T, dtype=torch.bool))
+    expected = torch.zeros(H, 3, 3, dtype=torch.float64)
+    for b in range(B):
+        for i in range(7):
+            if of_queries[b, i] >= 0 and ids()[b, 0] >= 0:
+                expected[:, of_queries[b, i], ids()[b, 0]] += p[b, :, i, 0]
+    assert expected.any()
+    torch.testing.assert_close(mass.first_sum, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_first_key_without_a_segment_is_in_none() -> None:
+    q = drawn()
+    mass = observe(q, q, what=Observe(segments=Segments(NAMES, [-1, *[0, 1, 2] * 4]))).segments
+    assert not mass.first_sum.any()
+    assert torch.equal(mass.without_first(), mass.mean)
+    assert mass.pairs_without_first() == {}
+
+
+def test_64_segments_leave_room_for_the_first_keys() -> None:
+    names, keys = [f"n{n}" for n in range(64)], 67
+    of_keys = torch.arange(2 * keys).view(2, keys) % 64
+    q = drawn(keys)
+    mass = observe(q, q, mask=masks.causal(), what=Observe(segments=Segments(names, of_keys), first=5)).segments
+    member = torch.nn.functional.one_hot(of_keys, 64).double()
+    p = weights_of(q, q, torch.ones(keys, keys, dtype=torch.bool).tril()[None, None])
+    torch.testing.assert_close(mass.sum, torch.einsum("bhij,bia,bjc->hac", p, member, member), rtol=1e-5, atol=1e-6)
+    expected = torch.einsum("bhij,bia,bjc->hac", p[..., :5], member, member[:, :5])
+    torch.testing.assert_close(mass.first_sum, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_merged_recordings_add_the_mass_on_first_keys() -> None:
+    a, b = stats_of(), stats_of(seed=1)
+    both = a.merge(b).segments
+    torch.testing.assert_close(both.first_sum, a.segments.first_sum + b.segments.first_sum, rtol=0, atol=0)
+    unknown = damaged(b, segments=replace(b.segments, first_sum=None))
+    assert a.merge(unknown).segments.first_sum is None
+
+
+def test_files_of_earlier_versions_lack_it(tmp_path: Path) -> None:
+    stats = stats_of()
+    old = damaged(stats, segments=replace(stats.segments, first_sum=None))
+    path = old.save(tmp_path / "old.safetensors")
+    header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
+    assert "0/segments/first" not in header
+    mass = HeadStats.load(path).segments
+    assert mass.first_sum is None
+    assert torch.equal(mass.sum, stats.segments.sum)
+    assert mass.pairs_without_first() == {}
+    with pytest.raises(ValueError, match="the weight on the first keys is unknown"):
+        mass.without_first()
+    assert "without_first" not in old.to_dict()["layers"]["0"]["segments"]
+    assert {each.name for head in compare(old, stats).heads for each in head.changes if "without" in each.name} == set()
+
+
+def test_frames_and_comparisons_have_the_mass_without_the_first_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub: Any = types.ModuleType("pandas")  # which is optional
+    stub.DataFrame = lambda lines, columns: [dict(zip(columns, line, strict=True)) for line in lines]
+    monkeypatch.setitem(sys.modules, "pandas", stub)
+    stats, later = stats_of(), stats_of(seed=1)
+    holders = {NAMES[n] for n in ids()[:, 0].tolist() if n >= 0}
+    assert 0 < len(holders) < 3
+    frame = {line["name"]: line["mean"] for line in stats.to_pandas() if line["head"] == 1}
+    without = {name for name in frame if name.endswith("/without_first")}
+    assert without == {f"segments/{a}/{b}/without_first" for a in NAMES for b in holders}
+    b = next(iter(holders))
+    assert frame[f"segments/c/{b}/without_first"] == float(stats.segments.without_first()[1, 2, NAMES.index(b)])
+    stored = stats.to_dict()["layers"]["0"]["segments"]["without_first"]
+    assert stored == stats.segments.without_first().tolist()
+    assert not [name for name in stats.flat() if "without_first" in name]
+    head = next(each for each in compare(stats, later).heads if each.head == 1)
+    change = next(each for each in head.changes if each.name == f"segments/c/{b}/without_first")
+    assert change.before == frame[change.name]
+
+
+# ---------------------------------------------------------------- what chance gives
+
+
+@pytest.mark.parametrize("rows", [None, 7])
+@pytest.mark.parametrize("groups", [1, H])
+@pytest.mark.parametrize("form", ["spans", "pairs"])
+@pytest.mark.parametrize("kind", ["all", "causal", "window", "padding", "left padding"])
+def test_what_chance_gives_is_the_mean_over_exchanged_keys(kind: str, form: str, groups: int, rows: int | None) -> None:
+    q, k = drawn(seed=1), drawn(seed=2)[:, :groups]
+    mask, visible = visible_pairs(kind, T, T)
+    if form == "pairs":
+        mask = masks.Dense(visible)
+    of_keys = ids()
+    mass = observe(q, k, mask=mask, what=Observe(segments=Segments(NAMES, of_keys), rows=rows)).segments
+    p = weights_of(q, k, visible)
+    is_real = visible.any(2)[:, 0]
+    sampled = torch.zeros(T, dtype=torch.bool)
+    sampled[list(sample(rows, T) if rows else range(T))] = True
+    counted = (visible.any(-1)[:, 0] & is_real & sampled)[:, None].expand(B, H, T)
+    everywhere = visible.expand(B, H, T, T)
+    mean, variance = oracle_segments.nulls(p, counted, of_keys, of_keys, everywhere, 3)
+    assert mass.null is not None
+    count = mass.count[..., None]
+    torch.testing.assert_close(mass.null.mean, mean / count, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(mass.null.std, variance.sqrt() / count, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def test_the_spread_is_that_of_all_exchanges_of_the_keys() -> None:
+    weights = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    k = weights.log()[None, None, :, None]
+    what = Observe(segments=Segments(["a", "b"], [0, 0, 0, 1], [0]))
+    mass = observe(q, k, kind="cross", scale=1.0, what=what).segments
+    shares = torch.tensor([sum(each[:3]) for each in itertools.permutations(weights.tolist())])
+    assert mass.null is not None
+    assert float(mass.null.mean[0, 0, 0]) == pytest.approx(float(shares.mean()))
+    assert float(mass.null.std[0, 0, 0]) == pytest.approx(float(shares.std(correction=0)))
+    assert float(mass.z[0, 0, 0]) == pytest.approx((0.95 - 0.75) / float(shares.std(correction=0)))
+
+
+def test_with_sinks_chance_gives_less() -> None:
+    q = drawn()
+    sinks = torch.tensor([1.0, 2.0, 3.0])
+    mass = observe(q, q, sinks=sinks, what=Observe(segments=Segments(NAMES, [0, 1] * 6 + [2]))).segments
+    assert mass.null is not None
+    rows = observe(q, q, sinks=sinks, what=Observe(segments=Segments(["x"], [0] * T)))
+    total = rows["mass"].mean.reshape(H)
+    assert bool((total < 0.95).all())
+    one = rows.segments.null
+    assert one is not None
+    torch.testing.assert_close(one.mean[:, 0, 0], total, rtol=1e-6, atol=0)
+
+
+def test_even_rows_have_no_z_and_random_ones_a_small_one() -> None:
+    q = torch.zeros(1, 1, T, D)
+    what = Observe(segments=Segments(NAMES, [0, 1] * 6 + [2]))
+    mass = observe(q, q, mask=masks.causal(), what=what).segments
+    assert mass.z.isnan().all()
+    assert mass.null is not None
+    torch.testing.assert_close(mass.null.mean, mass.mean, rtol=1e-6, atol=1e-6)
+    random = Observe(segments=Segments(NAMES, ids()))
+    drawings = [(drawn(seed=seed), drawn(seed=seed + 100)) for seed in range(40)]
+    z = torch.cat([observe(q, k, mask=masks.causal(), what=random).segments.z.flatten() for q, k in drawings])
+    assert float((z.nan_to_num(0.0).abs() > 3).double().mean()) < 0.02
+
+
+def test_nulls_are_merged_and_unknown_without_rows_or_in_old_files(tmp_path: Path) -> None:
+    a, b = stats_of(), stats_of(seed=1)
+    both = a.merge(b).segments
+    assert both.null_sums is not None
+    assert torch.equal(both.null_sums, a.segments.null_sums + b.segments.null_sums)
+    old = damaged(a, segments=replace(a.segments, null_sums=None))
+    mass = HeadStats.load(old.save(tmp_path / "old.safetensors")).segments
+    assert mass.null is None
+    assert mass.z.isnan().all()
+    assert old.merge(b).segments.null is None
+    assert stats_of(row_stats=False).segments.null is None
+
+
+def damaged(stats: HeadStats, **parts: Any) -> HeadStats:
     return HeadStats({name: replace(part, **parts) for name, part in stats.parts.items()})
 
 
@@ -371,9 +591,14 @@ def test_impossible_numbers_in_a_file_are_refused(tmp_path: Path) -> None:
     mass = stats.segments
     heavy = SegmentMass(NAMES, mass.sum * 3, mass.count)
     many = SegmentMass(NAMES, mass.sum, mass.count + 10_000)
+    assert mass.null_sums is not None
+    unlikely = SegmentMass(NAMES, mass.sum, mass.count, null_sums=mass.null_sums + mass.count[..., None])
+    more = SegmentMass(NAMES, mass.sum, mass.count, first_sum=mass.sum * 1.1)
     for part, text in (
         ({"segments": heavy}, "segments/sum"),
         ({"segments": many}, "segments/count"),
+        ({"segments": more}, "segments/first"),
+        ({"segments": unlikely}, "segments/nulls"),
         ({"received_max": stats.received_max + 1}, "received_max"),
     ):
         path = damaged(stats, **part).save(tmp_path / "wrong.safetensors", force=True)

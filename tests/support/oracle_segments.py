@@ -22,6 +22,47 @@ def segment_mass(p: Tensor, counted: Tensor, query_ids: Tensor, key_ids: Tensor,
     return total, count
 
 
+def mass_on_first(
+    p: Tensor, counted: Tensor, query_ids: Tensor, key_ids: Tensor, visible: Tensor, first: int, size: int
+) -> Tensor:
+    """The part of the sum [H, S, S] on the first real keys: those that some row of the batch entry sees."""
+    batch, heads, _, keys = p.shape
+    total = torch.zeros(heads, size, size, dtype=torch.float64)
+    for b in range(batch):
+        real = [j for j in range(keys) if visible[b, ..., j].any()]
+        for j in real[:first]:
+            if key_ids[b, j] < 0:
+                continue
+            for a in range(size):
+                rows = counted[b] & (query_ids[b] == a)  # [H, Q]
+                total[:, a, key_ids[b, j]] += torch.where(rows, p[b, ..., j].double(), 0.0).sum(-1)
+    return total
+
+
+def nulls(
+    p: Tensor, counted: Tensor, query_ids: Tensor, key_ids: Tensor, visible: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """Sums over counted rows of mean and variance [H, S, S] if the keys of each row are exchanged, row by row."""
+    batch, heads, queries, _ = p.shape
+    mean, variance = torch.zeros(2, heads, size, size, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(queries):
+                a = int(query_ids[b, i])
+                if a < 0 or not counted[b, h, i]:
+                    continue
+                shown = visible[b, h, i]
+                row, ids = p[b, h, i][shown].double(), key_ids[b][shown]
+                n, mass = len(row), float(row.sum())
+                apart = float((row - mass / n).square().sum())
+                for c in range(size):
+                    member = (ids == c).double()
+                    spread = float((member - member.mean()).square().sum()) / max(1, n - 1)
+                    mean[h, a, c] += mass * float(member.mean())
+                    variance[h, a, c] += apart * spread
+    return mean, variance
+
+
 def largest_received(p: Tensor, counted: Tensor, visible: Tensor) -> Tensor:
     """The largest weight that a counted row gives each key, [H, K]; NaN where none sees it."""
     pairs = visible & counted[..., None]

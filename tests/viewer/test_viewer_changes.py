@@ -20,7 +20,7 @@ from playwright.sync_api import expect
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from headscope import Observe, load_example, masks, observe, watch
+from headscope import Observe, Segments, load_example, masks, observe, watch
 from headscope.comparing import Thresholds
 from headscope.report import save, text_sheet
 from headscope.stats import HeadStats
@@ -71,14 +71,15 @@ def files(before: Recording, after: Recording, tmp_path: Path) -> dict[str, Path
 
 def made(scale: float = 1.0, length: int = 11, bins: int = 5, **options: Any) -> Recording:
     """Two layers of three heads, without an origin."""
-    given = {"texts": None, "heads": 3, "name": "layers.{}.attention", "nan": False, "batch": 1} | options
+    given = {"texts": None, "heads": 3, "name": "layers.{}.attention", "nan": False, "batch": 1, "segments": None}
+    given |= options
     parts = {}
     for layer in range(2):
         shape = 2, given["batch"], given["heads"], length, 8
         q, k = scale * torch.randn(shape, generator=torch.Generator().manual_seed(layer))
         if given["nan"]:
             q[:, 1, 4] = math.nan
-        found = observe(q, k, mask=masks.causal(), what=Observe(map=bins))
+        found = observe(q, k, mask=masks.causal(), what=Observe(map=bins, segments=given["segments"]))
         parts |= found.named(given["name"].format(layer)).parts
     kinds: Any = dict.fromkeys(parts, "self")
     return Recording(HeadStats(parts), About("a <model>", {}, {}, kinds, given["texts"], 1, 1))
@@ -272,6 +273,30 @@ def test_pooled_maps_and_inputs_of_a_batch_are_compared(look: Any, tmp_path: Pat
     agree(page, one, other)
     page = compared(look(one), other.save_html(tmp_path / "b.html", force=True))
     agree(page, one, other)
+
+
+@pytest.mark.parametrize("form", ["file", "page"])
+def test_segments_are_compared_with_and_without_the_first_token(form: str, look: Any, tmp_path: Path) -> None:
+    segments = Segments(["system", "answer"], [0] * 4 + [1] * 7)
+    one, other = made(segments=segments), made(scale=2.0, segments=segments)
+    file = other.save(tmp_path / "other.safetensors")
+    path = file if form == "file" else other.save_html(tmp_path / "other.html", exact=())
+    page = compared(look(one), path)
+    lines = exported(page)
+    changes = {
+        (head.layer, head.head, change.name): change
+        for head in one.compare(other).heads
+        for change in head.changes
+        if change.name.startswith("segments/")
+    }
+    assert {name for *_, name in changes if name.endswith("/without_first")} == {
+        "segments/system/system/without_first",
+        "segments/answer/system/without_first",
+    }
+    assert {place for place in lines if place[2].startswith("segments/")} == set(changes)
+    for place, change in changes.items():
+        assert float(lines[place]["before"]) == pytest.approx(change.before, abs=2e-5)
+        assert float(lines[place]["after"]) == pytest.approx(change.after, abs=2e-5)
 
 
 def test_maps_of_8_bits_are_compared_nearly_and_the_page_states_it(

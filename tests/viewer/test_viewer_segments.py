@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -63,15 +64,24 @@ def test_all_heads_are_shown_by_the_weight_from_one_segment_to_another(look: Any
 
 def test_a_head_of_the_first_token_is_named_beside_its_share(look: Any) -> None:
     q, k = torch.ones(1, 1, 19, 8), torch.zeros(1, 1, 19, 8)
-    k[:, :, 0] = 3
+    k[:, :, 0] = 1.4
     parts = observe(q, k, mask=masks.causal(), what=Observe(segments=Segments(NAMES, IDS), map=19)).named("a").parts
     page = look(Recording(HeadStats(parts), About("m", {}, {}, {"a": "self"}, None, 1, 1)), "view=segments")
-    sentence = "Heads named “first” put much of their weight on the first token, which belongs to “system”."
-    assert page.locator(".ranks li").first.inner_text().endswith("first 99.8\u00a0%")
-    assert sentence in page.locator(".segment-columns").inner_text()
+    mass = parts["a"].segments
+    assert mass is not None
+    share, without = float(mass.mean[0, 2, 0]), float(mass.without_first()[0, 2, 0])
+    assert without < share / 2
+    line = page.locator(".ranks li").first.inner_text().replace("\xa0", " ")
+    assert f"without the first token: {100 * without:.1f} %" in line
+    assert re.search(r"· first 8\d %$", line)
+    page.get_by_label("without the first token").check()
+    page.wait_for_url("**sink=hidden*")
+    cell = page.locator(".segment-heads button")
+    expect(cell).to_have_text(f"{100 * without:.1f}\xa0%")
     page.get_by_label("attend to").select_option("question")
     page.wait_for_url("**segmentTo=2*")
-    assert sentence not in page.locator(".segment-columns").inner_text(), "the first token is not in that segment"
+    expect(page.get_by_label("without the first token")).to_have_count(0), "it is not in that segment"
+    expect(cell).to_have_text(f"{100 * float(mass.mean[0, 2, 2]):.1f}\xa0%")
 
 
 def test_a_segment_without_rows_has_no_share(look: Any) -> None:
@@ -153,6 +163,47 @@ def test_a_share_stands_beside_its_even_share_and_is_pale_if_it_is_near(look: An
     cells = page.locator(".segment-heads button")
     assert [cell.get_attribute("class") for cell in cells.all()] == ["dim", ""]
     assert "An even spread would give" in str(cells.first.get_attribute("title"))
+
+
+@pytest.mark.parametrize(
+    ("language", "words"),
+    [("en", "without the first token:"), ("de", "ohne das erste Token:"), ("zh", "不含第一个词元：")],
+)
+def test_the_table_has_the_share_without_the_first_token(language: str, words: str, look: Any) -> None:
+    q, k = torch.ones(1, 2, 19, 8), torch.zeros(1, 2, 19, 8)
+    k[:, 0, 0] = 3
+    parts = observe(q, k, mask=masks.causal(), what=Observe(segments=Segments(NAMES, IDS))).named("a").parts
+    mass = parts["a"].segments
+    assert mass is not None
+    recording = Recording(HeadStats(parts), About("m", {}, {}, {"a": "self"}, None, 1, 1))
+    page = look(recording, f"view=head&head=0&lang={language}")
+    cells = page.locator(".segments tbody tr").last.locator("td")
+    assert cells.nth(0).locator(".without").inner_text().strip().startswith(words)
+    assert cells.nth(1).locator(".without").count() == 0
+    page = look(recording, f"view=head&head=1&lang={language}")
+    assert page.locator(".segments tbody tr").last.locator(".without").count() == 0, "an even head has little on it"
+
+
+def test_a_share_that_chance_explains_is_pale(look: Any) -> None:
+    length = 61
+    ids = torch.arange(length) * 3 // length
+    q, k = torch.randn(2, 1, 4, length, 8, generator=torch.Generator().manual_seed(3))
+    what = Observe(segments=Segments(NAMES, ids))
+    parts = observe(q, 1.5 * k, mask=masks.causal(), what=what).named("a").parts
+    mass = parts["a"].segments
+    assert mass is not None
+    assert mass.null is not None
+    far = (mass.mean - mass.null.mean).abs()
+    clear = (mass.z.abs() >= 3) & (far >= 0.01)
+    ratio = mass.mean / mass.null.mean
+    assert (~clear & (ratio > 1.2) & (far >= 0.01)).any(), "a fifth more than chance, and explained by it"
+    for head in range(4):
+        page = look(
+            Recording(HeadStats(parts), About("m", {}, {}, {"a": "self"}, None, 1, 1)), f"view=head&head={head}"
+        )
+        for n, row in enumerate(page.locator(".segments tbody tr").all()):
+            for m, cell in enumerate(row.locator("td").all()):
+                assert (cell.get_attribute("class") != "dim") == bool(clear[head, n, m])
 
 
 # ---------------------------------------------------------------- images in a prompt

@@ -4,6 +4,7 @@ import { useState } from "preact/hooks";
 import { Attended } from "./attended";
 import { data, hasTokens, type Highlight, type Layer, queryAt, token } from "./data";
 import type { Place } from "./grid";
+import { alsoInWords, isPart } from "./naming";
 import type { State } from "./state";
 import { cards, fill, percent, whole } from "./texts";
 import { binAt, nameOf } from "./words";
@@ -76,10 +77,10 @@ function Others({ highlight: { pattern, heads }, state, change }: Pick<Props, "s
 }
 
 /** What the head does, with its score. */
-function does({ pattern, score, share, unit }: Highlight): string {
+function does({ pattern, score, share, unit, also }: Highlight): string {
   if (pattern in cards.regions) return cards.region(cards.regions[pattern], score!);
-  if (pattern === "fixed key") return cards.fixed(percent(share!), unit);
-  return cards.match(cards.heads[pattern]?.(unit) ?? pattern, percent(score!));
+  if (pattern === "fixed key") return cards.fixed(percent(share!), unit) + (also ? cards.alone(alsoInWords(also)) : "");
+  return cards.match(cards.heads[pattern]?.(unit) ?? pattern, percent(score!) + alsoInWords(also), isPart(score!));
 }
 
 function count({ pattern, heads, of, unit }: Highlight): string {

@@ -12,7 +12,7 @@ import { type Other, useOther } from "./other";
 import { ownSide, type Side } from "./side";
 import type { State } from "./state";
 import { csvLines, Meanings } from "./table";
-import { changes as texts, figure, fill, fixed, NO_VALUE, percent, search } from "./texts";
+import { changes as texts, figure, fill, fixed, NO_VALUE, percent, search, segments } from "./texts";
 import { mapValue, nameOf } from "./words";
 
 interface Props {
@@ -27,8 +27,8 @@ const THUMB = 84; // pixels
 const FAINT = 0.1; // the scale of a difference ends at no less than this share of that of the maps
 
 function headingOf(name: string): string {
-  const [first, query, key] = name.split("/");
-  if (first === "segments" && key !== undefined) return texts.segment(query, key);
+  const [first, query, key, without] = name.split("/");
+  if (first === "segments" && key !== undefined) return texts.segment(query, key) + (without ? ` ${segments.without}` : "");
   return data.names.find((each) => each.name === name)?.heading ?? say(name.replaceAll("_", " "));
 }
 

@@ -2,7 +2,7 @@
 
 import { type Data, data, type Layer, type Origin } from "./data";
 import { say } from "./languages";
-import { keyOf, type Side } from "./side";
+import { keyOf, type Means, type Side } from "./side";
 import { changes as texts } from "./texts";
 import { Unreadable } from "./safetensors";
 
@@ -185,12 +185,16 @@ function sizeOf(before: number, after: number, unit: string): number {
 function betweenSegments(a: Side, b: Side, one: Layer, other: Layer, head: number): Change[] {
   const [old, later] = [a.segments(one.index, head), b.segments(other.index, head)];
   if (!old || !later || String(old.names) !== String(later.names)) return [];
-  return old.names.flatMap((query, x) => old.names.map((key, y) => {
-    const [before, after] = [old.mean(x, y), later.mean(x, y)];
+  const all = old.names.map((_, n) => n);
+  const changes = (one: Means["mean"], other: Means["mean"], keys: number[], end: string) => all.flatMap((x) => keys.map((y) => {
+    const [before, after] = [one(x, y), other(x, y)];
     const size = Math.abs(after - before) / LIMITS.share;
     const value = (mean: number) => (mean === mean ? mean : null);
-    return { name: `segments/${query}/${key}`, before: value(before), after: value(after), size, moved: size >= 1 };
+    return { name: `segments/${old.names[x]}/${old.names[y]}${end}`, before: value(before), after: value(after), size, moved: size >= 1 };
   }));
+  const held = old.holders.filter((n) => later.holders.includes(n));
+  const without = old.withoutFirst && later.withoutFirst ? changes(old.withoutFirst, later.withoutFirst, held, "/without_first") : [];
+  return [...changes(old.mean, later.mean, all, ""), ...without];
 }
 
 /** What one side alone has. */

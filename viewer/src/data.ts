@@ -69,6 +69,9 @@ export interface SegmentFacts {
   images: { name: string; columns: number; rows: number[] }[]; // of each row of patches the first key
   even: string | null; // as mean: the share if rows spread their weight evenly over the keys they may attend to
   evenExact: boolean; // not estimated from bins of several tokens
+  clear: string | null; // base64 of a byte each, as mean: whether chance does not explain the share; null = unknown
+  withoutFirst: string | null; // as mean: the share without the first key; null = unknown
+  holders: number[]; // the segments that hold a first key
 }
 
 /** The image whose patches the keys are. */
@@ -118,6 +121,7 @@ export interface Data {
   names: { name: string; heading: string; meaning: string; unit?: string }[];
   statistics: Record<string, Record<What, (number | null)[]>>[];
   patterns: [string, number, number, boolean][][][];
+  also: ([string, number] | null)[][]; // of each layer and head the second pattern, where it follows the best one partly
   patternWords: Record<string, string>;
   tokens: { labels: string[]; longer: Record<string, string> } | null;
   runTokens: { labels: string[]; ids: number[][] } | null; // of each run, where runs read different texts
@@ -155,6 +159,7 @@ export interface Highlight {
   cell: [number, number] | null;
   weight: number | null;
   texts: [string, string] | null;
+  also: [string, number] | null; // the second pattern of a head that follows its pattern partly
 }
 
 export interface Edge {

@@ -2,10 +2,10 @@
 
 import { data, type Head, hasTokens, type Layer, queryAt, range, token } from "./data";
 import type { Field } from "./field";
+import { alsoInWords, isPart, NAMED } from "./naming";
 import { described, names, patterns, percent, whole } from "./texts";
 import { bin, FIRST_COLUMN, mapValue } from "./words";
 
-const WEAK = 0.3; // below this score a pattern is not named
 const PAIRS = 3;
 const LEAST = 0.05; // of the weight on the first key that is worth a mention
 
@@ -17,7 +17,7 @@ export function describeMap(layer: Layer, head: Head, field: Field, title: strin
   const parts = [sizeOf(layer, field)];
   if (!field.signed && number !== undefined) {
     const best = data.patterns[layer.index]?.[number]?.[0];
-    if (best) parts.push(best[1] < WEAK ? described.noPattern : described.likeness(patterns[best[0]]?.(UNIT).kind ?? best[0], percent(best[1])));
+    if (best) parts.push(best[1] < NAMED ? described.noPattern : described.likeness(patterns[best[0]]?.(UNIT).kind ?? best[0], percent(best[1]) + alsoInWords(data.also[layer.index]?.[number]), isPart(best[1])));
     const share = meanOf(head.map!.firstShare);
     if (share >= LEAST && UNIT === "token") parts.push(described.first(percent(share), FIRST_COLUMN));
   }

@@ -70,7 +70,7 @@ function isLayer(layer: Layer, from: PageData): boolean {
     && listOf(layer.rows, heads, anyWhole) && listOf(layer.broken, heads, anyWhole) && listOf(layer.blocks, heads, pair)
     && (lengths === null || pair(lengths)) && Array.isArray(layer.top) && layer.top.every(anyWhole)
     && (map === null || (isWhole(map?.rows, 2 ** 15) && isWhole(map.columns, 2 ** 15) && listOf(map.masks, heads, (each): each is number => isWhole(each, from.masks.length - 1)) && listOf(map.widths, 4, (each): each is number => isWhole(each, 4))))
-    && (segments === null || segments === undefined || (Array.isArray(segments.names) && segments.names.every(isText) && isText(segments.mean) && listOf(segments.rows, heads, (row): row is number[] => listOf(row, segments.names.length, anyWhole))))
+    && (segments === null || segments === undefined || (Array.isArray(segments.names) && segments.names.every(isText) && isText(segments.mean) && isText(segments.withoutFirst ?? "") && Array.isArray(segments.holders ?? []) && (segments.holders ?? []).every(anyWhole) && listOf(segments.rows, heads, (row): row is number[] => listOf(row, segments.names.length, anyWhole))))
     && known(layer.counts) && known(layer.eligible)
   );
 }

@@ -9,11 +9,12 @@ import { type Colours, colour, field, Pictures } from "./field";
 import { drawWhenNear } from "./drawing_queue";
 import { type Body, coloursOn, type Figure, fitted, measured, origin, type Paper, SMALL, ticksOf } from "./figure";
 import { FigureMenu } from "./figure_menu";
+import { NAMED, nameInWords, SCORED } from "./naming";
 import { drawPatches, queryOf, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface } from "./surface";
-import { controls, figure, figures, grid, image, NO_VALUE, patternNames, regionNames } from "./texts";
+import { controls, figure, figures, grid, image, NO_VALUE, regionNames } from "./texts";
 import { binning, isClear, layerName, nameOf, parts, statistic, withoutFirst } from "./words";
 
 export interface Place {
@@ -62,11 +63,9 @@ export function bestPattern({ layer, head }: Place): string {
   const look = data.image?.looks[layer]?.[head];
   if (look) return isClear(look) ? grid.region(regionNames[look[0]] ?? look[0], look[1]) : NO_VALUE;
   const best = data.patterns[layer]?.[head]?.[0];
-  if (!best) return "";
-  return best[1] < NAMED ? NO_VALUE : grid.match(patternNames[best[0]] ?? best[0], best[1]);
+  if (!best) return SCORED ? NO_VALUE : "";
+  return best[1] < NAMED ? NO_VALUE : grid.match(nameInWords(best[0], best[1]), best[1]);
 }
-
-export const NAMED = 0.3; // the score from which a head has a name
 
 /** Whether the best match of a head is a weak one, or what chance gives. */
 export function isWeak({ layer, head }: Place): boolean {

@@ -10,6 +10,7 @@ import { bestPattern } from "./grid";
 import { Bar } from "./legend";
 import { Largest } from "./largest";
 import { MapView, type Zoom } from "./map";
+import { alsoOf, isPart, NAMED, SCORED } from "./naming";
 import { Images, Regions } from "./picture";
 import { ImageTokens } from "./image_tokens";
 import { Keys } from "./reading";
@@ -129,8 +130,6 @@ export function single({ map, lengths }: Layer): boolean {
   return map !== null && lengths !== null && map.rows === lengths[0] && map.columns === lengths[1];
 }
 
-const WEAK = 0.3; // below this score no pattern fits
-
 /** The region of the image that the head looks at most, in a sentence. */
 function Region({ look }: { look: [string, number] | null | undefined }) {
   const { mostRegion, noRegion } = texts.image;
@@ -142,13 +141,13 @@ function Region({ look }: { look: [string, number] | null | undefined }) {
 function Likeness({ layer, head }: { layer: number; head: number }) {
   if (data.image && data.image.looks.length > 0 && data.patterns[layer]?.[head]?.[0]?.[0] !== "fixed key") return <Region look={data.image.looks[layer]?.[head]} />;
   const best = data.patterns[layer]?.[head]?.[0];
-  if (!best) return null;
-  const [name, score, rows] = best;
-  if (score < WEAK) return <p class="likeness" title={texts.head.noPatternHelp}>{texts.head.noPattern}</p>;
+  if (!best && !SCORED) return null;
+  const [name, score, rows] = best ?? ["", 0, 0];
+  if (score < NAMED) return <p class="likeness" title={texts.head.noPatternHelp}>{texts.head.noPattern}</p>;
   const { kind, does } = texts.patterns[name]?.(UNIT) ?? { kind: name, does: data.patternWords[name] };
   return (
     <p class="likeness" title={texts.head.likenessHelp}>
-      {fill(texts.head.likeness, { kind: <b><Term name={name}>{kind}</Term></b>, match: percent(score), rows: counted(rows, UNIT), does })}
+      {fill(isPart(score) ? texts.head.likenessPart : texts.head.likeness, { kind: <b><Term name={name}>{kind}</Term></b>, match: percent(score), rows: counted(rows, UNIT) + alsoOf({ layer, head }), does })}
     </p>
   );
 }

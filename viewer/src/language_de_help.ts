@@ -75,7 +75,7 @@ export const glossary: Translation["glossary"] = {
     weight: ["Gewicht", "Der Anteil der Aufmerksamkeit einer Query auf einem Key, von 0 bis 1."],
     mask: ["Maske", "Auf welche Keys eine Query achten darf. Eine kausale Maske verbirgt alle späteren Tokens."],
     softmax: ["Softmax", "Die Funktion, die aus den Scores einer Query Gewichte macht."],
-    match: ["Übereinstimmung", "Wie genau ein Head einem Muster folgt: 100 % = genau, 0 % = nicht näher als der Zufall."],
+    match: ["Übereinstimmung", "Wie genau ein Head einem Muster folgt: 100 % = genau, 0 % = nicht näher als der Zufall. Unter 50 % steht im Namen „teils“."],
   },
   units: {
     entropy: "nats", normalized_entropy: "0 bis 1", max_weight: "0 bis 1", effective_keys: "Keys", mass: "0 bis 1", distance: "Positionen oder Patches", previous: "0 bis 1", next: "0 bis 1",

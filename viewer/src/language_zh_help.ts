@@ -75,7 +75,7 @@ export const glossary: Translation["glossary"] = {
     weight: ["权重", "查询的注意力落在某个键上的份额，从 0 到 1。"],
     mask: ["掩码", "规定查询可以关注哪些键。因果掩码隐藏所有后面的词元。"],
     softmax: ["softmax", "把查询的得分变成权重的函数。"],
-    match: ["匹配度", "头与某个模式的符合程度：100% = 完全符合，0% = 不高于随机水平。"],
+    match: ["匹配度", "头与某个模式的符合程度：100% = 完全符合，0% = 不高于随机水平。低于 50% 时名称带“部分”。"],
   },
   units: {
     entropy: "奈特（nat）", normalized_entropy: "0 到 1", max_weight: "0 到 1", effective_keys: "键的个数", mass: "0 到 1", distance: "位置数或图块数", previous: "0 到 1", next: "0 到 1",

@@ -109,7 +109,14 @@ class RecordingFile {
     const names = this.list(entry, "segments");
     const size = names.length;
     const [sum, count] = [get("segments/sum", [heads, size, size], ...FIGURES), get("segments/count", [heads, size], "I64", ...FIGURES)];
+    const first = entry.segment_first === true ? get("segments/first", [heads, size, size], ...FIGURES) : null;
+    const holders = names.map((_, n) => n).filter((n) => first?.some((sum, at) => at % size === n && sum > 0));
     return (head) => ({
+      holders,
+      withoutFirst: first && ((query, key) => {
+        const at = (head * size + query) * size + key;
+        return Math.max(0, sum[at] - first[at]) / count[head * size + query];
+      }),
       names: names.map((name) => labelled(name, 60, false)),
       mean: (query, key) => sum[(head * size + query) * size + key] / count[head * size + query],
       rows: (query) => count[head * size + query],

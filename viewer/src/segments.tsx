@@ -20,9 +20,9 @@ const decoded = new Map<string, Uint16Array>();
 
 /** The share of the weight of the rows of a segment that is on keys of a segment, as a mean; or what an even spread would give. Null
  * where there are no such rows, or where it is unknown. */
-function share(layer: Layer, head: number, from: number, to: number, which: "mean" | "even" = "mean"): number | null {
+function share(layer: Layer, head: number, from: number, to: number, which: "mean" | "even" | "withoutFirst" = "mean"): number | null {
   const size = layer.segments!.names.length;
-  const text = layer.segments![which];
+  const text = layer.segments![which] ?? null;
   if (text === null) return null;
   const key = `${which}${layer.index}`;
   let codes = decoded.get(key);
@@ -39,14 +39,28 @@ const FIRST_LAYER = data.layers.find((layer) => layer.segments !== null);
 const CLEAR = 1.2; // times the even share, or that part of it: as for regions of an image
 const LEAST_DIFFERENCE = 0.01;
 
-/** Whether a share differs clearly from what an even spread gives; true where that is unknown. */
-function isTelling(value: number | null, even: number | null): boolean {
+const flags = new Map<number, string>();
+
+/** Whether chance does not explain a share: by its spread if that is known, else by the distance from an even share. True where both are
+ * unknown. */
+function isTelling(layer: Layer, head: number, from: number, to: number): boolean {
+  const [value, even] = [share(layer, head, from, to), share(layer, head, from, to, "even")];
   if (value === null || even === null) return value !== null;
-  return Math.abs(value - even) >= LEAST_DIFFERENCE && (value >= CLEAR * even || value * CLEAR <= even);
+  if (Math.abs(value - even) < LEAST_DIFFERENCE) return false;
+  const { clear, names } = layer.segments!;
+  if (!clear) return value >= CLEAR * even || value * CLEAR <= even;
+  if (!flags.has(layer.index)) flags.set(layer.index, atob(clear));
+  return flags.get(layer.index)!.charCodeAt((head * names.length + from) * names.length + to) === 1;
 }
 
-function cell(value: number | null, even: number | null, colours: State["colours"]) {
-  if (value === null || !isTelling(value, even)) return {};
+/** The share without the first token, where more than half of the share is on that token. */
+function rest(layer: Layer, head: number, from: number, to: number): number | null {
+  const [value, without] = [share(layer, head, from, to), share(layer, head, from, to, "withoutFirst")];
+  return value !== null && without !== null && 2 * without < value ? without : null;
+}
+
+function cell(value: number | null, telling: boolean, colours: State["colours"]) {
+  if (value === null || !telling) return {};
   const { fill, white } = colour(value, colours);
   return { background: fill, color: white ? "white" : "black" };
 }
@@ -66,10 +80,12 @@ export function SegmentTable({ layer, head, colours }: { layer: Layer; head: num
               <tr key={from}>
                 <th scope="row">{hasBands(layer) && <Swatch segment={from} />} <bdi>{name}</bdi></th>
                 {names.map((_, to) => {
-                  const [value, even] = [share(layer, head, from, to), share(layer, head, from, to, "even")];
+                  const [value, even, without] = [share(layer, head, from, to), share(layer, head, from, to, "even"), rest(layer, head, from, to)];
+                  const telling = isTelling(layer, head, from, to);
                   return (
-                    <td key={to} style={cell(value, even, colours)} class={isTelling(value, even) ? "" : "dim"}>
+                    <td key={to} style={cell(value, telling, colours)} class={telling ? "" : "dim"}>
                       {value === null ? NO_VALUE : percent(value)}{value !== null && even !== null && <small>{texts.even(percent(even), layer.segments!.evenExact)}</small>}
+                      {without !== null && <small class="without">{texts.withoutShare(percent(without))}</small>}
                     </td>
                   );
                 })}
@@ -79,7 +95,7 @@ export function SegmentTable({ layer, head, colours }: { layer: Layer; head: num
         </table>
       </div>
       <p class="tools"><FigureMenu of={figures.segmentsOf(nameOf(layer.index, head))} make={(paper) => tableFigure(layer, head, colours, paper)} /></p>
-      <p class="hint">{texts.hint} {layer.segments.even !== null && texts.evenHint}</p>
+      <p class="hint">{texts.hint} {layer.segments.even !== null && `${texts.evenHint} ${texts.pale((layer.segments.clear ?? null) !== null)}`} {names.some((_, from) => names.some((_, to) => rest(layer, head, from, to) !== null)) && texts.withoutHint}</p>
     </div>
   );
 }
@@ -96,15 +112,15 @@ function tableFigure(layer: Layer, head: number, palette: State["colours"], pape
   };
 }
 
-function headsFigure(names: string[], from: number, to: number, palette: State["colours"], paper: Paper): Figure {
+function headsFigure(names: string[], from: number, to: number, leavesOut: boolean, palette: State["colours"], paper: Paper): Figure {
   const colours = coloursOn(palette, paper.dark);
   const layers = data.layers.filter((layer) => sameNames(layer, names));
   const heads = Array.from({ length: Math.max(...layers.map((layer) => layer.heads)) }, (_, head) => String(head));
   return {
     name: "headscope-segments",
-    title: texts.fromTo(names[from], names[to]),
+    title: texts.fromTo(names[from], names[to]) + (leavesOut ? `, ${texts.without}` : ""),
     caption: [...origin(), texts.headsHint(names[from], names[to])],
-    body: tabular(layers.map((layer) => layer.short), heads, [grid.layer, grid.head], (n, head) => (head < layers[n].heads ? share(layers[n], head, from, to) : null), colours, paper),
+    body: tabular(layers.map((layer) => layer.short), heads, [grid.layer, grid.head], (n, head) => (head < layers[n].heads ? share(layers[n], head, from, to, leavesOut ? "withoutFirst" : "mean") : null), colours, paper),
     bar: barOf({ top: 1, signed: false, above: false }, "weight", "linear", colours),
   };
 }
@@ -120,7 +136,10 @@ export function SegmentView({ state, change, open }: Props) {
   const { names } = FIRST_LAYER!.segments!;
   const [from, to] = [Math.min(state.segmentFrom ?? names.length - 1, names.length - 1), Math.min(state.segmentTo, names.length - 1)];
   const places = all().filter(({ layer }) => sameNames(data.layers[layer], names));
-  const value = ({ layer, head }: Place) => share(data.layers[layer], head, from, to);
+  const canLeaveOut = places.some(({ layer }) => (data.layers[layer].segments!.withoutFirst ?? null) !== null && data.layers[layer].segments!.holders.includes(to));
+  const leavesOut = canLeaveOut && state.sink;
+  const value = ({ layer, head }: Place) => share(data.layers[layer], head, from, to, leavesOut ? "withoutFirst" : "mean");
+  const isClearAt = (place: Place) => leavesOut ? value(place) !== null : isTelling(data.layers[place.layer], place.head, from, to);
   const evenOf = ({ layer, head }: Place) => share(data.layers[layer], head, from, to, "even");
   const evens = places.map(evenOf).filter((each) => each !== null);
   const best = places.map((place) => ({ place, value: value(place) })).filter((each) => each.value !== null).sort((a, b) => b.value! - a.value!).slice(0, LISTED);
@@ -139,9 +158,10 @@ export function SegmentView({ state, change, open }: Props) {
       <p class="switches">
         {picker(texts.from, from, (at) => change({ segmentFrom: at }))}
         {picker(texts.to, to, (at) => change({ segmentTo: at }))}
-        <FigureMenu of={figures.segmentsOfAll} make={(paper) => headsFigure(names, from, to, state.colours, paper)} />
+        {canLeaveOut && <label><input type="checkbox" checked={state.sink} onChange={(event) => change({ sink: event.currentTarget.checked })} /> {texts.without}</label>}
+        <FigureMenu of={figures.segmentsOfAll} make={(paper) => headsFigure(names, from, to, leavesOut, state.colours, paper)} />
       </p>
-      <p class="hint">{texts.viewHint} {evens.length > 0 && texts.viewEven(percent(evens.reduce((a, b) => a + b, 0) / evens.length))}</p>
+      <p class="hint">{texts.viewHint} {leavesOut ? texts.withoutHint : evens.length > 0 && `${texts.viewEven(percent(evens.reduce((a, b) => a + b, 0) / evens.length))} ${texts.pale((FIRST_LAYER!.segments!.clear ?? null) !== null)}`}</p>
       <div class="segment-columns">
         <div class="scroll" tabIndex={0} role="region" aria-label={texts.allHeads}>
           <table class="segment-heads" ref={table} {...roving}>
@@ -156,12 +176,13 @@ export function SegmentView({ state, change, open }: Props) {
                 <tr key={layer.index}>
                   <th scope="row">{layerName(layer.index)}</th>
                   {Array.from({ length: layer.heads }, (_, head) => {
-                    const p = value({ layer: layer.index, head });
+                    const place = { layer: layer.index, head };
+                    const p = value(place);
                     const text = p === null ? NO_VALUE : percent(p);
-                    const even = evenOf({ layer: layer.index, head });
+                    const even = evenOf(place);
                     return (
                       <td key={head}>
-                        <button type="button" style={cell(p, even, state.colours)} class={isTelling(p, even) ? "" : "dim"} title={even === null ? undefined : texts.evenTip(percent(even))} aria-label={texts.cell(nameOf(layer.index, head), text)} onClick={() => open({ layer: layer.index, head })}>{text}</button>
+                        <button type="button" style={cell(p, isClearAt(place), state.colours)} class={isClearAt(place) ? "" : "dim"} title={even === null ? undefined : texts.evenTip(percent(even))} aria-label={texts.cell(nameOf(layer.index, head), text)} onClick={() => open({ layer: layer.index, head })}>{text}</button>
                       </td>
                     );
                   })}
@@ -174,14 +195,14 @@ export function SegmentView({ state, change, open }: Props) {
           <h3>{texts.most(names[from], names[to])}</h3>
           <ol class="ranks">
             {best.map(({ place, value: p }) => (
-              <li key={`${place.layer}.${place.head}`} class={isTelling(p, evenOf(place)) ? "" : "dim"}>
+              <li key={`${place.layer}.${place.head}`} class={isClearAt(place) ? "" : "dim"}>
                 <button type="button" onClick={() => open(place)}>{nameOf(place.layer, place.head)}</button>
                 <span class="meter" aria-hidden="true"><i style={{ width: `${100 * p!}%` }} /></span>
-                <span>{percent(p!)} {!isWeak(place) && <small>{bestPattern(place)}</small>}</span>
+                <span>{percent(p!)} {!leavesOut && rest(data.layers[place.layer], place.head, from, to) !== null && <small>{texts.withoutShare(percent(rest(data.layers[place.layer], place.head, from, to)!))} · </small>}{!isWeak(place) && <small>{bestPattern(place)}</small>}</span>
               </li>
             ))}
           </ol>
-          {best.some(({ place }) => readsFirst(place, to)) && <p class="hint">{texts.firstToken(names[to])}</p>}
+          {!canLeaveOut && best.some(({ place }) => readsFirst(place, to)) && <p class="hint">{texts.firstToken(names[to])}</p>}
           <p class="hint">{texts.rows(whole(Math.max(...places.map(({ layer, head }) => data.layers[layer].segments!.rows[head][from]))), names[from])}</p>
         </div>
       </div>

@@ -12,6 +12,8 @@ export interface Means {
   names: string[];
   mean: (query: number, key: number) => number; // NaN where there is none
   rows: (query: number) => number;
+  withoutFirst: ((query: number, key: number) => number) | null; // null = unknown
+  holders: number[]; // the segments that hold a first key
 }
 
 export interface Side {
@@ -61,20 +63,23 @@ function sumsOf(from: PageData): (layer: Layer, head: number, decoded: Head) => 
 }
 
 function segmentsOf(layers: Layer[]): Side["segments"] {
-  const codes = new Map<number, Uint16Array>();
+  const codes = new Map<string, Uint16Array>();
   return (at, head) => {
     const facts = layers[at].segments;
     if (!facts) return null;
-    if (!codes.has(at)) {
-      const packed = bytes(facts.mean);
-      codes.set(at, new Uint16Array(packed.buffer, 0, packed.length >> 1));
-    }
     const size = facts.names.length;
-    const mean = (query: number, key: number) => {
-      const code = codes.get(at)![(head * size + query) * size + key];
-      return code === 0xffff ? NaN : code / 0xfffe;
+    const shares = (which: "mean" | "withoutFirst") => {
+      if (!codes.has(which + at)) {
+        const packed = bytes(facts[which]!);
+        codes.set(which + at, new Uint16Array(packed.buffer, 0, packed.length >> 1));
+      }
+      return (query: number, key: number) => {
+        const code = codes.get(which + at)![(head * size + query) * size + key];
+        return code === 0xffff ? NaN : code / 0xfffe;
+      };
     };
-    return { names: facts.names, mean, rows: (query) => facts.rows[head][query] };
+    const known = (facts.withoutFirst ?? null) !== null; // pages of earlier versions lack it
+    return { names: facts.names, mean: shares("mean"), rows: (query) => facts.rows[head][query], withoutFirst: known ? shares("withoutFirst") : null, holders: facts.holders ?? [] };
   };
 }
 

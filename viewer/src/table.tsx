@@ -3,11 +3,12 @@
 import { useRef } from "preact/hooks";
 import { data } from "./data";
 import { Term } from "./glossary";
-import { chosen, isWeak, NAMED, type Place } from "./grid";
+import { chosen, isWeak, type Place } from "./grid";
 import { save } from "./map";
+import { NAMED, nameInWords } from "./naming";
 import { useRoving } from "./roving";
 import type { State } from "./state";
-import { figure, files, head as headTexts, NO_VALUE, patternNames, table } from "./texts";
+import { figure, files, head as headTexts, NO_VALUE, table } from "./texts";
 import { nameOf, statistic } from "./words";
 
 interface Props {
@@ -56,7 +57,7 @@ function patternOf({ layer, head }: Place): string | null {
 /** The pattern as the page and the file of the table write it. */
 function nameOfPattern(place: Place): string {
   const name = patternOf(place);
-  return name === null ? NO_VALUE : (patternNames[name] ?? name);
+  return name === null ? NO_VALUE : nameInWords(name, data.patterns[place.layer][place.head][0][1]);
 }
 
 export function Table({ state, change, open }: Props) {

@@ -86,9 +86,13 @@ export const segments = {
   imagePooled: (keys: number) => `The map pools several tokens in a cell, so it cannot be laid over the patches of the images in the prompt. Record with Observe(map=${keys}) to do so.`,
   patch: (row: number, column: number, weight: string) => `row ${row}, column ${column}: ${weight}`,
   even: (share: string, exact: boolean) => ` even: ${exact ? "" : "≈ "}${share}`,
-  evenHint: "even = the share if each token spread its weight evenly over all tokens that it may attend to. Shares within a fifth of that are pale.",
+  evenHint: "even = the share if each token spread its weight evenly over all tokens that it may attend to. ",
   evenTip: (share: string) => `An even spread would give ${share}.`,
-  viewEven: (share: string) => `An even spread would give ${share}; heads within a fifth of that are pale.`,
+  viewEven: (share: string) => `An even spread would give ${share}.`,
+  pale: (clear: boolean) => (clear ? "Pale: chance explains the share, which is within 3 standard deviations of that or within 1 %." : "Pale: the share is within a fifth of that."),
+  without: "without the first token",
+  withoutShare: (share: string) => ` without the first token: ${share}`,
+  withoutHint: "“Without the first token” leaves out the weight on the first token, where many heads put unused weight. The rest is not scaled up.",
   viewHint: "Each cell is a head: the share of the weight of the first segment's tokens that is on the second one. Click a head to open it.",
   from: "How much do the tokens of",
   to: "attend to",
@@ -206,7 +210,8 @@ export const cards = {
   hideLabel: "Hide what to look at first",
   open: "Open this head",
   openCell: "Open this head with this example selected",
-  match: (does: string, score: string) => `${does} (${score})`,
+  match: (does: string, score: string, part: boolean) => `${part ? "partly " : ""}${does} (${score})`,
+  alone: (also: string) => ` (${also.replace(/^; /, "")})`,
   heads: {
     induction: () => "looks like an induction head",
     duplicate: (unit) => `looks at other copies of the same ${unit}`,
@@ -255,6 +260,9 @@ export const grid = {
   thumb: (name: string, pattern: string, statistic: string) => [name, pattern, statistic].filter(Boolean).join(", "),
   tip: (name: string, pattern: string) => (pattern ? `${name}: ${pattern}` : name),
   match: (pattern: string, score: number) => `${pattern} ${percent(score)}`,
+  /** The name of a head with a match below 50 %. */
+  partly: (pattern: string) => `partly ${pattern}`,
+  also: (pattern: string, score: string) => `; also ${pattern}, ${score}`,
   region: (region: string, ratio: number) => `${region} × ${ratio.toFixed(1)}`,
   drawing: (at: number, of: number) => `Drawing head ${whole(at)} of ${whole(of)}`,
 };
@@ -372,12 +380,13 @@ export const patterns: Record<string, (unit: string) => { kind: string; does: st
   first: (unit) => ({ kind: `a first-${unit} head`, does: `each ${unit} looks at the first ${unit}.` }),
   duplicate: () => ({ kind: "a duplicate-token head", does: "it looks at other occurrences of the current token." }),
   induction: () => ({ kind: "an induction head", does: "it looks at the token that came after another occurrence of the current token." }),
-  local: (unit) => ({ kind: "a local head", does: `each ${unit} looks evenly at those at most 3 places away.` }),
+  local: (unit) => ({ kind: "a local head", does: `each ${unit} looks at those at most 3 places away.` }),
   uniform: (unit) => ({ kind: "a uniform head", does: `each ${unit} looks evenly at all that it can attend to.` }),
 };
 
 export const head = {
   likeness: "Looks like {kind} (match {match}, from {rows}): {does}",
+  likenessPart: "Partly looks like {kind} (match {match}, from {rows}). In part: {does}",
   noPattern: "No known pattern.",
   noPatternHelp: "The best match is below 30 %. The statistics list it.",
   likenessHelp: "A pattern describes where a head looks, not what it is for.",
@@ -498,7 +507,7 @@ export const described = {
   size: (queries: number, keys: number) => `${whole(queries)} × ${whole(keys)} weights`,
   pooled: (rows: number, columns: number, queries: number, keys: number) => `${whole(queries)} × ${whole(keys)} weights in ${whole(rows)} × ${whole(columns)} cells`,
   bins: (rows: number, columns: number) => `${whole(rows)} × ${whole(columns)} cells`,
-  likeness: (kind: string, match: string) => `looks like ${kind} (${match})`,
+  likeness: (kind: string, match: string, part: boolean) => `${part ? "partly " : ""}looks like ${kind} (${match})`,
   noPattern: "no known pattern",
   strongest: (pairs: string) => `strongest: ${pairs}`,
   pair: (query: string, key: string, weight: string) => `${query} to ${key}, ${weight}`,
@@ -590,7 +599,7 @@ export const glossary = {
     weight: ["weight", "The share of a query's attention on a key, from 0 to 1."],
     mask: ["mask", "Which keys a query may attend to. A causal mask hides all later tokens."],
     softmax: ["softmax", "The function that turns the scores of a query into weights."],
-    match: ["match", "How closely a head follows a pattern: 100 % = exactly, 0 % = no closer than chance."],
+    match: ["match", "How closely a head follows a pattern: 100 % = exactly, 0 % = no closer than chance. Below 50 % the name says “partly”."],
   } as Record<string, [string, string]>,
   units: {
     entropy: "nats", normalized_entropy: "0 to 1", max_weight: "0 to 1", effective_keys: "keys", mass: "0 to 1", distance: "positions or patches", previous: "0 to 1", next: "0 to 1",

@@ -97,11 +97,16 @@ class PairMeans(NamedTuple):
 
 
 def segment_means(old: SegmentMass | None, new: SegmentMass | None, head: int) -> Iterator[PairMeans]:
-    """Yield the means of each pair of segments of a head, if both have the same segments."""
+    """Yield the means of each pair of segments of a head, if both have the same segments.
+
+    Then those without the first keys, of the segments that have one in both.
+    """
     if old is None or new is None or old.names != new.names:
         return
-    after = new.pairs()
-    for name, (mean, count) in old.pairs().items():
+    after = new.pairs() | new.pairs_without_first()
+    for name, (mean, count) in (old.pairs() | old.pairs_without_first()).items():
+        if name not in after:
+            continue
         later, later_count = after[name]
         yield PairMeans(name, float(mean[head]), float(later[head]), (int(count[head]), int(later_count[head])))
 

@@ -21,6 +21,9 @@ SINGLE_KEYS = ("previous", "next", "self", "first")
 KNOWN = {1: 19, 2: 10, 3: 6, 4: 5, 5: 4, 6: 3}
 """Number of visible keys of a row -> the only bin of ``chance`` with such rows, which holds no others."""
 
+HALF = 10
+"""The first bin of the histogram of ``max_weight`` from a weight of 0.5 on."""
+
 MOST_EVEN = 0.5
 """"local" requires that an even row has at most this share of its weight within the window."""
 
@@ -41,12 +44,15 @@ class Scores(NamedTuple):
         rows: the number of informative rows, int64 [H].
         exact: whether it is the score of the dense weights of the same rows, boolean [H].
         z: how far the mass on the pattern's keys is from what chance gives, [H]; NaN if that is unknown.
+        peaks: of "uniform", the share of the rows with at least three visible keys that put half of their weight or
+            more on one, [H]; NaN for other patterns.
     """
 
     score: Tensor
     rows: Tensor
     exact: Tensor
     z: Tensor
+    peaks: Tensor
 
 
 class Chance(NamedTuple):
@@ -130,7 +136,7 @@ def pattern_means(part: LayerStats) -> dict[str, Scores]:
             scores[name] = _score(name, total, even, rows, rows, never)
     if (window := smallest_window(part)) is not None:
         scores["local"] = _local(moments, chance, window, never)
-    scores["uniform"] = _uniform(moments, chance, never)
+    scores["uniform"] = _uniform(moments, chance, never)._replace(peaks=_peaks(moments["max_weight"], chance))
     return {name: each._replace(z=_z(part, name)) for name, each in scores.items()}
 
 
@@ -170,7 +176,18 @@ def _score(name: str, total: Tensor, even: Tensor, rows: Tensor, telling: Tensor
     room = rows - even
     score = ((total - even) / room).clamp(0, 1)
     enough = (telling >= MINIMUM_ROWS.get(name, FEW)) & (room > _ROUNDING)
-    return Scores(torch.where(enough, score, math.nan), telling, exact & enough, torch.full_like(score, math.nan))
+    unknown = torch.full_like(score, math.nan)
+    return Scores(torch.where(enough, score, math.nan), telling, exact & enough, unknown, unknown)
+
+
+def _peaks(largest: Moments, chance: Chance) -> Tensor:
+    """Return the share of rows with at least half of their weight on one key, of those with at least three keys, [H].
+
+    Rows with one or two keys all have such a weight, except with sinks: with sinks the share is at most the true one.
+    """
+    few = chance.by_count[1] + chance.by_count[2]
+    many = largest.histogram[:, HALF:].sum(-1)
+    return (many - few).clamp_min(0).double() / (chance.rows - few)
 
 
 def _all_see_the_first(part: LayerStats) -> Tensor:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from headscope._attend.call import Call
-from headscope._observe.exchange import sum_nulls, to_exchange
+from headscope._observe.exchange import EVEN, sum_nulls, to_exchange
 from headscope._observe.inputs import Request, to_reductions
 from headscope._observe.kept_tiles import ObservedTiles, keep_tiles
 from headscope._observe.native_observer import Ready
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
+from headscope._observe.segment_nulls import sum_segment_nulls
 from headscope.stats import Observe, SegmentMass
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments, Nulls
 
@@ -64,8 +65,9 @@ def layer_stats(
     if observed.received is not None and observed.eligible is not None:
         received, eligible = (_filed(x, known.first_key) for x in (observed.received, observed.eligible))
     masses, maxima = None, observed.received_max
+    nulls, segment_nulls = _nulls(what, known, observed)
     if what.segments is not None and observed.segments is not None:
-        masses = SegmentMass.of(what.segments, *observed.segments)
+        masses = SegmentMass.of(what.segments, *observed.segments, segment_nulls)
     if rows is None:
         assert observed.counted is not None  # one of them is present
         rows = observed.counted.sum((0, 2))
@@ -87,16 +89,20 @@ def layer_stats(
         first=what.first if what.row_stats else None,
         segments=masses,
         received_max=None if maxima is None else _filed(maxima, known.first_key, math.nan),
-        nulls=_nulls(what, known, observed),
+        nulls=nulls,
     )
 
 
-def _nulls(what: Observe, known: Scene | Ready, observed: Observed) -> Nulls | None:
-    """Return what chance gives, if rows are measured."""
+def _nulls(what: Observe, known: Scene | Ready, observed: Observed) -> tuple[Nulls | None, Tensor | None]:
+    """Return what chance gives, for rows and for segments, if rows are measured."""
     if observed.nulls is not None or not what.row_stats or not isinstance(known, Scene):
-        return observed.nulls
+        return observed.nulls, observed.segment_nulls
     names = tuple(name for name in observed.rows if name != "argmax")
-    return Nulls(*sum_nulls(to_exchange(to_reductions(what), known, names), observed.rows))
+    exchange = to_exchange(to_reductions(what), known, names)
+    nulls = Nulls(*sum_nulls(exchange, observed.rows))
+    return nulls, None if exchange.segments is None else sum_segment_nulls(
+        exchange.segments, known, observed.rows, EVEN
+    )
 
 
 def _placed_map(cells: HeadMap | None, start: int) -> HeadMap | None:

@@ -26,6 +26,7 @@ from headscope._observe.block_weights import Block, Tile, cut, wide
 from headscope._observe.inputs import Reductions
 from headscope._observe.place_quantities import gather_mass, place_values, places_of
 from headscope._observe.scene import Scene
+from headscope._observe.segment_nulls import counts_of_segments
 from headscope._observe.visibility import visible_block, visible_rows
 from headscope.stats import quantity_of
 
@@ -48,12 +49,14 @@ class Exchange(NamedTuple):
         mean: ā, [N, B or 1, H or 1, R]; any number in a row that does not have the quantity.
         spread: Σ(a - ā)² / (n - 1), of the same shape; 0 where n is 1.
         single: the quantities that need no factors, because they concern one key.
+        segments: the number of visible keys of each segment, int32 [B or 1, H or 1, R or 1, S]; None = not requested.
     """
 
     names: tuple[str, ...]
     mean: Tensor
     spread: Tensor
     single: tuple[str, ...]
+    segments: Tensor | None = None
 
 
 EvenRows = Callable[[Scene], tuple[Mapping[str, Tensor], Tensor] | None]
@@ -70,14 +73,16 @@ def to_exchange(
     call = scene.call
     if 0 in (call.batch, call.heads, call.keys, len(scene.rows)):  # no row has a visible key
         nothing = torch.zeros(len(names), 1, 1, len(scene.rows), dtype=wide(scene.q.device), device=scene.q.device)
-        return Exchange(names, nothing, nothing, single)
+        return Exchange(names, nothing, nothing, single, counts_of_segments(scene, None, reductions.segments))
     spans = _spans(scene)
+    segments = counts_of_segments(scene, spans, reductions.segments)
     if spans is not None and (scene.line is not None or scene.own is None):
         mean, spread = _of_spans(reductions, scene, names, spans)
     else:
         moments = None if measure is None or not scene.whole else _of_even_rows(scene, names, measure)
         mean, spread = _of_blocks(reductions, scene, names) if moments is None else moments
-    return Exchange(names, mean, spread.clamp_max(torch.finfo(spread.dtype).max), single)  # infinity times 0 is NaN
+    spread = spread.clamp_max(torch.finfo(spread.dtype).max)  # infinity times 0 is NaN
+    return Exchange(names, mean, spread, single, segments)
 
 
 def sum_nulls(exchange: Exchange, rows: Mapping[str, Tensor]) -> tuple[tuple[str, ...], Tensor]:

@@ -87,6 +87,7 @@ def _fits(ids: Tensor) -> bool:
 PLACES = (
     "counted", "values", "top_weight", "top_key", "received", "eligible", "sum", "max", "pairs", "at",
     "edge_weight", "edge_at", "whole", "numbers", "received_max", "segment_sum", "segment_count", "nulls",
+    "segment_nulls",
 )  # fmt: skip
 """The results of a call, in the order of ``Place`` in csrc/python/observation.h."""
 
@@ -129,6 +130,8 @@ class Ready:
         only = ["max_weight", "max_logit"] if later else []
         self.names = tuple(_names(self.reductions, scene) if self.reductions.rows else only)
         self.borders = borders_of(self.names, self.dtype) if self.reductions.rows else None
+        of_segments = scene.key_segments, scene.row_segments, scene.first
+        self.segments = NativeSegments.of(*of_segments, self.reductions.segments)
         self.parts, self.size, room = self._laid_out()
         edges = (self.reductions.edges, *((self.names.index(x) if later else -1) for x in ("max_weight", "max_logit")))
         if self.reductions.rows and nulls and exchange is None:
@@ -155,7 +158,8 @@ class Ready:
             stay |= {"received": (double, keys), "eligible": (whole, keys)}
         if reductions.received_max:
             stay["received_max"] = (double, keys)
-        if count := reductions.segments:
+        if self.segments is not None:
+            count = self.segments.size
             stay |= {"segment_sum": (double, (call.heads, count, count)), "segment_count": (whole, (call.heads, count))}
         if reductions.bins:
             stay |= {"sum": (double, cells), "max": (double, cells), "pairs": (whole, cells)}
@@ -169,6 +173,8 @@ class Ready:
             counts = len(self.names) * call.heads * (1 + self.borders.shape[1])
             stay |= {"whole": (whole, (counts,)), "numbers": (double, (4, len(self.names), call.heads))}
             stay["nulls"] = (double, (2, len(self.names), call.heads))
+            if size := reductions.segments:
+                stay["segment_nulls"] = (double, (2, call.heads, size, size))
         parts: dict[str, _Part] = {}
         size = end = 0
         for name, (dtype, shape) in (stay | passing).items():
@@ -211,7 +217,6 @@ class Ready:
         if may_count is not None:
             strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
         lse = None if scene.lse is None else readable(scene.lse.to(self.dtype)).contiguous()
-        segments = NativeSegments.of(scene.key_segments, scene.row_segments)
         observation = native.extension.Observation(
             kernel_call.call, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
             line, own, address(ids), (*_by_batch(first), first.shape[1]), (address(may_count), *strides),
@@ -219,7 +224,7 @@ class Ready:
             max(1, reductions.top) if reductions.top or reductions.argmax else 0, reductions.bins, edges,
             (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
             [self.parts[name].offset if name in self.parts else -1 for name in PLACES], self.size, room,
-            (0, 0, 0, 0, 0, 0) if segments is None else segments.arguments(reductions.segments),
+            (0, 0, 0, 0, 0, 0) if self.segments is None else self.segments.arguments(),
             scene.whole_sequence,
         )  # fmt: skip
         mine = kernel_call.held[3:]  # q, k and v change from call to call
@@ -227,7 +232,11 @@ class Ready:
         if exchange is not None:
             factors, of_factors = _to_factors(self.names, exchange)
             observation.sum_exchanges(factors)
-        return observation, (mine, index, line_at, own_at, ids, first, may_count, lse, segments, of_factors)
+            if self.segments is not None and exchange.segments is not None:
+                between, held = self.segments.exchange_arguments(exchange.segments)
+                observation.sum_between_segments(between)
+                of_factors = of_factors, held
+        return observation, (mine, index, line_at, own_at, ids, first, may_count, lse, of_factors)
 
     def observed(self, memory: Tensor) -> Observed:
         """Return the results, as views of their memory."""
@@ -250,9 +259,10 @@ class Ready:
             Candidates(at["top_weight"], at["top_key"]) if reductions.top else None,
             moments,
             at["whole"][: call.heads] if "whole" in at else None,  # rows that have an lse
-            (at["segment_sum"], at["segment_count"]) if reductions.segments else None,
+            None if self.segments is None else self.segments.joined(at["segment_sum"], at["segment_count"]),
             at["received_max"].masked_fill(at["eligible"] == 0, math.nan) if reductions.received_max else None,
             Nulls(self.names, at["nulls"]) if "nulls" in at else None,
+            at.get("segment_nulls"),
         )
 
 

@@ -85,7 +85,7 @@ def observe_blocks(reductions: Reductions, scene: Scene) -> Observed:
     if not reductions.rows:
         rows.pop("max_weight", None)
     received, eligible = (None if x is None else x.sum(0) for x in (received, eligible))
-    shares = None if masses is None else (masses.sum, masses.count)
+    shares = None if masses is None else (masses.sum, masses.count, masses.first)
     return Observed(
         rows, counted, broken, received, eligible, sums and _map(sums), edges, top,
         segments=shares, received_max=maxima,

@@ -24,9 +24,11 @@ class Observed(NamedTuple):
         top: keys, int64, and weights of each row's largest, [B, H, R, k] both, or None.
         moments: of the rows, if they are known already.
         rows_counted: the number of counted rows of each head, int64 [H], if known already.
-        segments: sum, float64 [H, S, S], and count, int64 [H, S], of the segments, or None.
+        segments: sum, float64 [H, S, S], and count, int64 [H, S], of the segments, and the part of the sum on the first
+            keys, [H, S, S]; or None.
         received_max: the largest weight of each key, [H, K], NaN where no counted row has one, or None.
         nulls: what chance gives for the rows, if known already.
+        segment_nulls: what it gives for the sums of segments, [2, H, S, S], if known already.
     """
 
     rows: dict[str, Tensor]
@@ -39,6 +41,7 @@ class Observed(NamedTuple):
     top: Candidates | None
     moments: Mapping[str, Moments] | None = None
     rows_counted: Tensor | None = None
-    segments: tuple[Tensor, Tensor] | None = None
+    segments: tuple[Tensor, Tensor, Tensor] | None = None
     received_max: Tensor | None = None
     nulls: Nulls | None = None
+    segment_nulls: Tensor | None = None

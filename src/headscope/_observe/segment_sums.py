@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headscope._attend.call import Call
 from headscope._observe.block_weights import Block, Tile, cut
+from headscope._observe.place_quantities import gather_mass
 from headscope._observe.scene import Scene
 
 
@@ -20,10 +21,12 @@ class SegmentSums:
     Attributes:
         sum: of the weights, by the segments of query and key, float64 [H, S, S].
         count: of the counted rows of each segment, int64 [H, S].
+        first: the part of ``sum`` on the first keys.
     """
 
     sum: Tensor
     count: Tensor
+    first: Tensor
 
     @staticmethod
     def empty(heads: int, segments: int, device: torch.device, dtype: torch.dtype) -> SegmentSums:
@@ -32,6 +35,7 @@ class SegmentSums:
         return SegmentSums(
             torch.zeros(shape, dtype=dtype, device=device),
             torch.zeros(shape[:2], dtype=torch.int64, device=device),
+            torch.zeros(shape, dtype=dtype, device=device),
         )
 
     def add(self, scene: Scene, block: Block, tile: Tile, heads: slice) -> None:
@@ -43,6 +47,13 @@ class SegmentSums:
         of_rows = _memberships(cut(scene.row_segments, block.b)[:, block.r], size, dtype)[:, None]  # [b or 1, 1, i, S]
         masses = (tile.p @ of_keys[:, None]).to(dtype)  # [b, h, i, S]
         self.sum[heads] += (of_rows.mT @ masses).sum(0)
+        at = cut(scene.first, block.b)  # [b or 1, n]
+        inside = (at >= block.j.start) & (at < block.j.stop)
+        index = torch.where(inside, at - block.j.start, 0)
+        batch = max(len(of_keys), len(index))
+        of_first = of_keys.expand(batch, -1, -1).gather(1, index.expand(batch, -1)[..., None].expand(-1, -1, size))
+        masses = gather_mass(tile.p, at[:, None, None], block.j) @ of_first[:, None]
+        self.first[heads] += (of_rows.mT @ masses.to(dtype)).sum(0)
         self.count[heads] += (tile.counted[..., None, :].to(dtype) @ of_rows)[..., 0, :].sum(0).long()
 
 

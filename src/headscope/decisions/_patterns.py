@@ -8,7 +8,16 @@ from typing import Any
 
 from headscope._analysis.answers import Basis, Decision, HasStats, decimal, stats_of
 from headscope._analysis.pattern_means import pattern_means, smallest_window
-from headscope.stats import CLEAR_SCORE, CLEAR_Z, PATTERNS, HeadStats
+from headscope.stats import (
+    CLEAR_SCORE,
+    CLEAR_Z,
+    PATTERNS,
+    WHOLE_SCORE,
+    HeadStats,
+    is_name,
+    name_in_words,
+    second_name,
+)
 
 __all__ = ["PatternScore", "Patterns", "patterns"]
 
@@ -25,6 +34,8 @@ class PatternScore:
         exact: whether it equals ``pattern_scores`` of the dense weights of the same rows; else an estimate.
         z: how far the mass on the pattern's keys is from what chance gives, in standard deviations; NaN for "uniform",
             where exchanging keys changes nothing, and for files of earlier versions.
+        peaks: of "uniform", the share of the rows with at least three visible keys that put half of their weight or
+            more on one; NaN for other patterns.
 
     Examples:
         >>> import torch
@@ -43,6 +54,7 @@ class PatternScore:
     rows: int
     exact: bool
     z: float = math.nan
+    peaks: float = math.nan
 
     @property
     def is_clear(self) -> bool:
@@ -55,8 +67,16 @@ class PatternScore:
 
     @property
     def is_name(self) -> bool:
-        """Whether tables name the head by this pattern: its score is clear, or describes an even spread."""
-        return self.is_clear or (self.pattern == "uniform" and self.score >= CLEAR_SCORE)
+        """Whether tables name the head by this pattern: its score is clear, or describes an even spread.
+
+        A spread is not even if more than a tenth of the rows put half of their weight or more on one key.
+        """
+        return self.is_clear or is_name(self.pattern, self.score, self.z, self.peaks)
+
+    @property
+    def name(self) -> str:
+        """The name that tables show: "partly induction" below a score of 0.5, and "" where ``is_name`` is False."""
+        return name_in_words(self.pattern, self.score) if self.is_name else ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +128,15 @@ class Patterns(Decision):
         """
         return tuple(each for each in self.best if each.is_name)
 
+    @property
+    def also(self) -> tuple[PatternScore, ...]:
+        """Return the second pattern of each head that follows its best one partly, if chance does not explain it.
+
+        It has the largest score of those of at least 0.1 that are 3 standard deviations from chance.
+        """
+        second = (second_name(best, others) for best, *others in self.ranked())
+        return tuple(each for each in second if each is not None)
+
     def ranked(self) -> list[list[PatternScore]]:
         """Return the scores of each head: names first, then by score."""
         heads: dict[tuple[str, int], list[PatternScore]] = {}
@@ -140,7 +169,7 @@ def _rank(score: PatternScore) -> tuple[bool, float]:
 
 
 def _marked(score: PatternScore) -> str:
-    name = score.pattern if score.is_name else f"({score.pattern})"
+    name = score.name or f"({score.pattern})"
     return name if score.exact else f"{name} ~"
 
 
@@ -175,17 +204,18 @@ def patterns(stats: HeadStats | HasStats) -> Patterns:
     for layer, part in parts.items():
         means = {name: tuple(x.tolist() for x in each) for name, each in pattern_means(part).items()}
         for head in range(part.heads):
-            for name in PATTERNS:
-                if name in means and not math.isnan(means[name][0][head]):
-                    score, rows, exact, z = (x[head] for x in means[name])
-                    scores.append(PatternScore(layer, head, name, score, rows, exact, z))
+            scores += [
+                PatternScore(layer, head, name, *(x[head] for x in means[name]))
+                for name in PATTERNS
+                if name in means and not math.isnan(means[name][0][head])
+            ]
     local = {layer: w for layer, part in parts.items() if (w := smallest_window(part)) is not None}
     names = tuple(dict.fromkeys(each.pattern for each in scores))
     rows = [int(n) for part in parts.values() for n in part.moments["chance"].count.tolist()]
     basis = Basis.of_layers(parts.values(), (f"the means of {', '.join(names)}", "chance"), rows)
     caveat = (
         "A pattern describes this input, not the purpose of a head. In brackets: no name, because the score is below "
-        f"{CLEAR_SCORE} or within {CLEAR_Z:g} standard deviations of chance."
+        f"{CLEAR_SCORE} or within {CLEAR_Z:g} standard deviations of chance. Partly: the score is below {WHOLE_SCORE}."
     )
     if any(not each.exact for each in scores):
         caveat += " ~ marks estimates from means."

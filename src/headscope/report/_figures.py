@@ -37,6 +37,7 @@ class SheetFigures:
         statistics: for each layer name -> one mean per head.
         rows: for each layer name -> the number of rows of each mean.
         patterns: for each layer the best-matching pattern of each head, with its score, or None.
+        also: for each layer the second pattern of each head that matches its pattern partly, or None.
         trace: the steps of the forward pass, as ``Trace.to_dict()`` gives its rows.
         trace_title: the heading of the trace.
         footer: model, input, options, rows, versions: label -> text.
@@ -58,6 +59,7 @@ class SheetFigures:
     statistics: Sequence[Mapping[str, Numbers]]
     rows: Sequence[Mapping[str, list[int]]]
     patterns: Sequence[Sequence[Match | None]]
+    also: Sequence[Sequence[Match | None]] = ()
     trace: Sequence[Mapping[str, Any]] = ()
     trace_title: str = ""
     footer: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -63,6 +63,11 @@ class FixedKey(NamedTuple):
         """Whether the key has most of the weight, a large score, and more than chance explains."""
         return self.share >= MOST and self.score >= CLEAR_SCORE and self.z >= self.limit
 
+    @property
+    def match(self) -> Match:
+        """The key as a match with the pattern "fixed key"."""
+        return Match(FIXED_KEY, self.score, self.rows, self.z)
+
     def beats(self, match: Match | None) -> bool:
         """Return whether tables name the head by this key: it is clear, and no other clear pattern has its score.
 
@@ -159,8 +164,7 @@ def match_fixed_keys(
     seen = None if visible is None else visible.numpy()
     keys = fixed_key_of_weights(weights.numpy(), seen, skips_first=skips_first)
     return [
-        match if key is None or not key.beats(match) else Match(FIXED_KEY, key.score, key.rows, key.z)
-        for match, key in zip(matches, keys, strict=True)
+        match if key is None or not key.beats(match) else key.match for match, key in zip(matches, keys, strict=True)
     ]
 
 

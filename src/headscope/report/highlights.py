@@ -19,7 +19,7 @@ from headscope.report._texts import short_layers, visible
 from headscope.report.fixed_keys import FIXED_KEY, FixedKey, fixed_key_of_weights, fixed_keys
 from headscope.report.observed_model import ObservedModel
 from headscope.report.words import REGIONS, WEAK
-from headscope.stats import HeadStats, Match
+from headscope.stats import HeadStats, Match, Scored, name_in_words, second_name
 
 __all__ = ["Highlight", "fixed_names", "recording_highlights", "sheet_highlights"]
 
@@ -54,12 +54,15 @@ class Highlight:
         cell: a query and a key that show the pattern, and the texts of both if they are known.
         weight: of the cell.
         texts: of the query and the key.
+        also: of a head that follows its pattern partly, the second pattern beyond chance, and its score.
 
     Examples:
         >>> from headscope.report.highlights import Highlight
         >>> head = Highlight("previous", heads=1, of=8, layer=2, head=0, name="2.0", score=0.97)
         >>> head.sentence
         '2.0 looks at the previous token (97%)'
+        >>> Highlight("self", 1, 8, layer=2, head=1, name="2.1", score=0.38, also=("previous", 0.31)).sentence
+        '2.1 partly looks at the token itself (38%; also previous, 31%)'
         >>> Highlight("uniform", heads=5, of=8).sentence
         '5 of 8 heads come closest to an even spread'
     """
@@ -76,6 +79,7 @@ class Highlight:
     cell: tuple[int, int] | None = None
     weight: float | None = None
     texts: tuple[str, str] | None = None
+    also: tuple[str, float] | None = None
 
     @property
     def sentence(self) -> str:
@@ -83,15 +87,18 @@ class Highlight:
         if self.layer is None:
             return self._count()
         many = f", one of {self.heads}" if self.heads > 1 else ""
+        also = f"; also {self.also[0]}, {_percent(self.also[1])}" if self.also else ""
         if self.pattern in REGIONS:
             return f"{self.name} looks at {_REGION_WORDS[self.pattern]} ({self.score:.1f} times chance{many})"
         if self.pattern == FIXED_KEY:
             key = "" if self.cell is None else f": {self.texts[1] if self.texts else self.cell[1]}"
-            many = many and f" ({many.removeprefix(', ')})"
-            return f"{self.name} puts {_percent(self.share)} of its attention on one {self.unit}{key}{many}"
+            more = f"{many}{also}"[2:]
+            more = more and f" ({more})"
+            return f"{self.name} puts {_percent(self.share)} of its attention on one {self.unit}{key}{more}"
         does = _HEAD_WORDS[self.pattern].format(unit=self.unit)
         example = f": {self.texts[0]} → {self.texts[1]}" if self.texts and self.pattern in _WITH_EXAMPLE else ""
-        return f"{self.name} {does} ({_percent(self.score)}{many}){example}"
+        does = name_in_words(does, self.score)
+        return f"{self.name} {does} ({_percent(self.score)}{many}{also}){example}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with the sentence."""
@@ -141,6 +148,7 @@ class _Named:
     pattern: str
     score: float
     fixed: FixedKey | None = None
+    also: Scored | None = None
 
 
 @dataclass(frozen=True)
@@ -184,15 +192,16 @@ def recording_highlights(recording: ObservedModel, *, unit: str = "token") -> tu
         return ()
     fixed = fixed_names(stats, skips_first=unit == "token")
     layers = {name: n for n, name in enumerate(stats.parts)}
-    best = {(each.layer, each.head): each for each in decisions.patterns(stats).best}
+    ranked = decisions.patterns(stats).ranked()
     named: list[_Named] = []
-    for place, each in best.items():
-        at = layers[each.layer], each.head
+    for each, *others in ranked:
+        at, place = (layers[each.layer], each.head), (each.layer, each.head)
         if place in fixed:
-            named.append(_Named(*at, FIXED_KEY, fixed[place].score, fixed[place]))
+            key = fixed[place]
+            named.append(_Named(*at, FIXED_KEY, key.score, key, second_name(key.match, [each, *others])))
         elif each.is_name:
-            named.append(_Named(*at, each.pattern, each.score))
-    if not best:
+            named.append(_Named(*at, each.pattern, each.score, None, second_name(each, others)))
+    if not ranked:
         return ()
     names = [*layers]
     texts = about.run_texts or (() if about.texts is None else (about.texts,))
@@ -232,14 +241,15 @@ def sheet_highlights(sheet: SheetFigures) -> tuple[Highlight, ...]:
         keys: list[FixedKey | None] | None = None
         for head, match in enumerate(matches):
             look = clear_region(sheet, layer, head) if image else None
+            also = sheet.also[layer][head] if sheet.also else None
             if match is not None and match.pattern == FIXED_KEY:
                 if keys is None:
                     keys = fixed_key_of_weights(sheet.weights[layer], sheet.seen[layer], skips_first=not image)
-                named.append(_Named(layer, head, FIXED_KEY, match.score, keys[head]))
+                named.append(_Named(layer, head, FIXED_KEY, match.score, keys[head], also))
             elif look is not None:
                 named.append(_Named(layer, head, *look))
             elif match is not None and match.is_name:
-                named.append(_Named(layer, head, match.pattern, match.score))
+                named.append(_Named(layer, head, match.pattern, match.score, None, also))
     if not any(match is not None for matches in sheet.patterns for match in matches):
         return ()
 
@@ -326,4 +336,5 @@ def _of_head(head: _Named, count: int, source: _Source) -> Highlight:
         None if cell is None else (cell.query, cell.key),
         None if cell is None else cell.weight,
         None if cell is None else source.texts(head, cell),
+        None if head.also is None else (head.also.pattern, head.also.score),
     )

@@ -21,7 +21,7 @@ from headscope.report._texts import NOT_EXPLANATION, broken_layers, few, visible
 from headscope.report._viewer import texts
 from headscope.report.fixed_keys import match_fixed_keys
 from headscope.report.viewer import framed, render_sheet
-from headscope.stats import Match, best_matches, broken_rows, head_means, pattern_scores, row_statistics
+from headscope.stats import Match, best_matches, broken_rows, head_means, pattern_scores, row_statistics, second_matches
 
 __all__ = ["NOT_EXPLANATION", "Look", "Sheet", "broken_layers", "image_sheet", "text_sheet", "versions", "visible"]
 
@@ -41,6 +41,7 @@ class Sheet(SheetFigures):
         statistics: for each layer name -> one mean per head.
         rows: for each layer name -> the number of rows of each mean.
         patterns: for each layer the best-matching pattern of each head, with its score, or None.
+        also: for each layer the second pattern of each head that matches its pattern partly, or None.
         trace: the steps of the forward pass, as ``Trace.to_dict()`` gives its rows.
         trace_title: the heading of the trace.
         footer: model, input, options, rows, versions: label -> text.
@@ -266,17 +267,21 @@ def _sight(layer: int, visible: Tensor, weight: Tensor) -> Tensor:
 
 def _measure(
     maps: Sequence[Tensor], sights: Sequence[Tensor | None], options: dict[str, Any]
-) -> tuple[list[dict[str, Numbers]], list[dict[str, list[int]]], list[list[Match | None]]]:
+) -> tuple[list[dict[str, Numbers]], list[dict[str, list[int]]], list[list[Match | None]], list[list[Match | None]]]:
+    """Return the statistics of each layer and their rows, the best match of each head, and the second one."""
     statistics: list[dict[str, Numbers]] = []
     rows: list[dict[str, list[int]]] = []
     patterns: list[list[Match | None]] = []
+    also: list[list[Match | None]] = []
     for weight, sight in zip(maps, sights, strict=True):
         means = head_means(row_statistics(weight, seen=sight, **options))
         statistics.append({name: _numbers(values) for name, values in means.mean.items()})
         rows.append({name: counts.tolist() for name, counts in means.rows.items()})
-        matches = best_matches(pattern_scores(weight, seen=sight, **options)) or [None] * weight.shape[1]
+        scores = pattern_scores(weight, seen=sight, **options)
+        matches = best_matches(scores) or [None] * weight.shape[1]
         patterns.append(match_fixed_keys(matches, weight[0], sight, skips_first="k_pos" not in options))
-    return statistics, rows, patterns
+        also.append(second_matches(scores, patterns[-1]))
+    return statistics, rows, patterns, also
 
 
 def _numbers(values: Tensor) -> Numbers:

@@ -191,7 +191,7 @@ def _columns(sheet: Sheet, able: Ability) -> list[_Column]:
             columns.append(_figures(able.label(word.heading), figures, word.decimals))
         return columns
     matches = [sheet.patterns[layer][head] for layer, head in heads]
-    names = [match.pattern if match is not None and match.is_name else "-" for match in matches]
+    names = [(match and match.name) or "-" for match in matches]
     columns += [_Column("best match", names, [strength(match and match.score) for match in matches], words=True)]
     columns += [_figures("score", [match and match.score for match in matches], 2)]
     for name in WORTH:

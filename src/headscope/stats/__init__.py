@@ -1,6 +1,13 @@
 """Statistics of attention: the options, the results, and how they merge."""
 
 from headscope.stats._clear import CLEAR_SCORE, CLEAR_Z
+from headscope.stats._clear import PARTLY as PARTLY
+from headscope.stats._clear import WHOLE_SCORE as WHOLE_SCORE
+from headscope.stats._clear import Scored as Scored
+from headscope.stats._clear import is_name as is_name
+from headscope.stats._clear import is_part as is_part
+from headscope.stats._clear import name_in_words as name_in_words
+from headscope.stats._clear import second_name as second_name
 from headscope.stats._dense import (
     LOCAL_REACH,
     MINIMUM_ROWS,
@@ -11,6 +18,7 @@ from headscope.stats._dense import (
     pattern_scores,
     row_statistics,
 )
+from headscope.stats._dense import second_matches as second_matches
 from headscope.stats._differentiable import DIFFERENTIABLE, DifferentiableStats
 from headscope.stats._head_means import HeadMeans, broken_rows, head_means
 from headscope.stats._head_stats import HeadStats

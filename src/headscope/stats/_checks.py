@@ -88,6 +88,10 @@ def check_parts(under: str, parts: Mapping[str, Any]) -> None:
         mass: SegmentMass = parts["segments"]
         _check_weights(f"{under}/segments/sum", mass.sum, mass.count[..., None].double())
         _check_weights(f"{under}/segments/sum", mass.sum.sum(-1), mass.count.double())
+        if mass.first_sum is not None:
+            _check_weights(f"{under}/segments/first", mass.first_sum, mass.sum)
+        if mass.null_sums is not None:
+            _check_weights(f"{under}/segments/nulls", mass.null_sums, mass.count[..., None].double())
     if "received_max" in parts:
         absent = parts["received_max"].isnan()
         if "received" in parts:

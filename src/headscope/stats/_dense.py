@@ -7,14 +7,14 @@ entropies are in nats. ``headscope.observe`` measures the same without building 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headscope.stats._clear import is_name, z_of_mass
+from headscope.stats._clear import is_name, name_in_words, second_name, share_of_peaks, z_of_mass
 
 __all__ = [
     "LOCAL_REACH",
@@ -25,6 +25,7 @@ __all__ = [
     "best_matches",
     "pattern_scores",
     "row_statistics",
+    "second_matches",
 ]
 
 PATTERNS = ("previous", "next", "self", "duplicate", "induction", "first", "local", "uniform")
@@ -47,6 +48,8 @@ class PatternScores(NamedTuple):
         rows: name -> integers [H], the number of rows of each score.
         z: name -> float64 [H], how far the mass on the pattern's keys is from what chance gives, in standard
             deviations; NaN for "uniform", which is what chance gives, and where exchanging keys changes nothing.
+        peaks: float64 [H], the share of the rows with at least three visible keys that put half of their weight or more
+            on one; NaN without such rows. A head with many of them has an uneven spread.
 
     Examples:
         >>> import torch
@@ -59,10 +62,14 @@ class PatternScores(NamedTuple):
     score: dict[str, Tensor]
     rows: dict[str, Tensor]
     z: dict[str, Tensor]
+    peaks: Tensor
 
 
 class Match(NamedTuple):
     """The pattern that a head matches best: a likeness, not a claim of what the head is for.
+
+    ``z`` is the distance from chance in standard deviations. ``peaks`` is the share of rows with at least half of their
+    weight on one key, for "uniform"; NaN for the other patterns.
 
     Examples:
         >>> import torch
@@ -76,11 +83,17 @@ class Match(NamedTuple):
     score: float
     rows: int
     z: float = math.nan
+    peaks: float = math.nan
 
     @property
     def is_name(self) -> bool:
         """Whether tables name the head by this pattern: see ``PatternScore.is_name`` of headscope.decisions."""
-        return is_name(self.pattern, self.score, self.z)
+        return is_name(self.pattern, self.score, self.z, self.peaks)
+
+    @property
+    def name(self) -> str:
+        """The name that tables show: "partly induction" below a score of 0.5, and "" where ``is_name`` is False."""
+        return name_in_words(self.pattern, self.score) if self.is_name else ""
 
 
 def row_statistics(
@@ -209,7 +222,7 @@ def pattern_scores(
         size = target.sum(-1).double()
         overlaps["local"] = torch.minimum(at.p * target, 1 / size[..., None]).sum(-1), size / choices
     overlaps["uniform"] = torch.minimum(at.p * at.visible, 1 / choices[..., None]).sum(-1), 1 / choices
-    scores = PatternScores({}, {}, {})
+    scores = PatternScores({}, {}, {}, share_of_peaks(at.p.amax(-1), choices.expand(at.p.shape[:3]), at.counted))
     for name in PATTERNS:
         if name not in overlaps:
             continue
@@ -243,16 +256,26 @@ def best_matches(scores: PatternScores) -> list[Match | None]:
         >>> [match.pattern for match in best_matches(pattern_scores(p))]
         ['self', 'previous']
     """
+    return [max(offered, key=_worth, default=None) for offered in _offered(scores)]  # ties go to the first
+
+
+def second_matches(scores: PatternScores, best: Sequence[Match | None]) -> list[Match | None]:
+    """Return what heads that match their best pattern partly also match beyond chance; None for other heads."""
+    offered = _offered(scores) or [[] for _ in best]
+    return [second_name(match, others) for match, others in zip(best, offered, strict=True)]
+
+
+def _offered(scores: PatternScores) -> list[list[Match]]:
+    """Return the matches of each head, in the order of the patterns."""
     heads = max((len(score) for score in scores.score.values()), default=0)
-    matches: list[Match | None] = []
-    for head in range(heads):
-        offered: list[Match] = []
-        for name, score in scores.score.items():
-            if not score[head].isnan():
-                z = float(scores.z[name][head])
-                z = math.nan if math.isnan(z) else z  # one object, so that equal matches compare equal
-                offered.append(Match(name, float(score[head]), int(scores.rows[name][head]), z))
-        matches.append(max(offered, key=_worth, default=None))  # ties go to the first
+    matches: list[list[Match]] = [[] for _ in range(heads)]
+    for name, score in scores.score.items():
+        for head, offered in enumerate(matches):
+            if score[head].isnan():
+                continue
+            z, peaks = float(scores.z[name][head]), float(scores.peaks[head]) if name == "uniform" else math.nan
+            z, peaks = (math.nan if math.isnan(x) else x for x in (z, peaks))  # one NaN: equal matches compare equal
+            offered.append(Match(name, float(score[head]), int(scores.rows[name][head]), z, peaks))
     return matches
 
 

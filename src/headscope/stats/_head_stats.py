@@ -350,7 +350,7 @@ class HeadStats:
             for layer, head, name, summary in self.summaries()
             if summary.count
         }
-        for layer, head, name, _, mean in _tables.pairs_of(self.parts):
+        for layer, head, name, _, mean in _tables.pairs_of(self.parts, without_first=False):
             means[f"attn/L{number[layer]:02d}/H{head:02d}/{name}"] = mean
         return means
 
@@ -363,7 +363,8 @@ class HeadStats:
 
         Its columns are count, mean, std, min, max, and what chance gives: null_mean, null_std and z.
 
-        Segments have one line for each pair, ``segments/query/key``, with count and mean.
+        Segments have one line for each pair, ``segments/query/key``, with count and mean; those that hold a first key
+        also have ``segments/query/key/without_first``.
 
         Raises:
             ImportError: pandas is not installed.

@@ -425,9 +425,7 @@ def equally_segmented(parts: Sequence[LayerStats]) -> list[LayerStats]:
     known = next((part.segments for part in parts if part.segments is not None), None)
     if known is None:
         return [*parts]
-    empty = SegmentMass(
-        known.names, torch.zeros_like(known.sum), torch.zeros_like(known.count), known.spans, known.images
-    )
+    empty = known.without_rows()
     return [part if part.segments is not None else replace(part, segments=empty) for part in parts]
 
 

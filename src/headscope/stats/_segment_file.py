@@ -14,13 +14,16 @@ from headscope.stats._segments import Segments
 
 __all__ = ["LATER", "read_segments", "segment_entry", "segment_tensors"]
 
-LATER: dict[str, Any] = {"segment_spans": [], "segment_images": []}
+LATER: dict[str, Any] = {"segment_spans": [], "segment_images": [], "segment_first": False, "segment_nulls": False}
 """What older files lack."""
 
 
 def segment_tensors(mass: SegmentMass | None, under: str) -> dict[str, Tensor]:
     """Return the tensors to store."""
-    return {} if mass is None else {f"{under}/segments/{what}": getattr(mass, what) for what in ("sum", "count")}
+    if mass is None:
+        return {}
+    tensors = {"sum": mass.sum, "count": mass.count, "first": mass.first_sum, "nulls": mass.null_sums}
+    return {f"{under}/segments/{name}": each for name, each in tensors.items() if each is not None}
 
 
 def segment_entry(mass: SegmentMass | None) -> dict[str, Any]:
@@ -28,7 +31,13 @@ def segment_entry(mass: SegmentMass | None) -> dict[str, Any]:
     if mass is None:
         return {"segments": None}
     spans, images = ([list(each) for each in several] for several in (mass.spans, mass.images))
-    return {"segments": list(mass.names), "segment_spans": spans, "segment_images": images}
+    return {
+        "segments": list(mass.names),
+        "segment_spans": spans,
+        "segment_images": images,
+        "segment_first": mass.first_sum is not None,
+        "segment_nulls": mass.null_sums is not None,
+    }
 
 
 def read_segments(entry: dict[str, Any], read: Callable[..., Tensor], rows: int) -> dict[str, Any]:
@@ -38,7 +47,11 @@ def read_segments(entry: dict[str, Any], read: Callable[..., Tensor], rows: int)
         names, size = Segments(read_list(entry, "segments", str), []).names, len(entry["segments"])
         total = read("segments/sum", "H", size, size, within=(0, None))
         count, spans = read("segments/count", "H", size, within=(0, rows + 1)), _read_spans(entry, size)
-        parts["segments"] = SegmentMass(names, total, count, spans, _read_images(entry))
+        has_first = read_value(entry, "segment_first", bool)
+        first = read("segments/first", "H", size, size, within=(0, None)) if has_first else None
+        has_nulls = read_value(entry, "segment_nulls", bool)
+        nulls = read("segments/nulls", 2, "H", size, size, within=(0, None)) if has_nulls else None
+        parts["segments"] = SegmentMass(names, total, count, spans, _read_images(entry), first, nulls)
     if read_value(entry, "received_max", bool):
         parts["received_max"] = read("received_max", "H", "K", within=(0, None))
     return parts

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from headscope.stats._nulls import Null
 from headscope.stats._part import Part
 from headscope.stats._segment_sources import ImageRows
 from headscope.stats._segments import Segments
@@ -33,6 +34,10 @@ class SegmentMass(Part):
         spans: (segment, start, stop) of the keys, in order: segment n has the keys from start up to stop. Empty where
             batch entries or calls differ.
         images: of each image in the prompt its name, columns of patches, and the first key of each row of patches.
+        first_sum: the part of ``sum`` on the first keys, those of the row quantity ``first``; None in files of earlier
+            versions.
+        null_sums: the sums of what chance gives, and of its variance, over the counted rows, [2, H, S, S]; None without
+            row quantities, and in files of earlier versions.
 
     Examples:
         >>> import torch
@@ -48,17 +53,82 @@ class SegmentMass(Part):
     count: Tensor
     spans: tuple[Span, ...] = ()
     images: tuple[ImageRows, ...] = ()
+    first_sum: Tensor | None = None
+    null_sums: Tensor | None = None
 
     @staticmethod
-    def of(segments: Segments, total: Tensor, count: Tensor) -> SegmentMass:
+    def of(
+        segments: Segments, total: Tensor, count: Tensor, first: Tensor, null_sums: Tensor | None = None
+    ) -> SegmentMass:
         """Return the mass of one call from its sums and counts; without ids of queries, with the places of the keys."""
         spans = spans_of(segments.ids) if segments.query_ids is None else ()
-        return SegmentMass(segments.names, total, count, spans, segments.images if spans else ())
+        return SegmentMass(segments.names, total, count, spans, segments.images if spans else (), first, null_sums)
 
     @property
     def mean(self) -> Tensor:
         """The mean over counted rows of the weight on a segment, [H, S, S]; NaN for a segment without such rows."""
         return self.sum / self.count[..., None]
+
+    @property
+    def first(self) -> Tensor:
+        """The part of ``mean`` on the first keys, [H, S, S]: the attention sink, in the segment that holds it.
+
+        Raises:
+            ValueError: the statistics are from a file of an earlier version, which lacks it.
+        """
+        if self.first_sum is None:
+            raise ValueError(
+                "segments: the weight on the first keys is unknown, because the file is of an earlier version; observe "
+                "again"
+            )
+        return self.first_sum / self.count[..., None]
+
+    def without_first(self) -> Tensor:
+        """Return ``mean`` without the weight on the first keys, [H, S, S].
+
+        It is still the share of all the weight of a row: the other keys are not scaled up to a sum of 1.
+
+        Raises:
+            ValueError: see ``first``.
+
+        Examples:
+            >>> import torch
+            >>> from headscope import Observe, Segments, observe
+            >>> q, k = torch.ones(1, 1, 4, 8), torch.zeros(1, 1, 4, 8)
+            >>> k[:, :, 0] = 1.0  # each row has most of its weight on the first key
+            >>> mass = observe(q, k, what=Observe(segments=Segments(["a", "b"], [0, 0, 1, 1]))).segments
+            >>> mass["b", "a"].round(decimals=2).tolist(), mass.without_first()[:, 1, 0].round(decimals=2).tolist()
+            ([0.89], [0.05])
+        """
+        return (self.mean - self.first).clamp_min(0)
+
+    @property
+    def null(self) -> Null | None:
+        """What chance gives, [H, S, S] each: the mean if the keys of rows are exchanged, and its standard deviation.
+
+        The mean is the share of the visible keys that are in the segment. None if it is unknown, see ``null_sums``.
+        """
+        if self.null_sums is None:
+            return None
+        total, variance = self.null_sums
+        return Null(total / self.count[..., None], variance.sqrt() / self.count[..., None])
+
+    @property
+    def z(self) -> Tensor:
+        """(mean - null.mean) / null.std, [H, S, S]; NaN where the null is unknown, or where its std is 0.
+
+        Examples:
+            >>> import torch
+            >>> from headscope import Observe, Segments, observe
+            >>> q = 40 * torch.eye(8)[None, None]  # each row attends to its own key
+            >>> mass = observe(q, q, what=Observe(segments=Segments(["a", "b"], [0, 0, 0, 0, 0, 0, 1, 1]))).segments
+            >>> mass.null.mean[0].tolist(), [round(z, 2) for z in mass.z[0, 0].tolist()]
+            ([[0.75, 0.25], [0.75, 0.25]], [1.41, -1.41])
+        """
+        null = self.null
+        if null is None:
+            return torch.full_like(self.mean, math.nan)
+        return ((self.mean - null.mean) / null.std).masked_fill(null.std == 0, math.nan)
 
     def __getitem__(self, pair: tuple[str, str]) -> Tensor:
         places: list[int] = []
@@ -83,20 +153,38 @@ class SegmentMass(Part):
                 f"segments: cannot merge {', '.join(first.names)} with {', '.join(other.names)}; expected the same "
                 "names in the same order"
             )
-        total, count = first.sum, first.count
+        total, count, on_first, nulls = first.sum, first.count, first.first_sum, first.null_sums
         for each in several[1:]:
             total, count = total + each.sum, count + each.count
-        if any((each.spans, each.images) != (first.spans, first.images) for each in several):
-            return SegmentMass(first.names, total, count)
-        return SegmentMass(first.names, total, count, first.spans, first.images)
+            on_first = None if on_first is None or each.first_sum is None else on_first + each.first_sum
+            nulls = None if nulls is None or each.null_sums is None else nulls + each.null_sums
+        alike = all((each.spans, each.images) == (first.spans, first.images) for each in several)
+        places = (first.spans, first.images) if alike else ((), ())
+        return SegmentMass(first.names, total, count, *places, on_first, nulls)
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return ``segments/query/key`` -> mean and count of a pair, [H] both, for tables and trackers."""
-        mean = self.mean
+        return self._named(self.mean, "", [True] * len(self.names))
+
+    def pairs_without_first(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return ``segments/query/key/without_first`` -> mean and count, for the segments of keys with a first key."""
+        if self.first_sum is None:
+            return {}
+        holders: list[bool] = (self.first_sum > 0).any(0).any(0).tolist()
+        return self._named(self.without_first(), "/without_first", holders)
+
+    def _named(self, mean: Tensor, end: str, chosen: list[bool]) -> dict[str, tuple[Tensor, Tensor]]:
         return {
-            f"segments/{query}/{key}": (mean[:, a, b], self.count[:, a])
+            f"segments/{query}/{key}{end}": (mean[:, a, b], self.count[:, a])
             for (a, query), (b, key) in product(enumerate(self.names), repeat=2)
+            if chosen[b]
         }
+
+    def without_rows(self) -> SegmentMass:
+        """Return the mass of no rows, with the same segments."""
+        nothing = torch.zeros_like(self.sum)
+        count, nulls = torch.zeros_like(self.count), torch.stack([nothing, nothing])
+        return replace(self, sum=nothing, count=count, first_sum=nothing, null_sums=nulls)
 
 
 def spans_of(ids: Tensor) -> tuple[Span, ...]:

@@ -37,6 +37,8 @@ def to_dict(parts: Mapping[str, LayerStats]) -> dict[str, Any]:
             layers[layer]["edges"] = [[edge._asdict() for edge in part.edges.of(head)] for head in range(part.heads)]
         if part.segments is not None:
             numbers = {what: plain(getattr(part.segments, what).tolist()) for what in ("mean", "sum", "count")}
+            if part.segments.first_sum is not None:
+                numbers["without_first"] = plain(part.segments.without_first().tolist())
             layers[layer]["segments"] = {"names": list(part.segments.names), **numbers}
         if part.weights:
             shapes = [[run.p.shape[0], *run.p.shape[2:]] for run in part.weights]  # [B, R, K]
@@ -82,10 +84,18 @@ def _lines(parts: Mapping[str, LayerStats]) -> list[Line]:
     return list(lines.values())
 
 
-def pairs_of(parts: Mapping[str, LayerStats]) -> Iterator[tuple[str, int, str, int, float]]:
-    """Yield layer, head, ``segments/query/key``, rows and mean of all pairs of segments whose query has rows."""
+def pairs_of(
+    parts: Mapping[str, LayerStats], *, without_first: bool = True
+) -> Iterator[tuple[str, int, str, int, float]]:
+    """Yield layer, head, ``segments/query/key``, rows and mean of all pairs of segments whose query has rows.
+
+    Then those without the first keys, of the segments that have one.
+    """
     for layer, part in parts.items():
-        for name, (mean, count) in ({} if part.segments is None else part.segments.pairs()).items():
+        pairs = {} if part.segments is None else part.segments.pairs()
+        if without_first and part.segments is not None:
+            pairs |= part.segments.pairs_without_first()
+        for name, (mean, count) in pairs.items():
             for head, (value, rows) in enumerate(zip(mean.tolist(), count.tolist(), strict=True)):
                 if rows:
                     yield layer, head, name, rows, value

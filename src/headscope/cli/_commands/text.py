@@ -44,7 +44,10 @@ if TYPE_CHECKING:
     from headscope.tracing import Trace
 
 GUESSES = 5
-SCORES = "score: 1 = exact match, 0 = no closer than chance; a name needs 0.3 and 3 standard deviations from chance"
+SCORES = (
+    "score: 1 = exact match, 0 = no closer than chance; a name needs 0.3 and 3 standard deviations from chance; "
+    "partly: below 0.5; uniform needs few rows with half of their weight on one token"
+)
 KEYS = "keys: effective keys, the number of tokens that a head spreads over"
 STATISTICS = (
     "others: means over tokens · normalized entropy: entropy / ln n, 1 = spread evenly, 0 = one token · "

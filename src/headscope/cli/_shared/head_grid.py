@@ -13,6 +13,7 @@ from headscope.cli._shared.observation import Choice, is_clear
 from headscope.report import Sheet
 from headscope.report.terminal import statistics_table
 from headscope.report.words import strength
+from headscope.stats import PARTLY, is_part
 
 PLACE = 9  # characters of a cell, with the gap to the next
 SHORT = {"duplicate": "duplic.", "induction": "induct."}  # names that are longer than a cell
@@ -38,21 +39,27 @@ class HeadGrid:
         for layer in range(self.sheet.layers):
             for number, (name, figure) in enumerate(lines.items()):
                 line = Text(f"{f'layer {layer}' if number == 0 else f' {name}':<{side}}", "" if number == 0 else "dim")
-                for head in range(len(self.sheet.weights[layer])):
-                    place = figure(layer, head)
+                places = [figure(layer, head) for head in range(len(self.sheet.weights[layer]))]
+                if not any(places):
+                    continue
+                for head, place in enumerate(places):
                     if (layer, head) == (self.choice.layer, self.choice.head):
                         place.stylize(Style(reverse=True))
                     line.append_text(place).append(" " * (PLACE - place.cell_len))
                 yield line
 
     def _text(self) -> dict[str, Figure]:
-        """Return the lines of a cell for a text: best-matching pattern, score, and effective keys."""
+        """Return the lines of a cell for a text: best-matching pattern, whether partly, score, and effective keys."""
 
         def pattern(layer: int, head: int) -> Text:
             match = self.sheet.patterns[layer][head]
             if match is None or not match.is_name:
                 return Text("-", "dim")
             return Text(SHORT.get(match.pattern, match.pattern), strength(match.score))
+
+        def partly(layer: int, head: int) -> Text:
+            match = self.sheet.patterns[layer][head]
+            return Text(PARTLY.strip() if match is not None and match.is_name and is_part(match.score) else "", "dim")
 
         def score(layer: int, head: int) -> Text:
             match = self.sheet.patterns[layer][head]
@@ -61,7 +68,7 @@ class HeadGrid:
         def keys(layer: int, head: int) -> Text:
             return _number(self.sheet.statistics[layer]["effective_keys"][head], 1)
 
-        return {"pattern": pattern, "score": score, "keys": keys}
+        return {"pattern": pattern, "match": partly, "score": score, "keys": keys}
 
     def _image(self) -> dict[str, Figure]:
         """Return the lines of a cell for an image: the region that the page names, and its ratio to chance."""

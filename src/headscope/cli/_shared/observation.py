@@ -223,7 +223,7 @@ def _first_highlight(sheet: Sheet) -> Choice | None:
 def _striking_over_text(sheet: Sheet, places: list[tuple[int, int]], ids: list[int]) -> Choice:
     import torch
 
-    from headscope.stats import pattern_scores
+    from headscope.stats import name_in_words, pattern_scores
 
     matches: list[tuple[float, str, tuple[int, int]]] = []
     for layer in sorted({layer for layer, _ in places}):
@@ -240,7 +240,7 @@ def _striking_over_text(sheet: Sheet, places: list[tuple[int, int]], ids: list[i
     if not matches:
         return Choice(*places[0], "too few tokens to match a pattern")
     score, name, best = max(matches, key=lambda each: each[0])
-    return Choice(*best, f"the most striking head: {name}, score {score:.2f}")
+    return Choice(*best, f"the most striking head: {name_in_words(name, score)}, score {score:.2f}")
 
 
 def _striking_over_image(sheet: Sheet, places: list[tuple[int, int]]) -> Choice:

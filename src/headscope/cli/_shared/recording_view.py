@@ -14,6 +14,7 @@ from headscope.cli._shared.console import few
 from headscope.cli._shared.headings import CAVEAT, heading, meanings, show_highlights
 from headscope.cli._shared.segment_view import make_sections, show_segments
 from headscope.report.words import PATTERNS, strength
+from headscope.stats import PARTLY
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,7 +110,6 @@ def _lead(result: WatchResult) -> str:
 
 def _cells(result: WatchResult) -> list[tuple[str, ...]]:
     """Return a line for each head."""
-    from headscope.report.fixed_keys import FIXED_KEY
     from headscope.report.highlights import fixed_names
 
     stats = result.recording.stats
@@ -123,8 +123,8 @@ def _cells(result: WatchResult) -> list[tuple[str, ...]]:
         for head in range(part.heads):
             match, stream = best.get((layer, head)), streams.get((layer, head))
             key = fixed.get((layer, head))
-            name = FIXED_KEY if key else match.pattern if match is not None and match.is_name else "–"
-            score = key or match
+            score = key.match if key else match
+            name = (score and score.name) or "–"
             window = None if stream is None else stream.window
             figures = (
                 decimal(float(part.moments[name].mean[head])) if name in part.moments else "–"
@@ -163,7 +163,10 @@ def _striking(cells: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """
     pattern, score = COLUMNS.index("pattern"), COLUMNS.index("score")
     dull = ("uniform", "first", "–")
-    order = sorted(range(len(cells)), key=lambda at: (cells[at][pattern] in dull, -_as_number(cells[at][score])))
+    order = sorted(
+        range(len(cells)),
+        key=lambda at: (cells[at][pattern].removeprefix(PARTLY) in dull, -_as_number(cells[at][score])),
+    )
     return [cells[at] for at in sorted(order[:LINES])]
 
 
@@ -176,7 +179,7 @@ def _reading(result: WatchResult, cells: list[tuple[str, ...]]) -> object:
     from rich.text import Text
 
     _, note = short_layers(result.recording.layers)
-    matched = {line[COLUMNS.index("pattern")] for line in cells}
+    matched = {line[COLUMNS.index("pattern")].removeprefix(PARTLY) for line in cells}
     explained = meanings((name for name in PATTERNS if name in matched), PATTERNS)
     most = result.budget.budgets[0]
     top = f"top {most:,}: mass on the {_keys(most)} that {'receives' if most == 1 else 'receive'} the most"
@@ -187,7 +190,8 @@ def _reading(result: WatchResult, cells: list[tuple[str, ...]]) -> object:
 def _columns() -> str:
     """Return the legend of all columns except the last."""
     return (
-        "score: 1 = exact match, 0 = no closer than chance; a name needs 0.3 and 3 standard deviations from chance · "
+        "score: 1 = exact match, 0 = no closer than chance; a name needs 0.3 and 3 standard deviations from chance; "
+        "partly: below 0.5; uniform needs few rows with half of their weight on one token · "
         "normalized entropy: entropy / ln n, 1 = spread evenly, 0 = one token · first: mass on the first token · "
         "distance: mean, in positions · window: smallest one that holds 95% of the mass, together with the first token"
     )

@@ -28,13 +28,14 @@ LENGTHS = "A longer segment receives more from a head that spreads evenly"
 
 @dataclass(frozen=True)
 class HighestHead:
-    """The head that gives the most of a pair of segments."""
+    """The head that gives the most of a pair of segments; without the first token where most of it is there."""
 
     query: str
     key: str
     layer: str
     head: int
     mean: float
+    without_first: float | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class SegmentSummary:
         mean: over the heads of all layers: query, key; NaN for a segment without queries.
         layers: layer -> the mean over its heads.
         highest: for each two different segments the head with the most, the largest first.
+        without_first: as ``mean``, without the weight on the first token; None if that is unknown.
     """
 
     names: tuple[str, ...]
@@ -54,6 +56,7 @@ class SegmentSummary:
     mean: list[list[float]]
     layers: dict[str, list[list[float]]]
     highest: list[HighestHead]
+    without_first: list[list[float]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary, ready for JSON."""
@@ -72,18 +75,24 @@ def summarize_segments(stats: HeadStats) -> SegmentSummary | None:
     every = torch.cat([mass.mean for mass in masses.values()])  # [all heads, S, S]
     count = torch.stack([mass.count.amax(0) for mass in masses.values()]).amax(0)
     layers = {layer: mass.mean.nanmean(0).tolist() for layer, mass in masses.items()}
-    return SegmentSummary(
-        first.names, count.tolist(), every.nanmean(0).tolist(), layers, _find_highest(every, heads, first.names)
-    )
+    without = None
+    if all(mass.first_sum is not None for mass in masses.values()):
+        without = torch.cat([mass.without_first() for mass in masses.values()])
+    highest = _find_highest(every, without, heads, first.names)
+    rest = None if without is None else without.nanmean(0).tolist()
+    return SegmentSummary(first.names, count.tolist(), every.nanmean(0).tolist(), layers, highest, rest)
 
 
-def _find_highest(every: Tensor, heads: list[tuple[str, int]], names: tuple[str, ...]) -> list[HighestHead]:
+def _find_highest(
+    every: Tensor, without: Tensor | None, heads: list[tuple[str, int]], names: tuple[str, ...]
+) -> list[HighestHead]:
     top, at = every.nan_to_num(nan=-1.0).max(0)
-    highest = [
-        HighestHead(names[a], names[b], *heads[int(at[a, b])], float(top[a, b]))
-        for a, b in product(range(len(names)), repeat=2)
-        if a != b and top[a, b] > 0
-    ]
+    highest: list[HighestHead] = []
+    for a, b in product(range(len(names)), repeat=2):
+        if a != b and top[a, b] > 0:
+            place, mean = int(at[a, b]), float(top[a, b])
+            rest = None if without is None else float(without[place, a, b])
+            highest.append(HighestHead(names[a], names[b], *heads[place], mean, rest))
     return sorted(highest, key=lambda each: -each.mean)
 
 
@@ -103,13 +112,15 @@ def show_segments(out: Console, summary: SegmentSummary, short: Mapping[str, str
     heading(out, "Segments", "mean mass from each (line) to each (column), over all heads")
     if len(summary.names) <= MOST_COLUMNS:
         out.print(table(("from", "queries", *summary.names), _list_means(summary), 1))
+    for line in _list_sinks(summary):
+        out.print(Text(visible(line)))
     shown = summary.highest[:PAIRS]
     if shown:
         cells = _list_highest(shown, short)
         left_out = len(summary.highest) - len(shown)
         more = f" {left_out} more pairs of segments are in --json." if left_out else ""
         out.print(Text(f"For two segments, the head that reads most. {LENGTHS}.{more}", style="dim"))
-        out.print(table(("from", "to", "layer", "head", "mass"), cells, 3))
+        out.print(table(_headings(shown), cells, 3))
 
 
 def make_sections(summary: SegmentSummary, short: Mapping[str, str], note: str) -> list[Section]:
@@ -117,12 +128,13 @@ def make_sections(summary: SegmentSummary, short: Mapping[str, str], note: str) 
     from headscope.report.tables import Section
 
     names, words = tuple(map(visible, summary.names)), ("from", "to", "layer")
+    caption = " ".join([f"{LENGTHS}.", *_list_sinks(summary)])
     mean = Section(
-        "Segments", f"{READ}, over all heads.", ["from", "queries", *names], _list_means(summary), f"{LENGTHS}.", words
+        "Segments", f"{READ}, over all heads.", ["from", "queries", *names], _list_means(summary), caption, words
     )
     highest = Section(
         "Segments: heads", "For each two segments, the head that gives the most.",
-        ["from", "to", "layer", "head", "mass"], _list_highest(summary.highest, short), note, words,
+        [*_headings(summary.highest)], _list_highest(summary.highest, short), note, words,
     )  # fmt: skip
     if len(names) > MOST_LAYERED:
         return [mean, highest]
@@ -144,8 +156,42 @@ def _list_means(summary: SegmentSummary) -> list[tuple[str, ...]]:
     ]
 
 
+def _list_sinks(summary: SegmentSummary) -> list[str]:
+    """Return a sentence for the largest means of which more than half is on the first token."""
+    if summary.without_first is None:
+        return []
+    pairs = product(enumerate(summary.names), repeat=2)
+    sinks = [
+        (mean, rest, visible(query), visible(key))
+        for (a, query), (b, key) in pairs
+        if _is_sink(mean := summary.mean[a][b], rest := summary.without_first[a][b])
+    ]
+    return [
+        f"From “{query}” to “{key}”: {_decimal(mean)}, and {_decimal(rest)} without the first token."
+        for mean, rest, query, key in sorted(sinks, reverse=True)[:PAIRS]
+    ]
+
+
+def _is_sink(mean: float, rest: float | None) -> bool:
+    """Return whether more than half of a share is on the first token."""
+    return rest is not None and 2 * rest < mean
+
+
+def _headings(heads: list[HighestHead]) -> tuple[str, ...]:
+    """Return the headings of the heads with the most; the last one only where a share is mostly on the first token."""
+    without = any(_is_sink(each.mean, each.without_first) for each in heads)
+    return ("from", "to", "layer", "head", "mass", *(("without first",) if without else ()))
+
+
 def _list_highest(heads: list[HighestHead], short: Mapping[str, str]) -> list[tuple[str, ...]]:
-    return [(each.query, each.key, short[each.layer], str(each.head), _decimal(each.mean)) for each in heads]
+    has_last = len(_headings(heads)) > 5
+    return [
+        (
+            *(each.query, each.key, short[each.layer], str(each.head), _decimal(each.mean)),
+            *((_decimal(each.without_first),) if has_last and each.without_first is not None else ()),
+        )
+        for each in heads
+    ]
 
 
 def _decimal(value: float) -> str:

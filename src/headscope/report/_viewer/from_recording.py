@@ -28,7 +28,7 @@ from headscope.report.highlights import fixed_names, recording_highlights
 from headscope.report.observed_model import Errors, ObservedModel, TracedSteps
 from headscope.report.regions import pixels_of
 from headscope.report.words import STATISTICS, WEAK
-from headscope.stats import Observe
+from headscope.stats import Observe, second_name
 from headscope.stats._kept_weights import KeptWeights, weights_if_any, weights_of
 from headscope.stats._layer import LayerStats
 from headscope.stats._origin import Part
@@ -59,13 +59,9 @@ def shown(
     stats, about = recording.stats, recording.about
     parts = list(stats.parts.values())
     other = None if against is None else _against(recording, against, labels)
-    if image is not None and about.texts is not None:
-        raise ValueError(f"image: expected a recording of patches, got one with the texts of {len(about.texts)} tokens")
-    picture = None if image is None else _picture(parts, image, grid, special)
-    if image is None and (grid is not None or special is not None):
-        raise ValueError("grid, special: expected together with image=, got no image")
+    picture = _picture_of(recording, image, grid, special)
     unit = "patch" if picture is not None and picture.special == 0 else "token"
-    patterns = _patterns(recording, unit)
+    patterns, also = _patterns(recording, unit)
     short, common = short_layers(recording.stats.layers)
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
     computed = exact_heads(stats.parts, patterns, exact)
@@ -78,6 +74,7 @@ def shown(
             source,
             _statistics(part),
             patterns[n] if patterns else [()] * part.heads,
+            also[n],
         )
         for n, ((name, part), source) in enumerate(zip(stats.parts.items(), sources(parts, of_heads), strict=True))
     ]
@@ -99,6 +96,18 @@ def shown(
         numbers=numbers.lists,
         against=other,
     )
+
+
+def _picture_of(
+    recording: ObservedModel, image: Any, grid: tuple[int, int] | None, special: int | None
+) -> Picture | None:
+    """Return the image of the recording's patches, if it is given."""
+    texts = recording.about.texts
+    if image is not None and texts is not None:
+        raise ValueError(f"image: expected a recording of patches, got one with the texts of {len(texts)} tokens")
+    if image is None and (grid is not None or special is not None):
+        raise ValueError("grid, special: expected together with image=, got no image")
+    return None if image is None else _picture(list(recording.stats.parts.values()), image, grid, special)
 
 
 def _against(recording: ObservedModel, against: ObservedModel, labels: tuple[str, str] | None) -> Against:
@@ -166,21 +175,31 @@ def _comparable(part: LayerStats, numbers: Numbers, heads: int) -> dict[str, Any
     return {"first": part.first, "bins": bins, "counts": counts, "eligible": eligible}
 
 
-def _patterns(recording: ObservedModel, unit: str) -> list[list[list[Scored]]]:
-    """Return the patterns of each layer and head, the best match first."""
+def _patterns(
+    recording: ObservedModel, unit: str
+) -> tuple[list[list[list[Scored]]], list[list[tuple[str, float] | None]]]:
+    """Return the patterns of each layer and head, the best match first; and what a partial match shows, too."""
     if "chance" not in recording.stats.names:  # without it no pattern can be scored
-        return []
+        return [], [[None] * part.heads for part in recording.stats.parts.values()]
     scored = decisions.patterns(recording.stats)
     scores: dict[tuple[str, int], list[Scored]]
     scores = {(layer, head): [] for layer, part in recording.stats.parts.items() for head in range(part.heads)}
-    for (layer, head), key in fixed_names(recording.stats, skips_first=unit == "token").items():
-        scores[layer, head].append((FIXED_KEY, round(key.score, 6), key.rows, False))
+    fixed = fixed_names(recording.stats, skips_first=unit == "token")
+    second: dict[tuple[str, int], tuple[str, float]] = {}
+    for place, key in fixed.items():
+        scores[place].append((FIXED_KEY, round(key.score, 6), key.rows, False))
     for ranked in scored.ranked():
+        place = ranked[0].layer, ranked[0].head
+        also = second_name(fixed[place].match if place in fixed else ranked[0], ranked)
+        if also is not None:
+            second[place] = also.pattern, also.score
         for each in ranked:
             if each.is_name or each.score < WEAK:  # the page names what is large
-                place = each.layer, each.head
                 scores[place].append((each.pattern, round(each.score, 6), each.rows, each.exact))
-    return [[scores[layer, head] for head in range(part.heads)] for layer, part in recording.stats.parts.items()]
+    places = [[(layer, head) for head in range(part.heads)] for layer, part in recording.stats.parts.items()]
+    return [[scores[each] for each in heads] for heads in places], [
+        [second.get(each) for each in heads] for heads in places
+    ]
 
 
 # ---------------------------------------------------------------- strips

@@ -105,7 +105,8 @@ def _layer(sheet: SheetFigures, n: int) -> Layer:
         "broken": broken.tolist(),
     }
     bins = Map(weights.astype(np.float64), weights, there, [], first, exact=True, ranges=True)
-    return Layer(str(n), str(n), facts, Source(heads, bins, _rows(p, there)), statistics, matches)
+    also = [each and (each.pattern, each.score) for each in (sheet.also[n] if sheet.also else [None] * heads)]
+    return Layer(str(n), str(n), facts, Source(heads, bins, _rows(p, there)), statistics, matches, also)
 
 
 def _columns(figures: Sequence[float | None], rows: Sequence[int]) -> Columns:

@@ -119,6 +119,7 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
         "names": [_named(name) for name in shown.names],
         "statistics": [dict(layer.statistics) for layer in shown.layers],
         "patterns": [[list(head) for head in layer.patterns] for layer in shown.layers],
+        "also": [[each and [each[0], round(each[1], 6)] for each in layer.also] for layer in shown.layers],
         "patternWords": PATTERNS,
         "tokens": _tokens(shown.texts),
         "runTokens": _list_run_tokens(shown.run_texts),

@@ -94,6 +94,7 @@ class Layer:
     source: Source
     statistics: Mapping[str, Columns]
     patterns: Sequence[Sequence[Scored]]
+    also: Sequence[tuple[str, float] | None] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headscope.report._texts import visible
 from headscope.report._viewer.packing import standing
-from headscope.stats import SegmentMass
+from headscope.stats import CLEAR_Z, SegmentMass
 
 __all__ = ["even_shares", "segment_facts"]
 
@@ -45,7 +45,11 @@ def segment_facts(part: Observed) -> dict[str, Any] | None:
     mass = part.segments
     if mass is None:
         return None
-    even = even_shares(part, mass)
+    null = mass.null
+    even = even_shares(part, mass) if null is None else null.mean.cpu().double().numpy()
+    holders: list[int] = []
+    if mass.first_sum is not None:
+        holders = (mass.first_sum > 0).any(0).any(0).nonzero()[:, 0].tolist()
     return {
         "names": [visible(name, limit=60, blanks=False) for name in mass.names],
         "mean": _coded(mass.mean.numpy()),
@@ -56,7 +60,11 @@ def segment_facts(part: Observed) -> dict[str, Any] | None:
             for name, columns, rows in mass.images
         ],
         "even": None if even is None else _coded(even),
-        "evenExact": part.lengths is not None and part.map is not None and max(part.lengths) <= part.map.bins,
+        "evenExact": null is not None
+        or (part.lengths is not None and part.map is not None and max(part.lengths) <= part.map.bins),
+        "clear": None if null is None else _flags((mass.z.abs() >= CLEAR_Z).cpu().numpy()),
+        "withoutFirst": None if mass.first_sum is None else _coded(mass.without_first().cpu().double().numpy()),
+        "holders": holders,
     }
 
 
@@ -92,6 +100,11 @@ def _pooled(values: NDArray[np.float64], bins: int) -> NDArray[np.float64]:
     length = len(values)
     starts = np.arange(bins) * length // bins
     return np.add.reduceat(values, starts, axis=0) / np.diff(np.append(starts, length))[:, None]
+
+
+def _flags(values: NDArray[np.bool_]) -> str:
+    """Return one byte for each value, 0 or 1."""
+    return base64.b64encode(values.astype(np.uint8).tobytes()).decode("ascii")
 
 
 def _coded(shares: NDArray[np.float64]) -> str:
