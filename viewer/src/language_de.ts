@@ -1,7 +1,7 @@
 // German. Words: der Head, die Query, der Key, das Token, der Patch, die Schicht, das Gewicht; "attends to" is "achtet auf".
 
 import { glossary, help, tour } from "./language_de_help";
-import { changes, dropped, figures, history } from "./language_de_views";
+import { changes, dropped, everyHead, figures, history, largestOrAbove } from "./language_de_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, figure, type FirstColumn, fixed, local, percent, whole } from "./texts";
 
@@ -79,7 +79,7 @@ export const german: Translation = {
   reading: {
     title: "Text",
     hint: "Linien führen von jedem Token zu denen, auf die es achtet. Ein Klick auf ein Token hält seine Linien fest.",
-    hintAll: (least) => `Zeigt man auf ein Token, erscheinen seine Gewichte. Bis dahin: Gewichte über ${least}, außer auf dem Token selbst und auf dem ersten.`,
+    hintAll: (least, most) => `Zeigt man auf ein Token, erscheinen seine Gewichte. Bis dahin: ${largestOrAbove(least, most)}, außer auf dem Token selbst und auf dem ersten.`,
     largestOnly: "Die Seite enthält nur die größten Gewichte jedes Tokens.",
     choose: "Ein Klick auf ein Token listet die zehn Tokens auf, auf die es am meisten achtet, wo auch immer sie im Text stehen.",
     first: "Head",
@@ -184,7 +184,7 @@ export const german: Translation = {
     drawing: (at, of) => `Head ${whole(at)} von ${whole(of)} wird gezeichnet`,
   },
   files: { csv: "CSV" },
-  figures,
+  figures, everyHead,
   changes,
   dropped,
   history,

@@ -16,6 +16,18 @@ function inLayers(moved: number, layers: string[]): string {
   return layers.length <= 4 ? `, in den Schichten ${listed(layers)}` : `, in ${layers.length} Schichten`;
 }
 
+/** Which lines there are where no token is chosen. */
+export function largestOrAbove(least: string, most: number | null): string {
+  return most === null ? `Gewichte über ${least}` : `die ${whole(most)} größten Gewichte dieses Teils des Texts`;
+}
+
+export const everyHead: Translation["everyHead"] = {
+  label: "Das Token in allen Heads",
+  title: "{token} ({at}) in allen Heads: das Token, auf das es am meisten achtet. Zeigt man auf eine Zelle, erscheinen die Linien dieses Heads.",
+  cell: (head, key, weight) => `${head}: ${key}, ${weight}`,
+  none: (head) => `${head}: Dieses Token gehört nicht zu den Queries`,
+};
+
 export const figures: Translation["figures"] = {
   figure: "Abbildung",
   of: (what) => `Abbildung: ${what}`,
@@ -50,7 +62,7 @@ export const figures: Translation["figures"] = {
   match: (about) => [about.includes("%") && "Prozent: Übereinstimmung mit dem Muster, 100 % = genau dieses.", about.includes("×") && "× 2: doppelt so viel Aufmerksamkeit auf der Region wie bei gleichmäßiger Verteilung."].filter(Boolean).join(" "),
   strips: (from, to, first) => `Spalten: Queries ${whole(from)}–${whole(to)}; Zeilen: Keys nach ihrem Abstand von der Query${first > 0 ? `, dann ${first === 1 ? "der erste Key" : `die ersten ${counted(first, "key")}`}` : ""}.`,
   tokens: (start, stop) => `Tokens ${fromTo(start, stop)}.`,
-  linesOfAll: (least) => `Linien: Gewichte über ${least}, außer auf dem Token selbst und auf dem ersten. Breitere Linien sind größere Gewichte.`,
+  linesOfAll: (least, most) => `Linien: ${largestOrAbove(least, most)}, außer auf dem Token selbst und auf dem ersten. Breitere Linien sind größere Gewichte.`,
   linesOfOne: (token, direction, least) =>
     `Linien: ${{ from: `worauf ${token} achtet`, to: `was auf ${token} achtet`, both: `worauf ${token} achtet und was darauf achtet` }[direction]}, ab einem Gewicht von ${least}. Breitere Linien sind größere Gewichte.`,
   patches: {

@@ -1,7 +1,7 @@
 // Chinese (simplified). Words: 注意力头 or 头, 查询, 键, 词元, 图块, 层, 权重; "attends to" is 关注.
 
 import { glossary, help, tour } from "./language_zh_help";
-import { changes, dropped, figures, history } from "./language_zh_views";
+import { changes, dropped, everyHead, figures, history, largestOrAbove } from "./language_zh_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, figure, type FirstColumn, percent, whole } from "./texts";
 
@@ -66,7 +66,7 @@ export const chinese: Translation = {
   reading: {
     title: "文本",
     hint: "连线从每个词元指向它关注的词元。点击词元可固定其连线。",
-    hintAll: (least) => `将指针移到词元上可查看其权重。此前显示大于 ${least} 的权重，不含词元自身和第一个词元上的权重。`,
+    hintAll: (least, most) => `将指针移到词元上可查看其权重。此前显示${largestOrAbove(least, most)}，不含词元自身和第一个词元上的权重。`,
     largestOnly: "本页只保存每个词元的最大几个权重。",
     choose: "点击词元，列出它最关注的十个词元，无论它们在文本何处。",
     first: "头",
@@ -169,7 +169,7 @@ export const chinese: Translation = {
     drawing: (at, of) => `正在绘制第 ${whole(at)} 个头，共 ${whole(of)} 个`,
   },
   files: { csv: "CSV" },
-  figures,
+  figures, everyHead,
   changes,
   dropped,
   history,

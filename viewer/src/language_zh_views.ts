@@ -9,6 +9,18 @@ function inLayers(moved: number, layers: string[]): string {
   return layers.length <= 4 ? `，在第 ${layers.join("、")} 层` : `，分布在 ${layers.length} 层`;
 }
 
+/** Which lines there are where no token is chosen. */
+export function largestOrAbove(least: string, most: number | null): string {
+  return most === null ? `大于 ${least} 的权重` : `这段文本中最大的 ${whole(most)} 个权重`;
+}
+
+export const everyHead: Translation["everyHead"] = {
+  label: "该词元在所有头中",
+  title: "{token}（{at}）在所有头中最关注的词元。将指针移到单元格上可查看该头的连线。",
+  cell: (head, key, weight) => `${head}：${key}，${weight}`,
+  none: (head) => `${head}：该词元不在查询之中`,
+};
+
 export const figures: Translation["figures"] = {
   figure: "插图",
   of: (what) => `${what}的插图`,
@@ -43,7 +55,7 @@ export const figures: Translation["figures"] = {
   match: (about) => [about.includes("%") && "百分数：与模式的匹配度，100% = 完全符合。", about.includes("×") && "× 2：该区域得到的注意力是均匀分布的两倍。"].filter(Boolean).join(""),
   strips: (from, to, first) => `列：查询 ${whole(from)}–${whole(to)}；行：按与查询的距离排列的键${first > 0 ? `，然后是前 ${counted(first, "key")}` : ""}。`,
   tokens: (start, stop) => `词元 ${fromTo(start, stop)}。`,
-  linesOfAll: (least) => `连线：大于 ${least} 的权重，不含词元自身和第一个词元上的权重。线越粗，权重越大。`,
+  linesOfAll: (least, most) => `连线：${largestOrAbove(least, most)}，不含词元自身和第一个词元上的权重。线越粗，权重越大。`,
   linesOfOne: (token, direction, least) => `连线：${{ from: `${token} 关注什么`, to: `什么关注 ${token}`, both: `${token} 关注什么，以及什么关注它` }[direction]}，权重不小于 ${least}。线越粗，权重越大。`,
   patches: {
     image: () => "",

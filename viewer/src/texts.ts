@@ -121,7 +121,7 @@ export const search = {
 export const reading = {
   title: "Reading",
   hint: "Lines lead from each token to those that it attends to. Click a token to keep its lines.",
-  hintAll: (least: string) => `Point at a token to see its weights. Until then: the weights above ${least}, except on the token itself and on the first one.`,
+  hintAll: (least: string, most: number | null) => `Point at a token to see its weights. Until then: ${largestOrAbove(least, most)}, except on the token itself and on the first one.`,
   largestOnly: "The page holds the largest weights of each token only.",
   choose: "Click a token to list the ten tokens that it attends to most, wherever in the text they are.",
   first: "Head",
@@ -137,6 +137,18 @@ export const reading = {
   noQuery: "This token is not among the queries of this head.",
   goTo: (at: number) => `Go to token ${whole(at)}`,
   at: (at: number) => whole(at),
+};
+
+function largestOrAbove(least: string, most: number | null): string {
+  return most === null ? `the weights above ${least}` : `the ${whole(most)} largest weights of this part of the text`;
+}
+
+/** The table below the text: one token in all heads. */
+export const everyHead = {
+  label: "The token in all heads",
+  title: "{token} ({at}) in all heads: the token that it attends to most. Point at a cell to see the lines of that head.",
+  cell: (head: string, key: string, weight: string) => `${head}: ${key}, ${weight}`,
+  none: (head: string) => `${head}: this token is not among the queries`,
 };
 
 // ---------------------------------------------------------------- the bar on top
@@ -296,7 +308,7 @@ export const figures = {
   strips: (from: number, to: number, first: number) =>
     `Columns: queries ${whole(from)}–${whole(to)}; rows: keys by their distance from the query${first > 0 ? `, then the first ${counted(first, "key")}` : ""}.`,
   tokens: (start: number, stop: number) => `Tokens ${fromTo(start, stop)}.`,
-  linesOfAll: (least: string) => `Lines: weights above ${least}, except on the token itself and on the first one. Wider lines are larger weights.`,
+  linesOfAll: (least: string, most: number | null) => `Lines: ${largestOrAbove(least, most)}, except on the token itself and on the first one. Wider lines are larger weights.`,
   linesOfOne: (token: string, direction: "from" | "to" | "both", least: string) =>
     `Lines: ${{ from: `what ${token} attends to`, to: `what attends to ${token}`, both: `what ${token} attends to, and what attends to it` }[direction]}, from a weight of ${least}. Wider lines are larger weights.`,
   patches: {
