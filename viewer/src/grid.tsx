@@ -5,7 +5,7 @@ import type { ComponentChildren, RefObject } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { hasBands, segmentInks } from "./bands";
 import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer, passing, queryAt, token } from "./data";
-import { type Colours, colour, field, Pictures } from "./field";
+import { type Colours, colour, FEW_CELLS, field, hasQuantile, Pictures } from "./field";
 import { type Body, coloursOn, type Figure, fitted, measured, origin, type Paper, SMALL, ticksOf } from "./figure";
 import { FigureMenu } from "./figure_menu";
 import { isReading } from "./other";
@@ -14,7 +14,7 @@ import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface } from "./surface";
 import { controls, figure, figures, grid, image, NO_VALUE, patternNames, regionNames } from "./texts";
-import { binning, isClear, layerName, nameOf, parts, statistic } from "./words";
+import { binning, ending, isClear, layerName, nameOf, parts, statistic } from "./words";
 
 export interface Place {
   layer: number;
@@ -367,13 +367,14 @@ function gridFigure(state: State, paper: Paper, progress: (drawn: number) => voi
       pictures ? grid.ownScale("image", "", false) : figures.ownScales,
       pictures ? "" : binning(first, state.pool),
       figures.scale(scale),
+      pictures || !first.map ? "" : ending(first.map, FEW_CELLS),
       state.sink ? figures.sink : "",
       figures.match(data.image ? "×%" : "%"),
       pictures && state.over ? figures.over : "",
       pictures && data.image!.outline.length > 0 ? image.outline : "",
     ],
     body: gridBody(state, found, paper, progress),
-    bar: { label: figures.shareOfLargest(pictures, scale), colours: state.colours, signed: false, ticks: ticksOf({ top: 1, signed: false, above: false }, scale) },
+    bar: { label: !pictures && first.map && hasQuantile(first.map) ? figures.shareOfQuantile(scale) : figures.shareOfLargest(pictures, scale), colours: state.colours, signed: false, ticks: ticksOf({ top: 1, signed: false, above: false }, scale) },
   };
 }
 

@@ -359,7 +359,7 @@ export const german: Translation = {
     what: (kind, scale) => `${{ difference: "Differenz", weight: "Gewicht", mean: "mittleres Gewicht einer Zelle", max: "Maximum einer Zelle" }[kind]}, ${{ linear: "linear", log: "logarithmisch" }[scale]}`,
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} oder mehr`,
-    visiblePart: "Die Farbskala ist die des sichtbaren Ausschnitts.",
+    visiblePart: "Die Farbskala ist die des sichtbaren Ausschnitts.", quantile: "Die Skala endet beim 99,5-%-Quantil.", pixel: "Ein Pixel mit mehreren Zellen zeigt die größte.",
     bits: (bits, codes) => `Mit ${bits} Bit gespeichert: Wert = größter × (c / ${whole(codes)})², mit einem Fehler von höchstens ${local((1 / codes).toPrecision(1))} des größten.`,
     rough: "Werte mit ≈ sind mit 8 Bit gespeichert.",
     coarse: (levels) => `Werte mit ≈ weichen um höchstens ${percent(1 / levels)} des größten ihrer Zeile ab: So viele Gewichte brauchen sonst zu viele Bytes.`,

@@ -57,6 +57,7 @@ export const figures: Translation["figures"] = {
   ownScales: "Jede Karte hat ihre eigene Farbskala.",
   eachPicture: (mean) => `In jedem Bild ist die Farbe eines Patches die Aufmerksamkeit auf ihm: ${mean}.`,
   eachPatch: (patch) => `In jedem Bild ist die Farbe eines Patches das Gewicht, das ${patch} auf ihn legt; der Rahmen markiert ${patch}.`,
+  shareOfQuantile: (scale) => `Anteil am 99,5-%-Quantil jeder Karte, ${{ linear: "linear", log: "logarithmisch" }[scale]}`,
   shareOfLargest: (image, scale) => `Anteil am größten Gewicht ${image ? "jedes Bildes" : "jeder Karte"}, ${{ linear: "linear", log: "logarithmisch" }[scale]}`,
   heads: (count, order) => `${counted(count, "head")}${order && `, sortiert nach ${order}`}`,
   match: (about) => [about.includes("%") && "Prozent: Übereinstimmung mit dem Muster, 100 % = genau dieses.", about.includes("×") && "× 2: doppelt so viel Aufmerksamkeit auf der Region wie bei gleichmäßiger Verteilung."].filter(Boolean).join(" "),

@@ -344,6 +344,8 @@ export const chinese: Translation = {
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} 或更大`,
     visiblePart: "颜色刻度以可见部分为准。",
+    quantile: "刻度止于 99.5% 分位数。",
+    pixel: "含多个单元格的像素显示其中最大的一个。",
     bits: (bits, codes) => `以 ${bits} 位保存：值 = 最大值 × (c / ${whole(codes)})²，误差至多为最大值的 ${(1 / codes).toPrecision(1)}。`,
     rough: "带 ≈ 的值以 8 位保存。",
     coarse: (levels) => `带 ≈ 的值与准确值相差至多为其所在行最大值的 ${percent(1 / levels)}：这么多权重否则会占用过多字节。`,

@@ -50,6 +50,7 @@ export const figures: Translation["figures"] = {
   ownScales: "每幅热图各有自己的颜色刻度。",
   eachPicture: (mean) => `每幅图中，图块的颜色表示落在它上面的注意力：${mean}。`,
   eachPatch: (patch) => `每幅图中，图块的颜色表示${patch}放在它上面的权重；框标出${patch}。`,
+  shareOfQuantile: (scale) => `占每幅热图 99.5% 分位数的份额，${{ linear: "线性", log: "对数" }[scale]}`,
   shareOfLargest: (image, scale) => `占每幅${image ? "图" : "热图"}最大权重的份额，${{ linear: "线性", log: "对数" }[scale]}`,
   heads: (count, order) => `${counted(count, "head")}${order && `，按${order}排序`}`,
   match: (about) => [about.includes("%") && "百分数：与模式的匹配度，100% = 完全符合。", about.includes("×") && "× 2：该区域得到的注意力是均匀分布的两倍。"].filter(Boolean).join(""),

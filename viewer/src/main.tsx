@@ -8,7 +8,7 @@ import { Cards } from "./cards";
 import { ChangesView, ChangeView } from "./changes";
 import { Compare } from "./compare";
 import { data } from "./data";
-import { coloursOf } from "./field";
+import { coloursOf, FEW_CELLS, hasQuantile } from "./field";
 import { all, chosen, Exports, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
 import { AlarmTable, History } from "./history";
@@ -26,6 +26,7 @@ import { Table } from "./table";
 import { controls, grid, image } from "./texts";
 import { Tour } from "./tour";
 import { Trace } from "./trace";
+import { ending } from "./words";
 import "./style.css";
 
 function App() {
@@ -155,9 +156,10 @@ function headingOf(name: string): string {
 /** The sentence above the heads. */
 function gridHint(state: State): string {
   const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && data.layers.some(({ map }) => map && !map.exact));
+  const many = !data.image && data.layers.find(({ map }) => map && hasQuantile(map))?.map;
   const [found, heads] = [chosen(state).length, all().length];
   const shown = data.image && HAS_MAPS && (state.thumbs === "patch" ? image.shownOf.patch(keyName(queryOf(state, state.layer, state.head))) : image.shownOf[state.thumbs]);
-  return [grid.click, shown, scale, found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
+  return [grid.click, shown, scale, many && ending(many, FEW_CELLS), found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
 }
 
 /** A text of the page as it is without the script. */

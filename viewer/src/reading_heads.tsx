@@ -101,7 +101,7 @@ function Cell({ place, at, current, preview, choose }: Omit<Props, "shown"> & { 
   const text = key === NONE ? texts.none(name) : texts.cell(name, names.quoted(key, token(key, true)!), percent(p));
   return (
     <button type="button" aria-label={text} title={text} aria-current={current ? "true" : undefined} data-layer={layer} data-head={head}
-      style={{ background: `color-mix(in srgb, var(--line-1) ${Math.round(55 * p)}%, var(--panel))` }}
+      style={{ background: `color-mix(in srgb, var(--line-1) ${Math.round(45 * p)}%, var(--panel))` }}
       onMouseEnter={() => preview(place)} onFocus={() => preview(place)} onBlur={() => preview(null)} onClick={() => choose(place)}>
       {key !== NONE && <><bdi>{token(key)}</bdi><small>{percent(p)}</small></>}
     </button>

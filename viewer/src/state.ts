@@ -47,9 +47,8 @@ export interface State extends HistoryState {
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
 }
 
-/** With many keys, or several in a cell, most weights are small: linear colours would show few of them. */
-const small = data.layers.some(({ map, lengths }) =>
-  map && ((!map.exact && lengths?.[1] !== map.columns) || (!data.image && map.columns > 64)));
+/** With several weights in a cell, most of their means are small: linear colours would show few of them. */
+const small = data.layers.some(({ map, lengths }) => map && !map.exact && lengths?.[1] !== map.columns);
 
 /** Over several inputs the means of most heads look even, those of an induction head, too: the largest weights tell them apart. */
 const merged = data.layers.some(({ map, runs }) => map && !map.exact && runs > 1);

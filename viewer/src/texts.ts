@@ -302,6 +302,7 @@ export const figures = {
   eachPicture: (mean: string) => `In each picture, the colour of a patch is the attention on it: ${mean}.`,
   eachPatch: (patch: string) => `In each picture, the colour of a patch is the weight of ${patch} on it; the frame marks ${patch}.`,
   shareOfLargest: (image: boolean, scale: "linear" | "log") => `share of the largest weight of each ${image ? "picture" : "map"}, ${scale}`,
+  shareOfQuantile: (scale: "linear" | "log") => `share of the 99.5 % quantile of each map, ${scale}`,
   heads: (count: number, order: string) => `${counted(count, "head")}${order && `, sorted by ${order}`}`,
   /** What the number in a name such as "induction 83 %" or "edges × 1.8" means. */
   match: (about: string) => [about.includes("%") && "Per cent: match with the pattern, 100 % = exactly it.", about.includes("×") && "× 2: twice as much attention on the region as an even spread."].filter(Boolean).join(" "),
@@ -645,6 +646,8 @@ export const legend = {
   atMost: (value: string) => `≤ ${value}`,
   orMore: (value: string) => `${value} or more`,
   visiblePart: "The colour scale is that of the visible part.",
+  quantile: "The scale ends at the 99.5 % quantile.",
+  pixel: "A pixel that holds several cells shows the largest one.",
   bits: (bits: number, codes: number) =>
     `Stored in ${bits} bits: value = largest × (c / ${whole(codes)})², with an error of at most ${(1 / codes).toPrecision(1)} of the largest.`,
   rough: "Values with ≈ are stored in 8 bits.",

@@ -1,6 +1,7 @@
 // Names of places: which head, query, key or cell. The texts themselves are in texts.ts.
 
 import { binOf, data, hasTokens, type Head, type Layer, queryAt, range, token, tokenOf } from "./data";
+import { type Field, hasQuantile } from "./field";
 import { figure, legend, names, rough, whole } from "./texts";
 
 /** A value of a map, marked if it is stored in 8 bits. */
@@ -93,6 +94,11 @@ export function binning(layer: Layer, pool: "mean" | "max"): string {
     return size <= 1 ? "1" : Number.isInteger(size) ? whole(size) : legend.between(Math.floor(size), Math.ceil(size));
   };
   return legend.pairs(pool, each(queries, map.rows), each(keys, map.columns), inputs);
+}
+
+/** How the colours of a map with many cells are chosen; `pixels`: from how many rows or columns it may have fewer pixels than cells. */
+export function ending({ rows, columns }: Pick<Field, "rows" | "columns">, pixels = 256): string {
+  return [hasQuantile({ rows, columns }) && legend.quantile, Math.max(rows, columns) > pixels && legend.pixel].filter(Boolean).join(" ");
 }
 
 /** The bin of a query or key. */
