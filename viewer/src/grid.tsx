@@ -2,7 +2,7 @@
 // so that a print holds the maps that were never scrolled to, too.
 
 import type { ComponentChildren, RefObject } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { hasBands, segmentInks } from "./bands";
 import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer, passing, queryAt, token } from "./data";
 import { type Colours, colour, FEW_CELLS, field, hasQuantile, Pictures } from "./field";
@@ -128,9 +128,12 @@ export function Grid({ state, theme, open }: Props) {
 function Frame({ element, children, class: name, ...rest }: { element: RefObject<HTMLDivElement | null>; children: ComponentChildren; class: string } & Record<string, unknown>) {
   const width = useWidth(element) || document.documentElement.clientWidth - MARGINS; // before it is measured: what gets the focus is scrolled to now
   const fits = width >= WIDEST * (WIDEST > 16 ? LEAST_OF_MANY : LEAST) + AXIS;
-  return <div {...rest} ref={element} class={`${name}${fits ? "" : " scrolling"}`} style={{ "--heads": String(WIDEST) }}>{children}</div>;
+  useLayoutEffect(() => element.current!.style.setProperty("--top", `${Math.round(element.current!.getBoundingClientRect().top + scrollY)}px`));
+  const few = data.layers.length <= FEW_LAYERS ? " few" : "";
+  return <div {...rest} ref={element} class={`${name}${few}${fits ? "" : " scrolling"}`} style={{ "--heads": String(WIDEST), "--layers": String(data.layers.length) }}>{children}</div>;
 }
 
+const FEW_LAYERS = 8; // that all fit the height of the window
 const MARGINS = 80; // pixels beside the grid, at most
 const AXIS = 64; // pixels for the names of layers, where they are numbers
 const LEAST = 48; // pixels of a column
@@ -203,7 +206,8 @@ async function drawRest(): Promise<void> {
   drawing = false;
 }
 
-function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop: boolean }) {
+/** `stop`: whether Tab leads to it. */
+export function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop: boolean }) {
   const { layer, head } = place;
   const canvas = useRef<HTMLCanvasElement & HTMLImageElement>(null);
   const mapped = data.layers[layer].map;
@@ -241,7 +245,6 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
       class={`thumb${isOpened(place, state) ? " opened" : ""}`}
       aria-current={isOpened(place, state) ? "true" : undefined}
       aria-label={grid.thumb(nameOf(layer, head), pattern, name && `${heading} ${figure(value)}`)}
-      title={grid.tip(nameOf(layer, head), pattern)}
       data-layer={layer}
       data-head={head}
       style={{ "--column": String(head + 2) }}
@@ -258,7 +261,7 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
 const spans = new Map<string, [number, number]>();
 
 /** The least and the most of a statistic of all heads. */
-function spanOf(name: string): [number, number] {
+export function spanOf(name: string): [number, number] {
   let found = spans.get(name);
   if (!found) {
     found = [Infinity, -Infinity];

@@ -9,6 +9,7 @@ import { Term } from "./glossary";
 import { bestPattern } from "./grid";
 import { Bar } from "./legend";
 import { Largest } from "./largest";
+import { LayerStrip } from "./layer_strip";
 import { MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
 import { ImageTokens } from "./image_tokens";
@@ -80,7 +81,10 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
   const [tile, setTile] = useState<Tile | null>(null);
   return (
     <section aria-labelledby="head-title" ref={section}>
-      <Likeness layer={state.layer} head={state.head} />
+      <div class="head-top">
+        <Likeness layer={state.layer} head={state.head} />
+        {data.layers[asked.layer].heads > 1 && <LayerStrip state={asked} theme={theme} open={(head) => changed(opened(asked, asked.layer, head))} />}
+      </div>
       {layer.map === null && <NoMap />}
       {data.image && layer.map && !hasPatches(layer) && <p class="hint">{texts.head.notPatches}</p>}
       {data.image && hasPatches(layer) && layer.map && !single(layer) && <p class="hint">{texts.head.pooledPatches(layer.lengths![1])}</p>}
@@ -137,7 +141,7 @@ function Region({ look }: { look: [string, number] | null | undefined }) {
 }
 
 /** The pattern that the head matches best, in a sentence. */
-function Likeness({ layer, head }: { layer: number; head: number }) {
+export function Likeness({ layer, head }: { layer: number; head: number }) {
   if (data.image && data.image.looks.length > 0 && data.patterns[layer]?.[head]?.[0]?.[0] !== "fixed key") return <Region look={data.image.looks[layer]?.[head]} />;
   const best = data.patterns[layer]?.[head]?.[0];
   if (!best) return null;

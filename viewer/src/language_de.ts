@@ -1,7 +1,7 @@
 // German. Words: der Head, die Query, der Key, das Token, der Patch, die Schicht, das Gewicht; "attends to" is "achtet auf".
 
 import { glossary, help, tour } from "./language_de_help";
-import { changes, dropped, everyHead, figures, history, largestOrAbove } from "./language_de_views";
+import { changes, dropped, everyHead, figures, headTip, history, largestOrAbove } from "./language_de_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, figure, type FirstColumn, fixed, local, percent, whole } from "./texts";
 
@@ -96,7 +96,7 @@ export const german: Translation = {
     goTo: (at) => `Zu Token ${whole(at)}`,
     at: (at) => whole(at),
   },
-  tabs: { label: "Ansichten", history: "Training", alarms: (count) => `Alarme (${whole(count)})`, changes: "Veränderungen", heads: "Alle Heads", head: "Ein Head", compare: "Vergleich", table: "Statistik", found: "Ergebnisse", trace: "Schritte", reading: "Text", segments: "Segmente" },
+  tabs: { missing: (view, shown) => `Diese Seite hat die Ansicht „${view}“ nicht, die ihre Adresse nennt. Sie zeigt „${shown}“.`, label: "Ansichten", history: "Training", alarms: (count) => `Alarme (${whole(count)})`, changes: "Veränderungen", heads: "Alle Heads", head: "Ein Head", compare: "Vergleich", table: "Statistik", found: "Ergebnisse", trace: "Schritte", reading: "Text", segments: "Segmente" },
   bar: {
     view: "Ansicht", language: "Sprache (Language)", help: "Hilfe", maps: "Karten", heads: "Heads", page: "Seite", copyLink: "Link kopieren", copied: "Kopiert",
     compareWith: "Vergleichen mit …",
@@ -178,13 +178,12 @@ export const german: Translation = {
     pictures: "Ein Bild zeigt, wie viel Aufmerksamkeit jeder Patch erhält: von allen Patches oder vom gewählten.",
     none: "Kein Head passt zu diesen Filtern.",
     thumb: (name, pattern, statistic) => [name, pattern, statistic].filter(Boolean).join(", "),
-    tip: (name, pattern) => (pattern ? `${name}: ${pattern}` : name),
     match: (pattern, score) => `${pattern} ${percent(score)}`,
     region: (region, ratio) => `${region} × ${fixed(ratio, 1)}`,
     drawing: (at, of) => `Head ${whole(at)} von ${whole(of)} wird gezeichnet`,
   },
   files: { csv: "CSV" },
-  figures, everyHead,
+  figures, everyHead, headTip,
   changes,
   dropped,
   history,

@@ -21,6 +21,12 @@ export function largestOrAbove(least: string, most: number | null): string {
   return most === null ? `Gewichte über ${least}` : `die ${whole(most)} größten Gewichte dieses Teils des Texts`;
 }
 
+export const headTip: Translation["headTip"] = {
+  strongest: "Am stärksten: {pair}, {weight}",
+  effective: (keys) => `Effektive Keys: im Mittel ${keys}`,
+  strip: (layer) => `Heads von ${layer}`,
+};
+
 export const everyHead: Translation["everyHead"] = {
   label: "Das Token in allen Heads",
   title: "{token} ({at}) in allen Heads: das Token, auf das es am meisten achtet. Zeigt man auf eine Zelle, erscheinen die Linien dieses Heads.",
@@ -50,7 +56,7 @@ export const figures: Translation["figures"] = {
   scale: (scale) => (scale === "linear" ? "Lineare Farbskala." : "Logarithmische Farbskala über vier Zehnerpotenzen."),
   signed: "Orange: A ist größer; Violett: B ist größer.",
   sink: "Die erste Spalte ist ausgeblendet, und jede Zeile neu skaliert.",
-  masked: (blank, broken) => `${blank ? "Leer" : "Grau"}: maskiert${broken ? ", oder die Zeile enthält NaN oder Unendlich" : ""}.`,
+  masked: (blank, broken) => `${blank ? "Schraffiert" : "Grau"}: maskiert${broken ? ", oder die Zeile enthält NaN oder Unendlich" : ""}.`,
   over: "Die Farben liegen über dem Bild und sind mit ihm gemischt.",
   rough: "Werte sind mit 8 Bit gespeichert.",
   eachMap: "In jeder Karte sind Zeilen Queries und Spalten Keys.",

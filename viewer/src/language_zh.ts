@@ -1,7 +1,7 @@
 // Chinese (simplified). Words: 注意力头 or 头, 查询, 键, 词元, 图块, 层, 权重; "attends to" is 关注.
 
 import { glossary, help, tour } from "./language_zh_help";
-import { changes, dropped, everyHead, figures, history, largestOrAbove } from "./language_zh_views";
+import { changes, dropped, everyHead, figures, headTip, history, largestOrAbove } from "./language_zh_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, figure, type FirstColumn, percent, whole } from "./texts";
 
@@ -83,7 +83,7 @@ export const chinese: Translation = {
     goTo: (at) => `转到词元 ${whole(at)}`,
     at: (at) => whole(at),
   },
-  tabs: { label: "视图", history: "训练", alarms: (count) => `警报（${whole(count)}）`, changes: "变化", heads: "所有头", head: "单个头", compare: "比较", table: "统计", found: "总结", trace: "逐步计算", reading: "文本", segments: "片段" },
+  tabs: { missing: (view, shown) => `本页没有地址所指的视图“${view}”，现显示“${shown}”。`, label: "视图", history: "训练", alarms: (count) => `警报（${whole(count)}）`, changes: "变化", heads: "所有头", head: "单个头", compare: "比较", table: "统计", found: "总结", trace: "逐步计算", reading: "文本", segments: "片段" },
   bar: {
     view: "显示", language: "语言 (Language)", help: "帮助", maps: "热图", heads: "头", page: "页面", copyLink: "复制链接", copied: "已复制",
     compareWith: "与…比较",
@@ -163,13 +163,12 @@ export const chinese: Translation = {
     pictures: "图像显示每个图块得到多少注意力：来自所有图块，或来自所选图块。",
     none: "没有头符合这些筛选条件。",
     thumb: (name, pattern, statistic) => [name, pattern, statistic].filter(Boolean).join("，"),
-    tip: (name, pattern) => (pattern ? `${name}：${pattern}` : name),
     match: (pattern, score) => `${pattern} ${percent(score)}`,
     region: (region, ratio) => `${region} × ${ratio.toFixed(1)}`,
     drawing: (at, of) => `正在绘制第 ${whole(at)} 个头，共 ${whole(of)} 个`,
   },
   files: { csv: "CSV" },
-  figures, everyHead,
+  figures, everyHead, headTip,
   changes,
   dropped,
   history,

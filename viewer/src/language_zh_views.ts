@@ -14,6 +14,12 @@ export function largestOrAbove(least: string, most: number | null): string {
   return most === null ? `大于 ${least} 的权重` : `这段文本中最大的 ${whole(most)} 个权重`;
 }
 
+export const headTip: Translation["headTip"] = {
+  strongest: "最强：{pair}，{weight}",
+  effective: (keys) => `有效键数：平均 ${keys}`,
+  strip: (layer) => `${layer}的各个头`,
+};
+
 export const everyHead: Translation["everyHead"] = {
   label: "该词元在所有头中",
   title: "{token}（{at}）在所有头中最关注的词元。将指针移到单元格上可查看该头的连线。",
@@ -43,7 +49,7 @@ export const figures: Translation["figures"] = {
   scale: (scale) => (scale === "linear" ? "线性颜色刻度。" : "对数颜色刻度，跨四个数量级。"),
   signed: "橙色：A 较大；紫色：B 较大。",
   sink: "第一列已隐藏，每一行重新缩放。",
-  masked: (blank, broken) => `${blank ? "空白" : "灰色"}：被掩码遮住${broken ? "，或该行含有 NaN 或无穷大" : ""}。`,
+  masked: (blank, broken) => `${blank ? "斜线" : "灰色"}：被掩码遮住${broken ? "，或该行含有 NaN 或无穷大" : ""}。`,
   over: "颜色叠加在图像上，与图像混合。",
   rough: "数值以 8 位保存。",
   eachMap: "每幅热图的行是查询，列是键。",

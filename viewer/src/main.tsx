@@ -12,11 +12,13 @@ import { coloursOf, FEW_CELLS, hasQuantile } from "./field";
 import { all, chosen, Exports, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
 import { AlarmTable, History } from "./history";
+import { HeadTip } from "./head_tip";
 import { useHost } from "./host";
 import { languageOf, say, speak } from "./languages";
 import { Found } from "./found";
 import { Glossary } from "./glossary";
 import { keyName, queryOf } from "./picture";
+import { MissingView } from "./missing";
 import { Offered, useDrop } from "./offer";
 import { Reading } from "./reading";
 import { SegmentView } from "./segments";
@@ -115,7 +117,8 @@ function App() {
     <>
       <TopBar title={say(TITLE, true)} lead={say(LEAD)} drawn={drawnHead} {...{ state, change, theme, pick }} />
       <main id="viewer" data-source={__SOURCE__}>
-        {NOTES.map((note, n) => <p class="note" key={n}>{say(note)}</p>)}
+        {NOTES.map((note, n) => <p class={/NaN|infinity/.test(note) ? "note" : "noted"} key={n}>{say(note)}</p>)}
+        <MissingView view={state.view} />
         <Offered />
         <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view === "change" ? "changes" : state.view}`}>
           {state.view === "history" && <History {...{ state: shown, theme: drawn, change }} />}
@@ -140,6 +143,7 @@ function App() {
           {state.view === "table" && <Table {...{ state, change, open }} />}
         </div>
       </main>
+      <HeadTip />
       <Tour {...{ state, change }} />
       <Glossary />
     </>

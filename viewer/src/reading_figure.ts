@@ -76,7 +76,8 @@ export function textFigure({ places, start, stop, kept, toward, pairs, cut }: Dr
         }));
         chips.forEach(({ x, y, width, text }, n) => {
           if (start + n === kept) surface.frame({ x: left + x, y: top + y + legend, width, height: TALL }, inks.ink, 1.5);
-          surface.text(text, left + x + width / 2, top + y + legend + TALL / 2, { fill: inks.ink, anchor: "middle", size: SIZE });
+          const spaced = text.startsWith(" "); // a space at the beginning of a text is none in SVG
+          surface.text(text.trimStart(), left + x + (spaced ? width : 0), top + y + legend + TALL / 2, { fill: inks.ink, anchor: spaced ? "end" : "start", size: SIZE });
         });
       },
     },

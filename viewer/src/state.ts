@@ -72,14 +72,22 @@ function telling(): [number, number] {
 
 const [LAYER, HEAD] = data.opensOn ?? telling();
 
+/** The head to compare with: that of another card, else the first one. */
+function beside(): [number, number] {
+  const card = data.highlights.find(({ layer, head }) => layer !== null && head !== null && (layer !== LAYER || head !== HEAD));
+  return card ? [card.layer!, card.head!] : [0, data.layers[0].heads > 1 && LAYER === 0 && HEAD === 0 ? 1 : 0];
+}
+
+const [OTHER_LAYER, OTHER_HEAD] = beside();
+
 export const FIRST: State = {
   ...FIRST_HISTORY,
   view: data.history ? "history" : other() ? "changes" : "heads",
   lang: "",
   layer: LAYER,
   head: HEAD,
-  otherLayer: 0,
-  otherHead: data.layers[0].heads > 1 && LAYER === 0 && HEAD === 0 ? 1 : 0,
+  otherLayer: OTHER_LAYER,
+  otherHead: OTHER_HEAD,
   pool: merged ? "max" : "mean",
   scale: small && !merged ? "log" : "linear",
   colours: "blues",

@@ -153,7 +153,7 @@ export const everyHead = {
 
 // ---------------------------------------------------------------- the bar on top
 
-export const tabs = { label: "Views", history: "Training", alarms: (count: number) => `Alarms (${whole(count)})`, heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step", reading: "Reading", segments: "Segments", changes: "Changes" };
+export const tabs = { missing: (view: string, shown: string) => `This page has no view “${view}”, which its address names. It shows “${shown}”.`, label: "Views", history: "Training", alarms: (count: number) => `Alarms (${whole(count)})`, heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step", reading: "Reading", segments: "Segments", changes: "Changes" };
 
 export const bar = {
   view: "View",
@@ -259,10 +259,16 @@ export const grid = {
   pictures: "A picture shows how much attention each patch receives: from all patches, or from the one that is selected.",
   none: "No head matches these filters.",
   thumb: (name: string, pattern: string, statistic: string) => [name, pattern, statistic].filter(Boolean).join(", "),
-  tip: (name: string, pattern: string) => (pattern ? `${name}: ${pattern}` : name),
   match: (pattern: string, score: number) => `${pattern} ${percent(score)}`,
   region: (region: string, ratio: number) => `${region} × ${ratio.toFixed(1)}`,
   drawing: (at: number, of: number) => `Drawing head ${whole(at)} of ${whole(of)}`,
+};
+
+/** What a small map shows when it is pointed at, and the row of them above a large one. */
+export const headTip = {
+  strongest: "Strongest: {pair}, {weight}",
+  effective: (keys: string) => `Effective keys: ${keys} on average`,
+  strip: (layer: string) => `Heads of ${layer}`,
 };
 
 export const files = {
@@ -294,7 +300,7 @@ export const figures = {
   scale: (scale: "linear" | "log") => (scale === "linear" ? "Linear colour scale." : "Logarithmic colour scale over four decades."),
   signed: "Orange: A is larger; purple: B is larger.",
   sink: "The first column is hidden, and each row rescaled.",
-  masked: (blank: boolean, broken: boolean) => `${blank ? "Blank" : "Grey"}: masked${broken ? ", or the row contains NaN or infinity" : ""}.`,
+  masked: (blank: boolean, broken: boolean) => `${blank ? "Hatched" : "Grey"}: masked${broken ? ", or the row contains NaN or infinity" : ""}.`,
   over: "The colours lie over the image and are mixed with it.",
   rough: "Values are stored in 8 bits.",
   eachMap: "In each map, rows are queries and columns are keys.",
