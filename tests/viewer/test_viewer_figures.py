@@ -255,7 +255,7 @@ def test_a_difference_says_which_colour_is_which(look: Any, short: Recording) ->
     p = weight(short, 0, 1) - weight(short, 1, 2)
     top = f"{np.abs(p).max():.2g}"
     assert {f"−{top}", "0", top, "difference, linear"} <= set(texts)
-    assert "Orange: A is larger; purple: B is larger. Blank: masked." in " ".join(texts)
+    assert "Orange: A is larger; purple: B is larger. Hatched: masked." in " ".join(texts)
 
 
 # ---------------------------------------------------------------- all heads and the other views

@@ -1,7 +1,8 @@
-"""What is visible at a glance: the room of lines in a text, one token in all heads, long maps, and all heads in one window."""
+"""What is visible at a glance: lines in a text, one token in all heads, long maps, and all heads in one window."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,27 @@ __all__ = ["chromium", "long", "look", "short"]  # fixtures
 
 pytestmark = in_a_browser
 
-PIECES = ("the", " c", "at", " s", "at", " on", " ", "m", "at", ",", " and", " the", " do", "g", " s", "at", " on", " it", ".")
+PIECES = (
+    "the",
+    " c",
+    "at",
+    " s",
+    "at",
+    " on",
+    " ",
+    "m",
+    "at",
+    ",",
+    " and",
+    " the",
+    " do",
+    "g",
+    " s",
+    "at",
+    " on",
+    " it",
+    ".",
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +53,9 @@ def pieces() -> Recording:
 @pytest.fixture(scope="module")
 def wide() -> Recording:
     """A text with more tokens than a map of a linear scale to its largest weight has."""
-    return recorded(211, tuple(f" w{n % 10}" for n in range(211)), Observe(map=211, edges=3, keep_rows=True, keep_qk=True))
+    return recorded(
+        211, tuple(f" w{n % 10}" for n in range(211)), Observe(map=211, edges=3, keep_rows=True, keep_qk=True)
+    )
 
 
 def heights(page: Any) -> list[tuple[float, float]]:
@@ -47,7 +70,7 @@ def test_wider_arcs_are_higher_and_have_room_above_the_first_line(look: Any, pie
     page = look(pieces, f"view=reading&layer=0&head=0&token={len(PIECES) - 1}")
     page.locator(".reading-text path").nth(3).wait_for(state="attached")
     arcs = heights(page)
-    assert all(high <= higher for (_, high), (_, higher) in zip(arcs, arcs[1:], strict=False))
+    assert all(high <= higher for (_, high), (_, higher) in itertools.pairwise(arcs))
     assert arcs[-1][1] > 60, "the widest arc has much more than a line of text"
     above = page.evaluate(
         "Math.min(...[...document.querySelectorAll('.reading-text path')].map((e) => e.getBoundingClientRect().top))"
@@ -123,10 +146,11 @@ def test_the_list_shows_the_key_that_it_lists(look: Any) -> None:
     page.locator(".context li b").first.wait_for()
     inside = page.eval_on_selector_all(
         ".context li",
-        """(all) => all.map((e) => [e.querySelector("b"), e.querySelector("button")].map((x) => x.getBoundingClientRect()))
+        """(all) => all.map((e) => ["b", "button"].map((part) => e.querySelector(part).getBoundingClientRect()))
           .map(([key, list]) => key.left >= list.left && key.right <= list.right + 1 && key.width > 60)""",
     )
-    assert inside and all(inside)
+    assert inside
+    assert all(inside)
 
 
 def darkest(page: Any, selector: str) -> np.ndarray[Any, Any]:
@@ -135,7 +159,8 @@ def darkest(page: Any, selector: str) -> np.ndarray[Any, Any]:
         page.eval_on_selector(
             selector,
             """(e) => { const { data } = e.getContext("2d").getImageData(0, 0, e.width, e.height);
-              return Array.from({ length: e.height }, (_, y) => Array.from({ length: e.width }, (_, x) => data[4 * (y * e.width + x)])); }""",
+              const row = (y) => Array.from({ length: e.width }, (_, x) => data[4 * (y * e.width + x)]);
+              return Array.from({ length: e.height }, (_, y) => row(y)); }""",
         )
     )
 
@@ -160,7 +185,10 @@ def test_a_small_map_of_many_tokens_has_a_line_of_large_weights(look: Any) -> No
     red = darkest(page, ".thumb canvas")
     side = len(red)
     rows = range(side // 2, side - 2)
-    line = [red[row, max(0, round(row - back * side / length) - 2) : round(row - back * side / length) + 3].min() for row in rows]
+    line = [
+        red[row, max(0, round(row - back * side / length) - 2) : round(row - back * side / length) + 3].min()
+        for row in rows
+    ]
     assert max(line) < 110, "every row has a dark pixel at the key 40 places before"
 
 
@@ -227,7 +255,8 @@ def test_masked_cells_of_a_difference_are_hatched(look: Any, pieces: Recording) 
     plot = page.locator(".map canvas").nth(2)
     colours = plot.evaluate(
         """(e) => { const { x, y, width, height } = JSON.parse(e.dataset.plot); const ratio = e.width / e.clientWidth;
-          const { data } = e.getContext("2d").getImageData((x + 0.7 * width) * ratio, (y + 0.05 * height) * ratio, 30, 30);
+          const corner = [x + 0.7 * width, y + 0.05 * height].map((at) => at * ratio);
+          const { data } = e.getContext("2d").getImageData(...corner, 30, 30);
           return new Set(Array.from({ length: 900 }, (_, n) => data.slice(4 * n, 4 * n + 3).join())).size; }"""
     )
     assert colours > 1, "lines on the ground, not one grey"
@@ -244,7 +273,8 @@ def test_an_address_with_a_view_that_the_page_lacks_says_so(look: Any, pieces: R
 def test_the_statistics_have_tints_and_no_empty_column(look: Any, pieces: Recording) -> None:
     page = look(pieces, "view=table")
     cells = page.locator("table.every tbody tr").evaluate_all(
-        "(rows) => rows.map((row) => [...row.querySelectorAll('td:not(.text)')].map((e) => [e.innerText, getComputedStyle(e).backgroundColor]))"
+        """(rows) => rows.map((row) => [...row.querySelectorAll("td:not(.text)")]
+          .map((e) => [e.innerText, getComputedStyle(e).backgroundColor]))"""
     )
     for column in zip(*cells, strict=True):
         assert any(text != "–" for text, _ in column)
@@ -257,7 +287,9 @@ def test_what_scrolls_fades_until_its_end(look: Any) -> None:
     part = recording.stats.parts["layers.0.attention"]
     parts = {f"layers.{n}.attention": part for n in range(23)}
     kinds: Any = dict.fromkeys(parts, "self")
-    page = look(Recording(type(recording.stats)(parts), type(recording.about)("m", {}, {}, kinds, None, 1, 1)), "view=table")
+    page = look(
+        Recording(type(recording.stats)(parts), type(recording.about)("m", {}, {}, kinds, None, 1, 1)), "view=table"
+    )
     below = "parseFloat(getComputedStyle(document.querySelector('.scroll')).getPropertyValue('--below'))"
     page.wait_for_function(f"{below} > 5")
     page.evaluate("document.querySelector('.scroll').scrollTop = 1e6")
@@ -277,7 +309,8 @@ def test_head_b_of_compare_is_that_of_the_second_card(look: Any, tmp_path: Path)
 def test_the_title_and_the_placeholder_are_not_cut_where_there_is_room(look: Any, pieces: Recording) -> None:
     page = look(pieces, "", width=1700)
     fits = page.locator(".search input").evaluate(
-        """(e) => { const ruler = document.createElement("canvas").getContext("2d"); ruler.font = getComputedStyle(e).font;
+        """(e) => { const ruler = document.createElement("canvas").getContext("2d");
+          ruler.font = getComputedStyle(e).font;
           return e.clientWidth - ruler.measureText(e.placeholder).width; }"""
     )
     assert fits >= 0
