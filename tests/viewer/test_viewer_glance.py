@@ -129,7 +129,7 @@ def test_one_token_in_all_heads(look: Any, pieces: Recording) -> None:
     page.keyboard.press("Enter")
     expect(page.get_by_label("Head", exact=True)).to_have_value("1.0")
     page.locator(".reading-text [data-at='3']").hover()
-    expect(page.locator(".every-head caption")).to_contain_text("(3)")
+    expect(page.locator(".every-head .hint")).to_contain_text("(3)")
 
 
 def test_a_page_without_all_heads_has_no_table_of_them(look: Any, long: Recording) -> None:

@@ -72,22 +72,24 @@ export function EveryHead({ at, shown, preview, choose }: Props) {
   useLargest();
   const frame = useRef<HTMLTableElement>(null);
   return (
-    <div class="scroll every-head" tabIndex={0} role="region" aria-label={texts.label}>
-      <table ref={frame} onMouseLeave={() => preview(null)} {...useRoving(frame, "button", { first: "[aria-current]" })}>
-        <caption>{fill(texts.title, { token: <b><bdi>{names.inQuotes(token(at, true)!)}</bdi></b>, at: whole(at) })}</caption>
-        <thead><tr><td class="corner"><small>{grid.head} →<br />{grid.layer} ↓</small></td>{Array.from({ length: WIDEST }, (_, head) => <th scope="col" key={head}>{head}</th>)}</tr></thead>
-        <tbody>
-          {data.layers.map((layer, n) => (
-            <tr key={n}>
-              <th scope="row" aria-label={layerName(n)}>{parts(layer.short).map((part) => <>{part}<wbr /></>)}</th>
-              {Array.from({ length: layer.heads }, (_, head) => (
-                <td key={head}><Cell {...{ place: [n, head], at, preview, choose }} current={n === shown[0] && head === shown[1]} /></td>
-              ))}
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+    <section class="every-head" aria-label={texts.label}>
+      <p class="hint" id="every-head-title">{fill(texts.title, { token: <b><bdi>{names.inQuotes(token(at, true)!)}</bdi></b>, at: whole(at) })}</p>
+      <div class="scroll" tabIndex={0} role="region" aria-labelledby="every-head-title">
+        <table aria-labelledby="every-head-title" ref={frame} onMouseLeave={() => preview(null)} {...useRoving(frame, "button", { first: "[aria-current]" })}>
+          <thead><tr><td class="corner"><small>{grid.head} →<br />{grid.layer} ↓</small></td>{Array.from({ length: WIDEST }, (_, head) => <th scope="col" key={head}>{head}</th>)}</tr></thead>
+          <tbody>
+            {data.layers.map((layer, n) => (
+              <tr key={n}>
+                <th scope="row" aria-label={layerName(n)}>{parts(layer.short).map((part) => <>{part}<wbr /></>)}</th>
+                {Array.from({ length: layer.heads }, (_, head) => (
+                  <td key={head}><Cell {...{ place: [n, head], at, preview, choose }} current={n === shown[0] && head === shown[1]} /></td>
+                ))}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </section>
   );
 }
 
