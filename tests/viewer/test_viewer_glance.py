@@ -320,3 +320,42 @@ def test_the_title_and_the_placeholder_are_not_cut_where_there_is_room(
     )
     assert room >= -1
     assert page.locator("h1").evaluate("(e) => e.scrollWidth <= e.clientWidth")
+
+
+def test_a_note_is_a_grey_line_unless_it_warns(look: Any, tmp_path: Path) -> None:
+    q = torch.randn(1, 3, 13, 8, generator=torch.Generator().manual_seed(5))
+    colours = []
+    for name, value in (("sample", q), ("broken", q.clone().index_fill_(2, torch.arange(3, 13), torch.nan))):
+        found = observe(value, q, what=Observe(map=13, rows=5)).named("layers.0.attention")
+        about = About("m", {}, {}, {"layers.0.attention": "self"}, None, 1, 1)
+        page = look(Recording(type(found)(found.parts), about).save_html(tmp_path / f"{name}.html"))
+        thumbs(page)
+        notes = page.locator("#viewer > :is(.note, .noted):not(.drop-here)")
+        colours.append(notes.evaluate_all("(all) => all.map((e) => getComputedStyle(e).backgroundColor)"))
+        assert "NaN" in notes.first.inner_text() or name == "sample"
+    clear = "rgba(0, 0, 0, 0)"
+    assert [[each == clear for each in page] for page in colours] == [[True], [False, True]]
+
+
+def test_the_fill_of_a_token_ends_at_its_edges(look: Any, pieces: Recording) -> None:
+    page = look(pieces, "view=reading&layer=0&head=0&token=5&also=1.1")
+    page.locator(".reading-text button[style*='gradient']").first.wait_for()
+    styles = page.locator(".reading-text button[style*='gradient']").evaluate_all(
+        """(all) => all.map((e) => getComputedStyle(e))
+          .map(({ backgroundRepeat, backgroundOrigin }) => `${backgroundRepeat} ${backgroundOrigin}`)"""
+    )
+    assert {*styles} == {"no-repeat border-box"}
+
+
+def test_the_scale_of_a_long_map_ends_at_the_quantile(look: Any) -> None:
+    length = 101
+    recording = recorded(
+        length, tuple(f" w{n}" for n in range(length)), Observe(map=length, keep_rows=True, keep_qk=True)
+    )
+    page = look(recording, "view=head&layer=1&head=1")
+    p = weight(recording, 1, 1)
+    cells = np.concatenate([row[: query + 1] for query, row in enumerate(p) if query >= 2])
+    end = np.sort(cells)[int(0.995 * (len(cells) - 1))]
+    shown = re.search(r"([\d.e-]+) or more", page.locator(".drawing .legend").inner_text())
+    assert shown is not None
+    assert float(shown[1]) == pytest.approx(end, rel=0.01)

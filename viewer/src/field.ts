@@ -63,8 +63,7 @@ export function hasQuantile({ rows, columns }: Pick<Field, "rows" | "columns">):
 function quantileOf(of: Cells): number {
   let { values, rows, columns } = of;
   while (Math.max(rows, columns) > QUANTILE_CELLS) ({ values, rows, columns } = halved({ values, rows, columns }));
-  const sorted = values.slice(2 * columns).filter((value) => value === value).sort(); // a row of few keys has large weights whatever the head does
-  return sorted.length > 0 ? sorted[Math.floor(QUANTILE * (sorted.length - 1))] : 0;
+  return quantile(values.subarray(2 * columns)); // a row of few keys has large weights whatever the head does
 }
 
 /** A head's map. Without the sink its first column is left out; means and single weights share what it had, so that a row keeps its sum. */
@@ -93,10 +92,36 @@ export function difference(a: Field, b: Field): Field | null {
   return { rows: a.rows, columns: a.columns, values, top: top || 1, above: false, pool: a.pool, signed: true, sink: a.sink };
 }
 
+const BINS = 1024;
+
+/** Exact, and without sorting more than the largest values: a page with hundreds of heads asks for it once for each. */
+function quantile(values: Float32Array): number {
+  let [count, most] = [0, 0];
+  for (let n = 0; n < values.length; n++) {
+    if (values[n] !== values[n]) continue;
+    count++;
+    if (values[n] > most) most = values[n];
+  }
+  if (most === 0) return 0;
+  const bins = new Uint32Array(BINS);
+  const binOf = (value: number) => Math.floor((value / most) * (BINS - 1));
+  for (let n = 0; n < values.length; n++) if (values[n] === values[n]) bins[binOf(values[n])]++;
+  const rank = count - Math.floor(QUANTILE * (count - 1)); // its place from the largest one down
+  let [bin, above] = [BINS - 1, bins[BINS - 1]];
+  while (above < rank) above += bins[--bin];
+  const large: number[] = [];
+  for (let n = 0; n < values.length; n++) if (values[n] === values[n] && binOf(values[n]) >= bin) large.push(values[n]);
+  return large.sort((a, b) => b - a)[rank - 1];
+}
+
 type Cells = Pick<Field, "values" | "rows" | "columns">;
+
+const halves = new WeakMap<Float32Array, Cells>(); // the end of the scale and the picture use the same ones
 
 /** Half as many rows and columns: of each four what is furthest from 0. A mean would hide a single line of large weights. */
 function halved<T extends Cells>(from: T): T {
+  const known = halves.get(from.values);
+  if (known) return { ...from, ...known };
   const rows = Math.ceil(from.rows / 2);
   const columns = Math.ceil(from.columns / 2);
   const values = new Float32Array(rows * columns);
@@ -112,6 +137,7 @@ function halved<T extends Cells>(from: T): T {
       values[r * columns + c] = most;
     }
   }
+  halves.set(from.values, { rows, columns, values });
   return { ...from, rows, columns, values };
 }
 
