@@ -122,7 +122,7 @@ def test_figures_beside_a_map_are_all_in_sight(look: Any, long: Recording) -> No
     table = page.locator(".beside .scroll")
     table.wait_for()
     assert table.evaluate("(table) => table.scrollWidth <= table.clientWidth")
-    assert "gradient" in style(page, ".scroll", "backgroundImage")[0], "elsewhere a shade says that there is more"
+    assert "gradient" in style(page, ".scroll", "maskImage")[0], "elsewhere a fade marks that there is more"
 
 
 # ---------------------------------------------------------------- what is pointed at

@@ -72,10 +72,10 @@ export function EveryHead({ at, shown, preview, choose }: Props) {
   useLargest();
   const frame = useRef<HTMLTableElement>(null);
   return (
-    <section class="every-head" aria-label={texts.label}>
-      <p class="hint" id="every-head-title">{fill(texts.title, { token: <b><bdi>{names.inQuotes(token(at, true)!)}</bdi></b>, at: whole(at) })}</p>
-      <div class="scroll" tabIndex={0} role="region" aria-labelledby="every-head-title">
-        <table aria-labelledby="every-head-title" ref={frame} onMouseLeave={() => preview(null)} {...useRoving(frame, "button", { first: "[aria-current]" })}>
+    <div class="every-head">
+      <p class="hint">{fill(texts.title, { token: <b><bdi>{names.inQuotes(token(at, true)!)}</bdi></b>, at: whole(at) })}</p>
+      <div class="scroll" tabIndex={0} role="region" aria-label={texts.label}>
+        <table aria-label={texts.label} ref={frame} onMouseLeave={() => preview(null)} {...useRoving(frame, "button", { first: "[aria-current]" })}>
           <thead><tr><td class="corner"><small>{grid.head} →<br />{grid.layer} ↓</small></td>{Array.from({ length: WIDEST }, (_, head) => <th scope="col" key={head}>{head}</th>)}</tr></thead>
           <tbody>
             {data.layers.map((layer, n) => (
@@ -89,7 +89,7 @@ export function EveryHead({ at, shown, preview, choose }: Props) {
           </tbody>
         </table>
       </div>
-    </section>
+    </div>
   );
 }
 
