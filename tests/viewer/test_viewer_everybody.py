@@ -178,7 +178,7 @@ FOCUSED = """() => {
   return [every.indexOf(placeOf(e)), e === document.body, outlineStyle !== "none" && parseFloat(outlineWidth) >= 1];
 }"""
 GROUPS = """(at) => {
-  const groups = ".grid, [role=tablist], .strip, .reading-text, table";
+  const groups = ".grid, .layer-strip, [role=tablist], .strip, .reading-text, table";
   const group = window.at(every[at]).closest(groups);
   return group ? [...document.querySelectorAll(groups)].indexOf(group) : -1;
 }"""

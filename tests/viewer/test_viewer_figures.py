@@ -255,7 +255,7 @@ def test_a_difference_says_which_colour_is_which(look: Any, short: Recording) ->
     p = weight(short, 1, 2) - weight(short, 0, 1)
     top = f"{np.abs(p).max():.2g}"
     assert {f"−{top}", "0", top, "difference, linear"} <= set(texts)
-    assert "Orange: B is larger; purple: A is larger. Blank: masked." in " ".join(texts)
+    assert "Orange: B is larger; purple: A is larger. Hatched: masked." in " ".join(texts)
 
 
 # ---------------------------------------------------------------- all heads and the other views
@@ -292,7 +292,7 @@ def test_the_text_with_lines_is_a_figure(look: Any, tmp_path: Path) -> None:
     svg = save_figure(page, "the text")
     assert svg.name == "headscope-reading-0.1-1.2.svg"
     texts = texts_of(svg)
-    assert [text for text in texts if text.startswith("␣token")] == [f"␣token{n}" for n in range(41)]
+    assert [text for text in texts if text.startswith("token")] == [f"token{n}" for n in range(41)]
     assert {"Layer 0, head 1", "Layer 1, head 2"} <= set(texts)
     lines = [each for each in ElementTree.parse(svg).iter() if each.tag.endswith("}path")]
     for head, colour in (((0, 1), "#1f6feb"), ((1, 2), "#c2410c")):

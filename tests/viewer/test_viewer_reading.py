@@ -92,7 +92,7 @@ def test_a_pooled_map_shows_the_largest_weights_of_each_token(look: Any, long: A
 
 
 def test_a_long_text_has_pages_and_a_key_on_another_one_is_a_click_away(look: Any) -> None:
-    length = 431
+    length = 449
     recording = recorded(
         length, tuple(f" w{n}" for n in range(length)), Observe(map=8, keep_rows=True, top=5, keep_qk=True)
     )

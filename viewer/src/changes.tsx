@@ -180,7 +180,7 @@ function Thumbnail({ of, state, theme }: { of: Field | null; state: State; theme
     context.drawImage(new Pictures(of, state.scale, state.colours).fit(side), 0, 0, side, side);
     element.dataset.drawn = "yes";
   }, [of, state.scale, state.colours, theme]);
-  return <canvas ref={canvas} aria-hidden="true" />;
+  return <canvas ref={canvas} class={of?.signed ? "signed" : ""} aria-hidden="true" />;
 }
 
 interface Both {

@@ -409,13 +409,6 @@ export function token(position: number, long = false, layer?: Layer): string | n
   return (long ? tokens.longer[position] : undefined) ?? tokens.labels[position];
 }
 
-/** The token at a position of a run; null where the texts of the runs are not known. */
-export function tokenOf(layer: Layer, run: number, at: number): string | null {
-  const tokens = data.runTokens;
-  if (!tokens || layer.other || layer.kind !== "self" || layer.runs !== tokens.ids.length) return null;
-  return tokens.labels[tokens.ids[run]?.[at]] ?? null;
-}
-
 /** "r2 c5", or in full; the keys before the patches are CLS and registers. */
 function patchName(position: number, long: boolean): string {
   const { special, grid } = data.image!;

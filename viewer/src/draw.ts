@@ -3,7 +3,7 @@
 import { binOf, type Head, hasTokens, type Layer, queryAt, token } from "./data";
 import { tiledLengths } from "./exact";
 import type { Field, Pictures } from "./field";
-import { type Box, FONT, type Surface } from "./surface";
+import { type Box, FONT, hatch, type Surface } from "./surface";
 import { local, map as texts, whole } from "./texts";
 import { step } from "./words";
 
@@ -70,7 +70,8 @@ export function draw(surface: Surface, scene: Scene): void {
   const { geometry, inks, field } = scene;
   const { plot } = geometry;
   surface.box({ x: 0, y: 0, width: geometry.width, height: geometry.height }, inks.ground);
-  surface.box(plot, inks.hidden);
+  surface.box(plot, field.signed ? inks.ground : inks.hidden);
+  if (field.signed) hatch(surface, plot, inks.quiet); // grey is close to small differences
   surface.within(plot, () => {
     picture(surface, scene);
     finer(surface, scene);

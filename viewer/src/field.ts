@@ -28,8 +28,14 @@ export interface Field {
   sink: boolean; // without the first column
 }
 
+/** The most rows and columns of a map that is drawn by its largest weight; and of one from which a quantile is taken. */
+export const FEW_CELLS = 64;
+const QUANTILE_CELLS = 128;
+const QUANTILE = 0.995;
+
 /** The value at the end of the colour scale: the largest one of rows with two or more visible bins, because a row with one is
- * always near 1; and whether another value is larger. */
+ * always near 1; and whether another value is larger. Of many cells a few large ones would leave all others white: there the end is a
+ * quantile of the cells, pooled by their largest value, without the first rows. */
 export function topOf(values: Float32Array, rows: number, columns: number): { top: number; above: boolean } {
   let top = 0;
   let any = 0;
@@ -45,7 +51,19 @@ export function topOf(values: Float32Array, rows: number, columns: number): { to
     if (visible > 1) top = Math.max(top, most);
     any = Math.max(any, most);
   }
+  if (hasQuantile({ rows, columns })) top = quantileOf({ values, rows, columns }) || top;
   return { top: top || any || 1, above: top > 0 && any > 1.01 * top };
+}
+
+/** Whether the colour scale of a map ends at a quantile of its cells. */
+export function hasQuantile({ rows, columns }: Pick<Field, "rows" | "columns">): boolean {
+  return Math.max(rows, columns) > FEW_CELLS;
+}
+
+function quantileOf(of: Cells): number {
+  let { values, rows, columns } = of;
+  while (Math.max(rows, columns) > QUANTILE_CELLS) ({ values, rows, columns } = halved({ values, rows, columns }));
+  return quantile(values.subarray(2 * columns)); // a row of few keys has large weights whatever the head does
 }
 
 /** A head's map. Without the sink its first column is left out; means and single weights share what it had, so that a row keeps its sum. */
@@ -81,28 +99,52 @@ export function difference(a: Field, b: Field): Field | null {
   return { rows: a.rows, columns: a.columns, values, top: top || 1, above: false, pool: a.pool, signed: true, sink: a.sink };
 }
 
-/** Half as many rows and columns: of each four the mean, the max, or what is furthest from 0. */
-function halved(from: Field): Field {
+const BINS = 1024;
+
+/** Exact, and without sorting more than the largest values: a page with hundreds of heads asks for it once for each. */
+function quantile(values: Float32Array): number {
+  let [count, most] = [0, 0];
+  for (let n = 0; n < values.length; n++) {
+    if (values[n] !== values[n]) continue;
+    count++;
+    if (values[n] > most) most = values[n];
+  }
+  if (most === 0) return 0;
+  const bins = new Uint32Array(BINS);
+  const binOf = (value: number) => Math.floor((value / most) * (BINS - 1));
+  for (let n = 0; n < values.length; n++) if (values[n] === values[n]) bins[binOf(values[n])]++;
+  const rank = count - Math.floor(QUANTILE * (count - 1)); // its place from the largest one down
+  let [bin, above] = [BINS - 1, bins[BINS - 1]];
+  while (above < rank) above += bins[--bin];
+  const large: number[] = [];
+  for (let n = 0; n < values.length; n++) if (values[n] === values[n] && binOf(values[n]) >= bin) large.push(values[n]);
+  return large.sort((a, b) => b - a)[rank - 1];
+}
+
+type Cells = Pick<Field, "values" | "rows" | "columns">;
+
+const halves = new WeakMap<Float32Array, Cells>(); // the end of the scale and the picture use the same ones
+
+/** Half as many rows and columns: of each four what is furthest from 0. A mean would hide a single line of large weights. */
+function halved<T extends Cells>(from: T): T {
+  const known = halves.get(from.values);
+  if (known) return { ...from, ...known };
   const rows = Math.ceil(from.rows / 2);
   const columns = Math.ceil(from.columns / 2);
   const values = new Float32Array(rows * columns);
   for (let r = 0; r < rows; r++) {
     for (let c = 0; c < columns; c++) {
-      let sum = 0;
-      let count = 0;
       let most = NaN;
       for (let y = 2 * r; y < Math.min(2 * r + 2, from.rows); y++) {
         for (let x = 2 * c; x < Math.min(2 * c + 2, from.columns); x++) {
           const value = from.values[y * from.columns + x];
-          if (value !== value) continue;
-          sum += value;
-          count++;
-          if (most !== most || Math.abs(value) > Math.abs(most)) most = value;
+          if (value === value && (most !== most || Math.abs(value) > Math.abs(most))) most = value;
         }
       }
-      values[r * columns + c] = count === 0 ? NaN : from.pool === "mean" && !from.signed ? sum / count : most;
+      values[r * columns + c] = most;
     }
   }
+  halves.set(from.values, { rows, columns, values });
   return { ...from, rows, columns, values };
 }
 

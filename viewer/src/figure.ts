@@ -4,7 +4,7 @@
 import { ticks } from "d3-array";
 import { data, type Layer, queryAt, range, token } from "./data";
 import { type Colours, coloursOf, colour, DECADES, type Field, Pictures, place, type Scale } from "./field";
-import { type Box, CanvasSurface, type Surface, SvgSurface } from "./surface";
+import { hatch, type Box, CanvasSurface, type Surface, SvgSurface } from "./surface";
 import { say } from "./languages";
 import { figures as texts, map as mapTexts, percent, whole, local } from "./texts";
 import { step } from "./words";
@@ -229,9 +229,10 @@ export async function pictured(kind: Kind, dark: boolean, make: (paper: Paper) =
 
 const MOST_RUNS = 64 * 64; // cells of a map that are rectangles in SVG; a larger one is an image, which every program draws as fast
 
-/** The cells of a field in a box, masked ones in grey. Small maps are rectangles in SVG, so that they stay sharp in any program. */
+/** The cells of a field in a box, masked ones in grey, of differences hatched. Small maps are rectangles in SVG, so that they stay sharp in any program. */
 export function drawCells(surface: Surface, field: Field, scale: Scale, colours: Colours, box: Box, { inks, ratio, vector }: Paper): void {
-  surface.box(box, field.signed ? inks.ground : inks.hidden); // grey is close to small differences
+  surface.box(box, field.signed ? inks.ground : inks.hidden);
+  if (field.signed && hasMasked(field)) hatch(surface, box, inks.quiet); // grey is close to small differences
   if (field.values.length === 0) return;
   if (vector && field.values.length <= MOST_RUNS) return drawRuns(surface, field, scale, colours, box);
   const canvas = new Pictures(field, scale, colours).fit(Math.max(box.width, box.height) * ratio);

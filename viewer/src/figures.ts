@@ -6,7 +6,7 @@ import type { Colours, Field, Scale } from "./field";
 import { type Axis, axisOf, type Bar, coloursOn, drawCells, type Figure, hasMasked, origin, type Paper, plotted, sidesOf, textOf, ticksOf } from "./figure";
 import { asField, isExact, type Tile } from "./tiles";
 import { figures as texts, legend, map as mapTexts, names, NO_VALUE } from "./texts";
-import { binning, oneOf, withoutFirst } from "./words";
+import { binning, ending, oneOf, withoutFirst } from "./words";
 
 /** A scale of colours with its numbers, and what it is of. */
 export function barOf(of: Pick<Field, "top" | "signed" | "above">, kind: "difference" | "weight" | "mean" | "max", scale: Scale, colours: Colours): Bar {
@@ -80,6 +80,7 @@ export function mapFigure(mapped: Mapped, paper: Paper): Figure {
       tile ? (one ? legend.oneWeight : texts.pooledTile) : binning(layer, field.pool),
       tile && oneOf(layer) ? texts.ofInput(oneOf(layer)) : "",
       whole.signed ? texts.signed : texts.scale(scale),
+      whole.signed || tile ? "" : ending(whole),
       withoutFirst(layer, whole),
       hasMasked(field) ? texts.masked(whole.signed, layer.broken.some(Boolean)) : "",
       mapped.about ? texts.match(mapped.about) : "",

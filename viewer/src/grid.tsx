@@ -2,11 +2,11 @@
 // so that a print holds the maps that were never scrolled to, too.
 
 import type { ComponentChildren, RefObject } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { hasBands, segmentInks } from "./bands";
 import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer, passing, queryAt, token } from "./data";
-import { type Colours, colour, field, Pictures } from "./field";
 import { drawWhenNear } from "./drawing_queue";
+import { type Colours, colour, FEW_CELLS, field, hasQuantile, Pictures } from "./field";
 import { type Body, coloursOn, type Figure, fitted, measured, origin, type Paper, SMALL, ticksOf } from "./figure";
 import { FigureMenu } from "./figure_menu";
 import { NAMED, nameInWords, SCORED } from "./naming";
@@ -15,7 +15,7 @@ import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface } from "./surface";
 import { controls, figure, figures, grid, image, NO_VALUE, regionNames } from "./texts";
-import { binning, isClear, layerName, nameOf, parts, statistic, withoutFirst } from "./words";
+import { binning, ending, isClear, layerName, nameOf, parts, statistic, withoutFirst } from "./words";
 
 export interface Place {
   layer: number;
@@ -134,9 +134,12 @@ export function Grid({ state, theme, open }: Props) {
 function Frame({ element, children, class: name, ...rest }: { element: RefObject<HTMLDivElement | null>; children: ComponentChildren; class: string } & Record<string, unknown>) {
   const width = useWidth(element) || document.documentElement.clientWidth - MARGINS; // before it is measured: what gets the focus is scrolled to now
   const fits = width >= WIDEST * (WIDEST > 16 ? LEAST_OF_MANY : LEAST) + AXIS;
-  return <div {...rest} ref={element} class={`${name}${fits ? "" : " scrolling"}`} style={{ "--heads": String(WIDEST) }}>{children}</div>;
+  useLayoutEffect(() => element.current!.style.setProperty("--top", `${Math.round(element.current!.getBoundingClientRect().top + scrollY)}px`));
+  const few = data.layers.length <= FEW_LAYERS ? " few" : "";
+  return <div {...rest} ref={element} class={`${name}${few}${fits ? "" : " scrolling"}`} style={{ "--heads": String(WIDEST), "--layers": String(data.layers.length) }}>{children}</div>;
 }
 
+const FEW_LAYERS = 8; // that all fit the height of the window
 const MARGINS = 80; // pixels beside the grid, at most
 const AXIS = 64; // pixels for the names of layers, where they are numbers
 const LEAST = 48; // pixels of a column
@@ -190,7 +193,8 @@ function isOpened({ layer, head }: Place, state: State): boolean {
   return layer === state.layer && head === state.head;
 }
 
-function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop: boolean }) {
+/** `stop`: whether Tab leads to it. */
+export function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop: boolean }) {
   const { layer, head } = place;
   const canvas = useRef<HTMLCanvasElement & HTMLImageElement>(null);
   const mapped = data.layers[layer].map;
@@ -220,7 +224,6 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
       class={`thumb${isOpened(place, state) ? " opened" : ""}`}
       aria-current={isOpened(place, state) ? "true" : undefined}
       aria-label={grid.thumb(nameOf(layer, head), pattern, name && `${heading} ${figure(value)}`)}
-      title={grid.tip(nameOf(layer, head), pattern)}
       data-layer={layer}
       data-head={head}
       style={{ "--column": String(head + 2) }}
@@ -237,7 +240,7 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
 const spans = new Map<string, [number, number]>();
 
 /** The least and the most of a statistic of all heads. */
-function spanOf(name: string): [number, number] {
+export function spanOf(name: string): [number, number] {
   let found = spans.get(name);
   if (!found) {
     found = [Infinity, -Infinity];
@@ -351,13 +354,14 @@ function gridFigure(state: State, paper: Paper, progress: (drawn: number) => voi
       pictures ? grid.ownScale("image", "", false) : figures.ownScales,
       pictures ? "" : binning(first, state.pool),
       figures.scale(scale),
+      pictures || !first.map ? "" : ending(first.map, FEW_CELLS),
       first.map ? withoutFirst(first, state) : "",
       figures.match(data.image ? "×%" : "%"),
       pictures && state.over ? figures.over : "",
       pictures && data.image!.outline.length > 0 ? image.outline : "",
     ],
     body: gridBody(state, found, paper, progress),
-    bar: { label: figures.shareOfLargest(pictures, scale), colours: state.colours, signed: false, ticks: ticksOf({ top: 1, signed: false, above: false }, scale) },
+    bar: { label: !pictures && first.map && hasQuantile(first.map) ? figures.shareOfQuantile(scale) : figures.shareOfLargest(pictures, scale), colours: state.colours, signed: false, ticks: ticksOf({ top: 1, signed: false, above: false }, scale) },
   };
 }
 

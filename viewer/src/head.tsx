@@ -9,6 +9,7 @@ import { Term } from "./glossary";
 import { bestPattern } from "./grid";
 import { Bar } from "./legend";
 import { Largest } from "./largest";
+import { LayerStrip } from "./layer_strip";
 import { MapView, type Zoom } from "./map";
 import { alsoOf, isPart, NAMED, SCORED } from "./naming";
 import { Images, Regions } from "./picture";
@@ -24,7 +25,7 @@ import { asField, isExact, served, type Tile } from "./tiles";
 import * as texts from "./texts";
 import { counted, figure, fill, percent, whole } from "./texts";
 import { Why } from "./why";
-import { binning, isClear, nameOf, withoutFirst } from "./words";
+import { binning, ending, isClear, nameOf, withoutFirst } from "./words";
 
 interface Props {
   state: State;
@@ -83,7 +84,10 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
   const [tile, setTile] = useState<Tile | null>(null);
   return (
     <section aria-labelledby="head-title" ref={section}>
-      <Likeness layer={state.layer} head={state.head} />
+      <div class="head-top">
+        <Likeness layer={state.layer} head={state.head} />
+        {data.layers[asked.layer].heads > 1 && <LayerStrip state={asked} theme={theme} open={(head) => changed(opened(asked, asked.layer, head))} />}
+      </div>
       {layer.map === null && <NoMap />}
       {data.image && layer.map && !hasPatches(layer) && <p class="hint">{texts.head.notPatches}</p>}
       {data.image && hasPatches(layer) && layer.map && !single(layer) && <p class="hint">{texts.head.pooledPatches(layer.lengths![1])}</p>}
@@ -138,7 +142,7 @@ function Region({ look }: { look: [string, number] | null | undefined }) {
 }
 
 /** The pattern that the head matches best, in a sentence. */
-function Likeness({ layer, head }: { layer: number; head: number }) {
+export function Likeness({ layer, head }: { layer: number; head: number }) {
   if (data.image && data.image.looks.length > 0 && data.patterns[layer]?.[head]?.[0]?.[0] !== "fixed key") return <Region look={data.image.looks[layer]?.[head]} />;
   const best = data.patterns[layer]?.[head]?.[0];
   if (!best && !SCORED) return null;
@@ -205,7 +209,7 @@ export function Legend({ layer, field: of, state, tile, head = state.head }: { l
   return (
     <p class="hint legend">
       <Bar what={texts.legend.what(what, scale)} low={low} high={of.above ? texts.legend.orMore(figure(of.top)) : figure(of.top)} colours={state.colours} signed={of.signed} />
-      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[binning(layer, of.pool), withoutFirst(layer, of), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
+      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[binning(layer, of.pool), !of.signed && ending(of), withoutFirst(layer, of), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
     </p>
   );
 }

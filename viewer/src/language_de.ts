@@ -1,7 +1,7 @@
 // German. Words: der Head, die Query, der Key, das Token, der Patch, die Schicht, das Gewicht; "attends to" is "achtet auf".
 
 import { glossary, help, tour } from "./language_de_help";
-import { changes, compare, dropped, figures, history, links, table, trace } from "./language_de_views";
+import { changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace } from "./language_de_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, counted, figure, type FirstColumn, fixed, local, percent, whole } from "./texts";
 
@@ -83,7 +83,7 @@ export const german: Translation = {
   reading: {
     title: "Text",
     hint: "Linien führen von jedem Token zu denen, auf die es achtet. Ein Klick auf ein Token hält seine Linien fest.",
-    hintAll: (least) => `Zeigt man auf ein Token, erscheinen seine Gewichte. Bis dahin: Gewichte über ${least}, außer auf dem Token selbst und auf dem ersten.`,
+    hintAll: (least, most) => `Zeigt man auf ein Token, erscheinen seine Gewichte. Bis dahin: ${largestOrAbove(least, most)}, außer auf dem Token selbst und auf dem ersten.`,
     largestOfWindows: (windows) => `Die Karten fassen ${whole(windows)} Fenster zusammen. Von diesem enthält die Seite nur die Gewichte, die in ihrer Zelle die größten aller Fenster sind.`,
     window: "Fenster", windowOf: (window, length) => `${whole(window)} (${counted(length, "token")})`,
     noneOfWindow: "Die Seite enthält kein Gewicht dieses Tokens: In seinen Zellen sind die anderer Fenster größer.",
@@ -103,7 +103,7 @@ export const german: Translation = {
     goTo: (at) => `Zu Token ${whole(at)}`,
     at: (at) => whole(at),
   },
-  tabs: { label: "Ansichten", history: "Training", alarms: (count) => `Alarme (${whole(count)})`, changes: "Veränderungen", heads: "Alle Heads", head: "Ein Head", compare: "Vergleich", table: "Statistik", found: "Ergebnisse", trace: "Schritte", reading: "Text", segments: "Segmente" },
+  tabs: { missing: (view, shown) => `Diese Seite hat die Ansicht „${view}“ nicht, die ihre Adresse nennt. Sie zeigt „${shown}“.`, label: "Ansichten", history: "Training", alarms: (count) => `Alarme (${whole(count)})`, changes: "Veränderungen", heads: "Alle Heads", head: "Ein Head", compare: "Vergleich", table: "Statistik", found: "Ergebnisse", trace: "Schritte", reading: "Text", segments: "Segmente" },
   bar: {
     view: "Ansicht", language: "Sprache (Language)", help: "Hilfe", maps: "Karten", heads: "Heads", page: "Seite", copyLink: "Link kopieren", copied: "Kopiert",
     compareWith: "Vergleichen mit …",
@@ -187,7 +187,6 @@ export const german: Translation = {
     pictures: "Ein Bild zeigt, wie viel Aufmerksamkeit jeder Patch erhält: von allen Patches oder vom gewählten.",
     none: "Kein Head passt zu diesen Filtern.",
     thumb: (name, pattern, statistic) => [name, pattern, statistic].filter(Boolean).join(", "),
-    tip: (name, pattern) => (pattern ? `${name}: ${pattern}` : name),
     match: (pattern, score) => `${pattern} ${percent(score)}`,
     partly: (pattern) => `teils ${pattern}`,
     also: (pattern, score) => `; auch ${pattern}, ${score}`,
@@ -195,7 +194,7 @@ export const german: Translation = {
     drawing: (at, of) => `Head ${whole(at)} von ${whole(of)} wird gezeichnet`,
   },
   files: { csv: "CSV" },
-  figures,
+  figures, everyHead, headTip,
   changes,
   dropped, links, compare, table, trace,
   history,
@@ -371,7 +370,7 @@ export const german: Translation = {
     what: (kind, scale) => `${{ difference: "Differenz", weight: "Gewicht", mean: "mittleres Gewicht einer Zelle", max: "Maximum einer Zelle" }[kind]}, ${{ linear: "linear", log: "logarithmisch" }[scale]}`,
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} oder mehr`,
-    visiblePart: "Die Farbskala ist die des sichtbaren Ausschnitts.",
+    visiblePart: "Die Farbskala ist die des sichtbaren Ausschnitts.", quantile: "Die Skala endet beim 99,5-%-Quantil.", pixel: "Ein Pixel mit mehreren Zellen zeigt die größte.",
     bits: (bits, codes) => `Mit ${bits} Bit gespeichert: Wert = größter × (c / ${whole(codes)})², mit einem Fehler von höchstens ${local((1 / codes).toPrecision(1))} des größten.`,
     rough: "Werte mit ≈ sind mit 8 Bit gespeichert.",
     coarse: (levels) => `Werte mit ≈ weichen um höchstens ${percent(1 / levels)} des größten ihrer Zeile ab: So viele Gewichte brauchen sonst zu viele Bytes.`,

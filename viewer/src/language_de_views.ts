@@ -16,6 +16,24 @@ function inLayers(moved: number, layers: string[]): string {
   return layers.length <= 4 ? `, in den Schichten ${listed(layers)}` : `, in ${layers.length} Schichten`;
 }
 
+/** Which lines there are where no token is chosen. */
+export function largestOrAbove(least: string, most: number | null): string {
+  return most === null ? `Gewichte über ${least}` : `die ${whole(most)} größten Gewichte dieses Teils des Texts`;
+}
+
+export const headTip: Translation["headTip"] = {
+  strongest: "Am stärksten: {pair}, {weight}",
+  effective: (keys) => `Effektive Keys: im Mittel ${keys}`,
+  strip: (layer) => `Heads von ${layer}`,
+};
+
+export const everyHead: Translation["everyHead"] = {
+  label: "Das Token in allen Heads",
+  title: "{token} ({at}) in allen Heads: das Token, auf das es am meisten achtet. Zeigt man auf eine Zelle, erscheinen die Linien dieses Heads.",
+  cell: (head, key, weight) => `${head}: ${key}, ${weight}`,
+  none: (head) => `${head}: Dieses Token gehört nicht zu den Queries`,
+};
+
 export const figures: Translation["figures"] = {
   figure: "Abbildung",
   of: (what) => `Abbildung: ${what}`,
@@ -37,19 +55,20 @@ export const figures: Translation["figures"] = {
   ofInput: (input) => `Gewichte für: ${input}.`,
   scale: (scale) => (scale === "linear" ? "Lineare Farbskala." : "Logarithmische Farbskala über vier Zehnerpotenzen."),
   signed: "Orange: B ist größer; Violett: A ist größer.",
-  masked: (blank, broken) => `${blank ? "Leer" : "Grau"}: maskiert${broken ? ", oder die Zeile enthält NaN oder Unendlich" : ""}.`,
+  masked: (blank, broken) => `${blank ? "Schraffiert" : "Grau"}: maskiert${broken ? ", oder die Zeile enthält NaN oder Unendlich" : ""}.`,
   over: "Die Farben liegen über dem Bild und sind mit ihm gemischt.",
   rough: "Werte sind mit 8 Bit gespeichert.",
   eachMap: "In jeder Karte sind Zeilen Queries und Spalten Keys.",
   ownScales: "Jede Karte hat ihre eigene Farbskala.",
   eachPicture: (mean) => `In jedem Bild ist die Farbe eines Patches die Aufmerksamkeit auf ihm: ${mean}.`,
   eachPatch: (patch) => `In jedem Bild ist die Farbe eines Patches das Gewicht, das ${patch} auf ihn legt; der Rahmen markiert ${patch}.`,
+  shareOfQuantile: (scale) => `Anteil am 99,5-%-Quantil jeder Karte, ${{ linear: "linear", log: "logarithmisch" }[scale]}`,
   shareOfLargest: (image, scale) => `Anteil am größten Gewicht ${image ? "jedes Bildes" : "jeder Karte"}, ${{ linear: "linear", log: "logarithmisch" }[scale]}`,
   heads: (count, order) => `${counted(count, "head")}${order && `, sortiert nach ${order}`}`,
   match: (about) => [about.includes("%") && "Prozent: Übereinstimmung mit dem Muster, 100 % = genau dieses.", about.includes("×") && "× 2: doppelt so viel Aufmerksamkeit auf der Region wie bei gleichmäßiger Verteilung."].filter(Boolean).join(" "),
   strips: (from, to, first) => `Spalten: Queries ${whole(from)}–${whole(to)}; Zeilen: Keys nach ihrem Abstand von der Query${first > 0 ? `, dann ${first === 1 ? "der erste Key" : `die ersten ${counted(first, "key")}`}` : ""}.`,
   tokens: (start, stop) => `Tokens ${fromTo(start, stop)}.`,
-  linesOfAll: (least) => `Linien: Gewichte über ${least}, außer auf dem Token selbst und auf dem ersten. Breitere Linien sind größere Gewichte.`,
+  linesOfAll: (least, most) => `Linien: ${largestOrAbove(least, most)}, außer auf dem Token selbst und auf dem ersten. Breitere Linien sind größere Gewichte.`,
   linesOfOne: (token, direction, least) =>
     `Linien: ${{ from: `worauf ${token} achtet`, to: `was auf ${token} achtet`, both: `worauf ${token} achtet und was darauf achtet` }[direction]}, ab einem Gewicht von ${least}. Breitere Linien sind größere Gewichte.`,
   patches: {

@@ -1,7 +1,7 @@
 // Chinese (simplified). Words: 注意力头 or 头, 查询, 键, 词元, 图块, 层, 权重; "attends to" is 关注.
 
 import { glossary, help, tour } from "./language_zh_help";
-import { changes, compare, dropped, figures, history, links, table, trace } from "./language_zh_views";
+import { changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace } from "./language_zh_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, counted, figure, type FirstColumn, percent, whole } from "./texts";
 
@@ -69,7 +69,7 @@ export const chinese: Translation = {
   reading: {
     title: "文本",
     hint: "连线从每个词元指向它关注的词元。点击词元可固定其连线。",
-    hintAll: (least) => `将指针移到词元上可查看其权重。此前显示大于 ${least} 的权重，不含词元自身和第一个词元上的权重。`,
+    hintAll: (least, most) => `将指针移到词元上可查看其权重。此前显示${largestOrAbove(least, most)}，不含词元自身和第一个词元上的权重。`,
     largestOfWindows: (windows) => `热图汇总 ${whole(windows)} 个窗口。对于这个窗口，本页只保存在各自单元格中为所有窗口最大的权重。`,
     window: "窗口", windowOf: (window, length) => `${whole(window)}（${counted(length, "token")}）`,
     noneOfWindow: "本页没有这个词元的权重：在它的单元格中，其他窗口的权重更大。",
@@ -89,7 +89,7 @@ export const chinese: Translation = {
     goTo: (at) => `转到词元 ${whole(at)}`,
     at: (at) => whole(at),
   },
-  tabs: { label: "视图", history: "训练", alarms: (count) => `警报（${whole(count)}）`, changes: "变化", heads: "所有头", head: "单个头", compare: "比较", table: "统计", found: "总结", trace: "逐步计算", reading: "文本", segments: "片段" },
+  tabs: { missing: (view, shown) => `本页没有地址所指的视图“${view}”，现显示“${shown}”。`, label: "视图", history: "训练", alarms: (count) => `警报（${whole(count)}）`, changes: "变化", heads: "所有头", head: "单个头", compare: "比较", table: "统计", found: "总结", trace: "逐步计算", reading: "文本", segments: "片段" },
   bar: {
     view: "显示", language: "语言 (Language)", help: "帮助", maps: "热图", heads: "头", page: "页面", copyLink: "复制链接", copied: "已复制",
     compareWith: "与…比较",
@@ -171,7 +171,6 @@ export const chinese: Translation = {
     pictures: "图像显示每个图块得到多少注意力：来自所有图块，或来自所选图块。",
     none: "没有头符合这些筛选条件。",
     thumb: (name, pattern, statistic) => [name, pattern, statistic].filter(Boolean).join("，"),
-    tip: (name, pattern) => (pattern ? `${name}：${pattern}` : name),
     match: (pattern, score) => `${pattern} ${percent(score)}`,
     partly: (pattern) => `部分${pattern}`,
     also: (pattern, score) => `；也有${pattern}，${score}`,
@@ -179,7 +178,7 @@ export const chinese: Translation = {
     drawing: (at, of) => `正在绘制第 ${whole(at)} 个头，共 ${whole(of)} 个`,
   },
   files: { csv: "CSV" },
-  figures,
+  figures, everyHead, headTip,
   changes,
   dropped, links, compare, table, trace,
   history,
@@ -355,6 +354,8 @@ export const chinese: Translation = {
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} 或更大`,
     visiblePart: "颜色刻度以可见部分为准。",
+    quantile: "刻度止于 99.5% 分位数。",
+    pixel: "含多个单元格的像素显示其中最大的一个。",
     bits: (bits, codes) => `以 ${bits} 位保存：值 = 最大值 × (c / ${whole(codes)})²，误差至多为最大值的 ${(1 / codes).toPrecision(1)}。`,
     rough: "带 ≈ 的值以 8 位保存。",
     coarse: (levels) => `带 ≈ 的值与准确值相差至多为其所在行最大值的 ${percent(1 / levels)}：这么多权重否则会占用过多字节。`,

@@ -9,6 +9,24 @@ function inLayers(moved: number, layers: string[]): string {
   return layers.length <= 4 ? `，在第 ${layers.join("、")} 层` : `，分布在 ${layers.length} 层`;
 }
 
+/** Which lines there are where no token is chosen. */
+export function largestOrAbove(least: string, most: number | null): string {
+  return most === null ? `大于 ${least} 的权重` : `这段文本中最大的 ${whole(most)} 个权重`;
+}
+
+export const headTip: Translation["headTip"] = {
+  strongest: "最强：{pair}，{weight}",
+  effective: (keys) => `有效键数：平均 ${keys}`,
+  strip: (layer) => `${layer}的各个头`,
+};
+
+export const everyHead: Translation["everyHead"] = {
+  label: "该词元在所有头中",
+  title: "{token}（{at}）在所有头中最关注的词元。将指针移到单元格上可查看该头的连线。",
+  cell: (head, key, weight) => `${head}：${key}，${weight}`,
+  none: (head) => `${head}：该词元不在查询之中`,
+};
+
 export const figures: Translation["figures"] = {
   figure: "插图",
   of: (what) => `${what}的插图`,
@@ -30,19 +48,20 @@ export const figures: Translation["figures"] = {
   ofInput: (input) => `${input}的权重。`,
   scale: (scale) => (scale === "linear" ? "线性颜色刻度。" : "对数颜色刻度，跨四个数量级。"),
   signed: "橙色：B 较大；紫色：A 较大。",
-  masked: (blank, broken) => `${blank ? "空白" : "灰色"}：被掩码遮住${broken ? "，或该行含有 NaN 或无穷大" : ""}。`,
+  masked: (blank, broken) => `${blank ? "斜线" : "灰色"}：被掩码遮住${broken ? "，或该行含有 NaN 或无穷大" : ""}。`,
   over: "颜色叠加在图像上，与图像混合。",
   rough: "数值以 8 位保存。",
   eachMap: "每幅热图的行是查询，列是键。",
   ownScales: "每幅热图各有自己的颜色刻度。",
   eachPicture: (mean) => `每幅图中，图块的颜色表示落在它上面的注意力：${mean}。`,
   eachPatch: (patch) => `每幅图中，图块的颜色表示${patch}放在它上面的权重；框标出${patch}。`,
+  shareOfQuantile: (scale) => `占每幅热图 99.5% 分位数的份额，${{ linear: "线性", log: "对数" }[scale]}`,
   shareOfLargest: (image, scale) => `占每幅${image ? "图" : "热图"}最大权重的份额，${{ linear: "线性", log: "对数" }[scale]}`,
   heads: (count, order) => `${counted(count, "head")}${order && `，按${order}排序`}`,
   match: (about) => [about.includes("%") && "百分数：与模式的匹配度，100% = 完全符合。", about.includes("×") && "× 2：该区域得到的注意力是均匀分布的两倍。"].filter(Boolean).join(""),
   strips: (from, to, first) => `列：查询 ${whole(from)}–${whole(to)}；行：按与查询的距离排列的键${first > 0 ? `，然后是前 ${counted(first, "key")}` : ""}。`,
   tokens: (start, stop) => `词元 ${fromTo(start, stop)}。`,
-  linesOfAll: (least) => `连线：大于 ${least} 的权重，不含词元自身和第一个词元上的权重。线越粗，权重越大。`,
+  linesOfAll: (least, most) => `连线：${largestOrAbove(least, most)}，不含词元自身和第一个词元上的权重。线越粗，权重越大。`,
   linesOfOne: (token, direction, least) => `连线：${{ from: `${token} 关注什么`, to: `什么关注 ${token}`, both: `${token} 关注什么，以及什么关注它` }[direction]}，权重不小于 ${least}。线越粗，权重越大。`,
   patches: {
     image: () => "",

@@ -13,11 +13,12 @@ interface Connection {
   run: number;
   entry: number;
   weight: string;
+  p: number;
 }
 
 /** The largest weights. Where each of several texts begins with a query that has one visible key, these weights are 1 and say nothing:
  * then the largest of the cells. */
-function connections({ edges, map }: Head, layer: Layer): { list: Connection[]; cells: boolean } {
+export function connections({ edges, map }: Head, layer: Layer): { list: Connection[]; cells: boolean } {
   const alone = !!map && map.columns > 1 && Number.isNaN(map.mean[map.columns - 1]); // later keys are masked
   const isTrivial = ({ query, key }: Pick<Edge, "query" | "key">) => alone && query === 0 && key === 0;
   const telling = edges.filter((edge) => !isTrivial(edge));

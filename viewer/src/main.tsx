@@ -8,15 +8,17 @@ import { Cards } from "./cards";
 import { ChangesView, ChangeView } from "./changes";
 import { Compare } from "./compare";
 import { data, HAS_READING } from "./data";
-import { coloursOf } from "./field";
+import { coloursOf, FEW_CELLS, hasQuantile } from "./field";
 import { all, chosen, Exports, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
 import { AlarmTable, History } from "./history";
+import { HeadTip } from "./head_tip";
 import { useHost } from "./host";
 import { languageOf, say, speak } from "./languages";
 import { Found } from "./found";
 import { Glossary } from "./glossary";
 import { keyName, queryOf } from "./picture";
+import { MissingView } from "./missing";
 import { Offered, useDrop } from "./offer";
 import { Reading } from "./reading";
 import { WindowReading } from "./reading_windows";
@@ -27,7 +29,7 @@ import { Table } from "./table";
 import { controls, grid, image } from "./texts";
 import { Tour } from "./tour";
 import { Trace } from "./trace";
-import { withoutFirst } from "./words";
+import { ending, withoutFirst } from "./words";
 import "./style.css";
 
 function App() {
@@ -116,7 +118,8 @@ function App() {
     <>
       <TopBar title={say(TITLE, true)} lead={say(LEAD)} drawn={drawnHead} {...{ state, change, theme, pick }} />
       <main id="viewer" data-source={__SOURCE__}>
-        {NOTES.map((note, n) => <p class="note" key={n}>{say(note)}</p>)}
+        {NOTES.map((note, n) => <p class={/NaN|infinity/.test(note) ? "note" : "noted"} key={n}>{say(note)}</p>)}
+        <MissingView view={state.view} />
         <Offered {...{ state, change }} />
         <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view === "change" ? "changes" : state.view}`}>
           {state.view === "history" && <History {...{ state: shown, theme: drawn, change }} />}
@@ -141,6 +144,7 @@ function App() {
           {state.view === "table" && <Table {...{ state, change, open }} />}
         </div>
       </main>
+      <HeadTip />
       <Tour {...{ state, change }} />
       <Glossary />
     </>
@@ -157,10 +161,11 @@ function headingOf(name: string): string {
 /** The sentence above the heads. */
 function gridHint(state: State): string {
   const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && data.layers.some(({ map }) => map && !map.exact));
+  const many = !data.image && data.layers.find(({ map }) => map && hasQuantile(map))?.map;
   const [found, heads] = [chosen(state).length, all().length];
   const shown = data.image && HAS_MAPS && (state.thumbs === "patch" ? image.shownOf.patch(keyName(queryOf(state, state.layer, state.head))) : image.shownOf[state.thumbs]);
   const first = data.layers.find(({ map }) => map);
-  return [grid.click, shown, scale, first && withoutFirst(first, state), found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
+  return [grid.click, shown, scale, many && ending(many, FEW_CELLS), first && withoutFirst(first, state), found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
 }
 
 /** A text of the page as it is without the script. */

@@ -5,7 +5,8 @@ import { useState } from "preact/hooks";
 import { data, type Head, type Layer, range } from "./data";
 import { all } from "./grid";
 import { useHead } from "./head";
-import { AROUND, COLOURS, described, FAINTEST, LISTED, OVERVIEW, PAGE, Pages, type Pair, Text } from "./reading";
+import { AROUND, COLOURS, described, LISTED, PAGE, Pages, pagesOf, Text } from "./reading";
+import { FAINTEST, MOST_LINES, OVERVIEW, type Pair } from "./reading_lines";
 import type { State } from "./state";
 import { fill, names, percent, reading as texts, whole } from "./texts";
 import { nameOf, windowsOf } from "./words";
@@ -41,17 +42,19 @@ export function WindowReading({ state, theme, change }: Props) {
   const text = ids[state.window];
   const word = (at: number) => labels[text[at]] ?? "";
   const chosen = state.token !== null && state.token < text.length ? state.token : null;
-  const page = Math.min(state.page ?? Math.floor((chosen ?? 0) / PAGE), Math.max(0, Math.ceil(text.length / PAGE) - 1));
-  const [start, stop] = [page * PAGE, Math.min(text.length, (page + 1) * PAGE)];
+  const pages = pagesOf(text.length);
+  const page = Math.min(state.page ?? Math.floor((chosen ?? 0) / PAGE), pages - 1);
+  const [start, stop] = [page * PAGE, page === pages - 1 ? text.length : (page + 1) * PAGE];
   const at = over ?? chosen;
   const known = decoded ? pairsOf(data.layers[layer], decoded, state.window) : [];
   const { toward } = state;
   const ofToken = (token: number) => known.filter(({ query, key, p }) => p >= FAINTEST && ((toward !== "to" && query === token) || (toward !== "from" && key === token)));
-  const shown = at === null ? known.filter(({ query, key, p }) => p >= OVERVIEW && key !== query && key > 0) : ofToken(at);
+  const overview = known.filter(({ query, key, p }) => p >= OVERVIEW && key !== query && key > 0).sort((a, b) => b.p - a.p);
+  const shown = at === null ? overview.slice(0, MOST_LINES) : ofToken(at);
   return (
     <section aria-labelledby="reading-title" class="reading">
       <h2 id="reading-title">{texts.title}</h2>
-      <p class="hint">{at === null ? texts.hintAll(percent(OVERVIEW)) : texts.hint} {texts.largestOfWindows(ids.length)}</p>
+      <p class="hint">{at === null ? texts.hintAll(percent(OVERVIEW), overview.length > MOST_LINES ? MOST_LINES : null) : texts.hint} {texts.largestOfWindows(ids.length)}</p>
       <p class="switches">
         <label>{texts.window}{" "}
           <select value={state.window} onChange={(event) => change({ window: Number(event.currentTarget.value), token: null, page: null })}>
@@ -72,7 +75,7 @@ export function WindowReading({ state, theme, change }: Props) {
           </select>
         </label>
       </p>
-      {text.length > PAGE && <Pages {...{ page, length: text.length, change }} />}
+      {pages > 1 && <Pages {...{ page, pages, start, stop, length: text.length, change }} />}
       <div class="reading-columns">
         <Text {...{ start, stop, at, kept: chosen, theme, setOver, word }} pairs={[shown]} keep={(to) => change(to === chosen ? { token: null, page } : { token: to, page: null })} />
         <div class="reading-side" aria-live="polite">

@@ -51,9 +51,8 @@ export interface State extends HistoryState {
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
 }
 
-/** With many keys, or several in a cell, most weights are small: linear colours would show few of them. */
-const small = data.layers.some(({ map, lengths }) =>
-  map && ((!map.exact && lengths?.[1] !== map.columns) || (!data.image && map.columns > 64)));
+/** With several weights in a cell, most of their means are small: linear colours would show few of them. */
+const small = data.layers.some(({ map, lengths }) => map && !map.exact && lengths?.[1] !== map.columns);
 
 /** Over several inputs the means of most heads look even, those of an induction head, too: the largest weights tell them apart. */
 const merged = data.layers.some(({ map, runs }) => map && !map.exact && runs > 1);
@@ -77,14 +76,22 @@ function telling(): [number, number] {
 
 const [LAYER, HEAD] = data.opensOn ?? telling();
 
+/** The head to compare with: that of another card, else the first one. */
+function beside(): [number, number] {
+  const card = data.highlights.find(({ layer, head }) => layer !== null && head !== null && (layer !== LAYER || head !== HEAD));
+  return card ? [card.layer!, card.head!] : [0, data.layers[0].heads > 1 && LAYER === 0 && HEAD === 0 ? 1 : 0];
+}
+
+const [OTHER_LAYER, OTHER_HEAD] = beside();
+
 export const FIRST: State = {
   ...FIRST_HISTORY,
   view: data.history ? "history" : other() ? "changes" : "heads",
   lang: "",
   layer: LAYER,
   head: HEAD,
-  otherLayer: 0,
-  otherHead: data.layers[0].heads > 1 && LAYER === 0 && HEAD === 0 ? 1 : 0,
+  otherLayer: OTHER_LAYER,
+  otherHead: OTHER_HEAD,
   pool: merged ? "max" : "mean",
   scale: small && !merged ? "log" : "linear",
   colours: "blues",

@@ -25,6 +25,15 @@ export interface TextOptions {
   bold?: boolean;
 }
 
+/** Lines across a box: it holds no value. */
+export function hatch(surface: Surface, box: Box, stroke: string): void {
+  const { x, y, width, height } = box;
+  const lines = Array.from({ length: Math.ceil((width + height) / HATCH) }, (_, n) => `M${x + n * HATCH} ${y}L${x + n * HATCH - height} ${y + height}`);
+  surface.within(box, () => surface.curve(lines.join(""), stroke, 1, 0.35));
+}
+
+const HATCH = 7; // from line to line
+
 export const FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif";
 
 export class CanvasSurface implements Surface {

@@ -3,7 +3,7 @@
 import { useRef } from "preact/hooks";
 import { data } from "./data";
 import { Term } from "./glossary";
-import { chosen, isWeak, type Place } from "./grid";
+import { all, chosen, isWeak, type Place, spanOf } from "./grid";
 import { save } from "./map";
 import { NAMED, nameInWords } from "./naming";
 import { useRoving } from "./roving";
@@ -21,6 +21,17 @@ interface Props {
 function quoted(text: string): string {
   const safe = /^[=+\-@\t\r]/.test(text) && !Number.isFinite(Number(text)) ? `'${text}` : text;
   return /[",\r\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
+}
+
+/** The columns of the table: what some head has a value of. */
+const filled = (name: string) => all().some(({ layer, head }) => statistic(layer, head, name) !== null);
+const FILLED = data.names.filter(({ name }) => filled(name));
+const HAS_SCORE = filled("score");
+
+/** The tint of a cell: where its value is between the least and the most of its column. */
+function tint(value: number | null, name: string): { background: string } | undefined {
+  const [least, most] = spanOf(name);
+  return value === null || most <= least ? undefined : { background: `color-mix(in srgb, var(--profile) ${Math.round((40 * (value - least)) / (most - least))}%, transparent)` };
 }
 
 /** All statistics of these heads in full, one line per head. */
@@ -64,7 +75,7 @@ export function Table({ state, change, open }: Props) {
   const places = chosen(state);
   const frame = useRef<HTMLTableElement>(null);
   const roving = useRoving(frame, "tbody button");
-  const columns = [{ name: "score", heading: table.score, meaning: table.scoreMeaning }, ...data.names];
+  const columns = [...(HAS_SCORE ? [{ name: "score", heading: table.score, meaning: table.scoreMeaning }] : []), ...FILLED];
   const sort = (name: string) => change(state.sort === name ? { down: !state.down } : { sort: name, down: true });
   const arrow = (name: string) => (state.sort === name ? (state.down ? " ↓" : " ↑") : "");
   const order = (name: string) => (state.sort === name ? (state.down ? "descending" : "ascending") : "none");
@@ -95,7 +106,10 @@ export function Table({ state, change, open }: Props) {
               <tr key={`${place.layer}.${place.head}`}>
                 <th scope="row"><button type="button" onClick={() => open(place)}>{nameOf(place.layer, place.head)}</button></th>
                 <td class={`text${isWeak(place) ? " dim" : ""}`}><Term name={patternOf(place) ?? ""}>{nameOfPattern(place)}</Term></td>
-                {columns.map(({ name }) => <td key={name}>{figure(statistic(place.layer, place.head, name))}</td>)}
+                {columns.map(({ name }) => {
+                  const value = statistic(place.layer, place.head, name);
+                  return <td key={name} style={tint(value, name)}>{figure(value)}</td>;
+                })}
               </tr>
             ))}
           </tbody>

@@ -125,7 +125,7 @@ export const search = {
 export const reading = {
   title: "Reading",
   hint: "Lines lead from each token to those that it attends to. Click a token to keep its lines.",
-  hintAll: (least: string) => `Point at a token to see its weights. Until then: the weights above ${least}, except on the token itself and on the first one.`,
+  hintAll: (least: string, most: number | null) => `Point at a token to see its weights. Until then: ${largestOrAbove(least, most)}, except on the token itself and on the first one.`,
   largestOfWindows: (windows: number) =>
     `The maps merge ${whole(windows)} windows. Of this one the page holds only the weights that are the largest of their cell over all windows.`,
   window: "Window",
@@ -148,9 +148,21 @@ export const reading = {
   at: (at: number) => whole(at),
 };
 
+function largestOrAbove(least: string, most: number | null): string {
+  return most === null ? `the weights above ${least}` : `the ${whole(most)} largest weights of this part of the text`;
+}
+
+/** The table below the text: one token in all heads. */
+export const everyHead = {
+  label: "The token in all heads",
+  title: "{token} ({at}) in all heads: the token that it attends to most. Point at a cell to see the lines of that head.",
+  cell: (head: string, key: string, weight: string) => `${head}: ${key}, ${weight}`,
+  none: (head: string) => `${head}: this token is not among the queries`,
+};
+
 // ---------------------------------------------------------------- the bar on top
 
-export const tabs = { label: "Views", history: "Training", alarms: (count: number) => `Alarms (${whole(count)})`, heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step", reading: "Reading", segments: "Segments", changes: "Changes" };
+export const tabs = { missing: (view: string, shown: string) => `This page has no view “${view}”, which its address names. It shows “${shown}”.`, label: "Views", history: "Training", alarms: (count: number) => `Alarms (${whole(count)})`, heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step", reading: "Reading", segments: "Segments", changes: "Changes" };
 
 export const bar = {
   view: "View",
@@ -258,13 +270,19 @@ export const grid = {
   pictures: "A picture shows how much attention each patch receives: from all patches, or from the one that is selected.",
   none: "No head matches these filters.",
   thumb: (name: string, pattern: string, statistic: string) => [name, pattern, statistic].filter(Boolean).join(", "),
-  tip: (name: string, pattern: string) => (pattern ? `${name}: ${pattern}` : name),
   match: (pattern: string, score: number) => `${pattern} ${percent(score)}`,
   /** The name of a head with a match below 50 %. */
   partly: (pattern: string) => `partly ${pattern}`,
   also: (pattern: string, score: string) => `; also ${pattern}, ${score}`,
   region: (region: string, ratio: number) => `${region} × ${ratio.toFixed(1)}`,
   drawing: (at: number, of: number) => `Drawing head ${whole(at)} of ${whole(of)}`,
+};
+
+/** What a small map shows when it is pointed at, and the row of them above a large one. */
+export const headTip = {
+  strongest: "Strongest: {pair}, {weight}",
+  effective: (keys: string) => `Effective keys: ${keys} on average`,
+  strip: (layer: string) => `Heads of ${layer}`,
 };
 
 export const files = {
@@ -295,7 +313,7 @@ export const figures = {
   ofInput: (input: string) => `Weights of ${input}.`,
   scale: (scale: "linear" | "log") => (scale === "linear" ? "Linear colour scale." : "Logarithmic colour scale over four decades."),
   signed: "Orange: B is larger; purple: A is larger.",
-  masked: (blank: boolean, broken: boolean) => `${blank ? "Blank" : "Grey"}: masked${broken ? ", or the row contains NaN or infinity" : ""}.`,
+  masked: (blank: boolean, broken: boolean) => `${blank ? "Hatched" : "Grey"}: masked${broken ? ", or the row contains NaN or infinity" : ""}.`,
   over: "The colours lie over the image and are mixed with it.",
   rough: "Values are stored in 8 bits.",
   eachMap: "In each map, rows are queries and columns are keys.",
@@ -303,13 +321,14 @@ export const figures = {
   eachPicture: (mean: string) => `In each picture, the colour of a patch is the attention on it: ${mean}.`,
   eachPatch: (patch: string) => `In each picture, the colour of a patch is the weight of ${patch} on it; the frame marks ${patch}.`,
   shareOfLargest: (image: boolean, scale: "linear" | "log") => `share of the largest weight of each ${image ? "picture" : "map"}, ${scale}`,
+  shareOfQuantile: (scale: "linear" | "log") => `share of the 99.5 % quantile of each map, ${scale}`,
   heads: (count: number, order: string) => `${counted(count, "head")}${order && `, sorted by ${order}`}`,
   /** What the number in a name such as "induction 83 %" or "edges × 1.8" means. */
   match: (about: string) => [about.includes("%") && "Per cent: match with the pattern, 100 % = exactly it.", about.includes("×") && "× 2: twice as much attention on the region as an even spread."].filter(Boolean).join(" "),
   strips: (from: number, to: number, first: number) =>
     `Columns: queries ${whole(from)}–${whole(to)}; rows: keys by their distance from the query${first > 0 ? `, then the first ${counted(first, "key")}` : ""}.`,
   tokens: (start: number, stop: number) => `Tokens ${fromTo(start, stop)}.`,
-  linesOfAll: (least: string) => `Lines: weights above ${least}, except on the token itself and on the first one. Wider lines are larger weights.`,
+  linesOfAll: (least: string, most: number | null) => `Lines: ${largestOrAbove(least, most)}, except on the token itself and on the first one. Wider lines are larger weights.`,
   linesOfOne: (token: string, direction: "from" | "to" | "both", least: string) =>
     `Lines: ${{ from: `what ${token} attends to`, to: `what attends to ${token}`, both: `what ${token} attends to, and what attends to it` }[direction]}, from a weight of ${least}. Wider lines are larger weights.`,
   patches: {
@@ -647,6 +666,8 @@ export const legend = {
   atMost: (value: string) => `≤ ${value}`,
   orMore: (value: string) => `${value} or more`,
   visiblePart: "The colour scale is that of the visible part.",
+  quantile: "The scale ends at the 99.5 % quantile.",
+  pixel: "A pixel that holds several cells shows the largest one.",
   bits: (bits: number, codes: number) =>
     `Stored in ${bits} bits: value = largest × (c / ${whole(codes)})², with an error of at most ${(1 / codes).toPrecision(1)} of the largest.`,
   rough: "Values with ≈ are stored in 8 bits.",

@@ -1,10 +1,18 @@
 // Names of places: which head, query, key or cell. The texts themselves are in texts.ts.
 
-import { binOf, data, hasTokens, type Head, type Layer, queryAt, range, token, tokenOf } from "./data";
+import { binOf, data, hasTokens, type Head, type Layer, queryAt, range, token } from "./data";
+import { type Field, hasQuantile } from "./field";
 import { figure, type FirstColumn, legend, names, rough, whole } from "./texts";
 
 /** The content of the first column of the maps. */
 export const FIRST_COLUMN: FirstColumn = data.image ? "CLS" : data.layers.every((layer) => !layer.map || (layer.lengths && layer.map.columns === layer.lengths[1])) ? "token" : "bin";
+
+/** The token at a position of a run; null where the texts of the runs are not known. */
+export function tokenOf(layer: Layer, run: number, at: number): string | null {
+  const tokens = data.runTokens;
+  if (!tokens || layer.other || layer.kind !== "self" || layer.runs !== tokens.ids.length) return null;
+  return tokens.labels[tokens.ids[run]?.[at]] ?? null;
+}
 
 /** A value of a map, marked if it is stored in 8 bits. */
 export function mapValue(value: number, layer?: Layer): string {
@@ -111,6 +119,11 @@ export function binning(layer: Layer, pool: "mean" | "max"): string {
     return size <= 1 ? "1" : Number.isInteger(size) ? whole(size) : legend.between(Math.floor(size), Math.ceil(size));
   };
   return legend.pairs(pool, each(queries, map.rows), each(keys, map.columns), inputs);
+}
+
+/** How the colours of a map with many cells are chosen; `pixels`: from how many rows or columns it may have fewer pixels than cells. */
+export function ending({ rows, columns }: Pick<Field, "rows" | "columns">, pixels = 256): string {
+  return [hasQuantile({ rows, columns }) && legend.quantile, Math.max(rows, columns) > pixels && legend.pixel].filter(Boolean).join(" ");
 }
 
 /** The bin of a query or key. */
