@@ -110,7 +110,7 @@ def test_an_svg_has_title_tokens_caption_and_the_colours_of_the_weights(look: An
     svg = save_figure(page, "the map of layer 1, head 2")
     texts = texts_of(svg)
     pattern = sheet.patterns[1][2]
-    named = f" · {pattern.pattern} {round(100 * pattern.score)}\u00a0%" if pattern and pattern.score >= 0.3 else ""
+    named = f" · {pattern.name} {round(100 * pattern.score)}\u00a0%" if pattern and pattern.is_name else ""
     assert texts[0] == f"Layer 1, head 2{named}"
     assert [text for text in texts if text.startswith("␣w")] == [f"␣w{n % 5}" for n in range(7)] * 2
     assert {"query", "key", "weight, linear", "0"} <= set(texts)
