@@ -4,9 +4,10 @@
     python benchmarks/observe.py --only attention --cases '1024*' --seconds 1
     python benchmarks/observe.py --only models --add observe.json  # again these rows of a file, the others stay
 
-Five kinds of cases: `attention`, one call beside torch's SDPA and our own attending; `short`, what statistics add to a
-call of few tokens; `memory`, the peak of such a call in a fresh process; `long`, 131,072 tokens on one head; `models`,
-whole models unwatched, watched, with eager weights. A run of some cases writes a file only where --out or --add says.
+The kinds of cases: `attention`, one call beside torch's SDPA and our own attending; `short`, what statistics add to a
+call of few tokens; `segments`, what segments add; `memory`, the peak of such a call in a fresh process; `long`, 131,072
+tokens on one head; `chosen heads`, the weights of ten of 144 heads beside those of all; `models`, whole models
+unwatched, watched, with eager weights. A run of some cases writes a file only where --out or --add says.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from observe_parts import attention, models, report
+from observe_parts import attention, details, models, report
 from observe_parts.report import Report
 from observe_parts.timing import Row
 
 from headscope.cli import _benchmark
 
 HERE = Path(__file__).parent
-KINDS = (attention.TIME, attention.SHORT, attention.MEMORY, attention.LONG, models.KIND)
+KINDS = (
+    attention.TIME, attention.SHORT, details.SEGMENTS, attention.MEMORY, attention.LONG, details.CHOSEN, models.KIND,
+)  # fmt: skip
 
 Measure = Callable[[], Row]
 
@@ -39,10 +42,14 @@ def every(asked: argparse.Namespace) -> Iterator[tuple[str, str, Measure]]:
         yield attention.TIME, case.name, partial(attention.measure, case, asked.seconds, asked.rounds)
     for case in attention.cases(attention.SHORT_LENGTHS):
         yield attention.SHORT, case.name, partial(attention.measure_short, case, asked.seconds, asked.rounds)
+    for case in details.cases():
+        yield details.SEGMENTS, case.name, partial(details.measure_segments, case, asked.seconds, asked.rounds)
     for length in attention.MEMORY_LENGTHS:
         yield attention.MEMORY, str(length), partial(attention.measure_memory, length, asked.threads)
     for case in attention.cases((attention.LONG_LENGTH,), heads=1):
         yield attention.LONG, case.name, partial(attention.measure_long, case)
+    for length in details.CHOSEN_LENGTHS:
+        yield details.CHOSEN, str(length), partial(details.measure_chosen, length, asked.seconds, asked.rounds)
     for case in models.cases():
         yield models.KIND, case.name, partial(models.measure, case, asked.seconds, asked.rounds)
 

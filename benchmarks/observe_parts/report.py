@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from observe_parts import attention, models
+from observe_parts import attention, details, models
 from observe_parts.timing import Row
 
 OBSERVED = (*attention.WATCHED, attention.AFTER)
@@ -49,8 +49,10 @@ def every() -> list[tuple[str, str]]:
     """Kind and name of each case of the full run, in order."""
     found = [(attention.TIME, case.name) for case in attention.cases(attention.LENGTHS)]
     found += [(attention.SHORT, case.name) for case in attention.cases(attention.SHORT_LENGTHS)]
+    found += [(details.SEGMENTS, case.name) for case in details.cases()]
     found += [(attention.MEMORY, str(length)) for length in attention.MEMORY_LENGTHS]
     found += [(attention.LONG, case.name) for case in attention.cases((attention.LONG_LENGTH,))]
+    found += [(details.CHOSEN, str(length)) for length in details.CHOSEN_LENGTHS]
     return found + [(models.KIND, case.name) for case in models.cases()]
 
 
@@ -69,8 +71,10 @@ def markdown(report: Report) -> str:
     for kind, title, table in (
         (attention.TIME, TIME_TEXT, time_tables),
         (attention.SHORT, SHORT_TEXT, short_table),
+        (details.SEGMENTS, SEGMENTS_TEXT, segments_table),
         (attention.MEMORY, MEMORY_TEXT, memory_table),
         (attention.LONG, LONG_TEXT, long_table),
+        (details.CHOSEN, CHOSEN_TEXT, chosen_table),
         (models.KIND, MODELS_TEXT, models_table),
     ):
         if rows := report.of(kind):
@@ -86,6 +90,15 @@ after the fact, with the lse of another kernel, without attending."""
 SHORT_TEXT = """## A short call, (1, 8, T, 64)
 
 What the default statistics, `rows, received`, add to attending."""
+SEGMENTS_TEXT = """## Segments, (1, 8, T, 64)
+
+What 16 segments over the whole sequence, 16 x 16 masses for each head with what chance gives, add to the default
+statistics."""
+CHOSEN_TEXT = """## The weights of chosen heads
+
+A watch with default statistics of twelve attentions with twelve heads of 64, which have no other work; the watch is
+opened and closed each time. `times their share`: what the weights of ten heads add, over 10 / 144 of what those of all
+heads add."""
 MEMORY_TEXT = """## Memory of attend with all statistics
 
 What the process grows by at most beyond inputs, out and lse, each in a fresh process. Eager is computed: the weights
@@ -128,6 +141,20 @@ def short_table(rows: list[Row]) -> str:
         attend, observed = (1e6 * (row.median(name) or 0) for name in (attention.ATTEND, attention.DEFAULTS))
         lines.append([row.name, *(f"{x:.0f}" for x in (attend, observed, observed - attend))])
     return table_of(["T", "attend, µs", f"{attention.DEFAULTS}, µs", "difference, µs"], lines)
+
+
+def segments_table(rows: list[Row]) -> str:
+    """Times, and one over the other."""
+    names = (details.PLAIN, details.WITH_SEGMENTS)
+    lines = [[row.name, *(_ms(row.median(name)) for name in names), _times(row.ratio(*names[::-1]))] for row in rows]
+    return table_of(["T", *(f"{name}, ms" for name in names), "ratio"], lines)
+
+
+def chosen_table(rows: list[Row]) -> str:
+    """Times, and what ten heads add over their share."""
+    names = (details.NONE, details.TEN, details.EVERY)
+    lines = [[row.name, *(_ms(row.median(name)) for name in names), _times(details.share(row))] for row in rows]
+    return table_of(["T", *(f"{name}, ms" for name in names), "times their share"], lines)
 
 
 def memory_table(rows: list[Row]) -> str:
