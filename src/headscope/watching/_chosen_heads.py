@@ -78,7 +78,7 @@ class ChosenHeads:
         self._heads: dict[str, set[int]] = {}
         self._patterns: dict[str, set[str]] = {}
         self._recorded: set[str] = set()
-        self._options: dict[tuple[int, ...], Observe] = {(): replace(what, weights=()), tuple(what.weights): what}
+        self._options: dict[tuple[int, ...], Observe] = {tuple(what.weights): what}
         self._lock = threading.Lock()
         for pattern, heads in ({} if weights is None else weights).items():
             names = [name for name in match_modules(modules, pattern, "weights") if name in chosen]

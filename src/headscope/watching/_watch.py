@@ -55,6 +55,8 @@ from headscope.watching._verify import Verifier
 
 __all__ = ["Watch", "watch"]
 
+_DEFAULTS = Observe()
+
 
 def watch(
     model: nn.Module,
@@ -127,7 +129,7 @@ def watch(
         4.0
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
-    what = Observe() if what is None else what
+    what = _DEFAULTS if what is None else what
     check_type("what", what, Observe, "a headscope.Observe")
     for name, value in (("rows", rows), ("tokens", tokens)):
         if value is not None and getattr(what, name) is not None:
