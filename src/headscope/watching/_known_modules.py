@@ -208,7 +208,7 @@ def _is_of_libraries(module: nn.Module) -> bool:
 def _state_of(module: nn.Module, implementations: dict[int, Any]) -> tuple[Any, ...]:
     """Return what determines the code that a module runs; ``implementations`` caches that of each configuration."""
     attributes = vars(module)
-    plain = [item for item in attributes.items() if type(item[1]) in _PLAIN]
+    plain = [(name, value) for name, value in attributes.items() if type(value) in _PLAIN]
     config: Any = attributes.get("config")  # of transformers; its attention function may change between watches
     if config is not None and id(config) not in implementations:
         implementations[id(config)] = getattr(config, "_attn_implementation", None)
