@@ -2,7 +2,8 @@
 
 import type { ComponentChildren } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { data, type Head, head as decoded, readable, token } from "./data";
+import { data, type Head, head as decoded, type Layer, queryAt, readable, token } from "./data";
+import type { Field } from "./field";
 import type { Paper } from "./figure";
 import { FigureMenu } from "./figure_menu";
 import { all, bestPattern } from "./grid";
@@ -227,9 +228,24 @@ function fillOf(weights: number[]): string {
   return `linear-gradient(to bottom, ${bands.map(([colour, from, to]) => `${colour} ${100 * from}% ${100 * to}%`).join(", ")})`;
 }
 
+interface KeysProps {
+  place: Place;
+  head: Head;
+  at: number;
+  go: (to: number) => void;
+  colour: string;
+  title?: string;
+  shown?: Field; // the values of an exact map as it is drawn, without its first column or with it
+}
+
+/** A weight as the map shows it; NaN where it hides the key. */
+function shownAt({ values, columns }: Field, layer: Layer, { query, key }: Pair): number {
+  return values[(query - queryAt(layer, 0)) * columns + key];
+}
+
 /** The keys with the largest weights of a token, wherever in the text they are, with the tokens around them. */
-export function Keys({ place: [layer, number], head, at, go, colour, title }: { place: Place; head: Head; at: number; go: (to: number) => void; colour: string; title?: string }) {
-  const found = pairsOf(data.layers[layer], head, at, true).filter(({ p }) => p >= SMALLEST).sort((a, b) => b.p - a.p).slice(0, LISTED);
+export function Keys({ place: [layer, number], head, at, go, colour, title, shown }: KeysProps) {
+  const found = pairsOf(data.layers[layer], head, at, true).map((pair) => (shown ? { ...pair, p: shownAt(shown, data.layers[layer], pair) } : pair)).filter(({ p }) => p >= SMALLEST).sort((a, b) => b.p - a.p).slice(0, LISTED);
   const around = (from: number, to: number) => Array.from({ length: Math.max(0, to - from) }, (_, n) => token(from + n) ?? "").join("");
   const most = found.length ? String(whole(Math.max(...found.map(({ key }) => key)))).length : 1;
   return (

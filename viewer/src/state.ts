@@ -46,6 +46,7 @@ export interface State extends HistoryState {
   patchesOf: number | null; // the segment whose tokens look at the images of a prompt; null = the selected token
   segmentFrom: number | null; // whose tokens attend; null = the last segment
   segmentTo: number;
+  segmentFirst: boolean; // whether shares of segments hold the weight on the first token; maps have `sink`
   onlyMoved: boolean; // of two recordings: only the heads that moved
   against: string; // the name of the file that the address compares with: it cannot hold the file
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
@@ -118,6 +119,7 @@ export const FIRST: State = {
   patchesOf: null,
   segmentFrom: null,
   segmentTo: 0,
+  segmentFirst: true,
   onlyMoved: true,
   against: "",
   zoom: [1, 0.5, 0.5],
@@ -212,6 +214,7 @@ export function parse(hash: string): State {
     patchesOf: whole(params.get("patchesOf"), 64),
     segmentFrom: whole(params.get("segmentFrom"), 64),
     segmentTo: whole(params.get("segmentTo"), 64) ?? 0,
+    segmentFirst: params.get("segmentFirst") !== "hidden",
     also: placesOf(params.get("also")),
     toward: oneOf(params.get("toward"), ["from", "to", "both"], FIRST.toward),
     // always a new one: an address that drops the zoom ends one that is on its way, too
@@ -246,6 +249,7 @@ export function address(state: State): string {
   if (!state.cards) params.set("cards", "0");
   if (state.under) params.set("under", "1");
   if (state.sink) params.set("sink", "hidden");
+  if (!state.segmentFirst) params.set("segmentFirst", "hidden");
   if (state.over !== FIRST.over) params.set("over", state.over ? "1" : "0");
   if (state.zoom[0] > 1) params.set("zoom", state.zoom.map((each) => +each.toPrecision(5)).join(","));
   return `#${params}`;
