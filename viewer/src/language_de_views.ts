@@ -32,6 +32,7 @@ export const everyHead: Translation["everyHead"] = {
   title: "{token} ({at}) in allen Heads: das Token, auf das es am meisten achtet. Zeigt man auf eine Zelle, erscheinen die Linien dieses Heads.",
   cell: (head, key, weight) => `${head}: ${key}, ${weight}`,
   none: (head) => `${head}: Dieses Token gehört nicht zu den Queries`,
+  always: "Die Tabelle zeigt „achtet auf“, in welche Richtung die Linien auch führen.",
 };
 
 export const figures: Translation["figures"] = {

@@ -25,6 +25,7 @@ export const everyHead: Translation["everyHead"] = {
   title: "{token}（{at}）在所有头中最关注的词元。将指针移到单元格上可查看该头的连线。",
   cell: (head, key, weight) => `${head}：${key}，${weight}`,
   none: (head) => `${head}：该词元不在查询之中`,
+  always: "无论连线方向如何，表格显示的都是“关注”。",
 };
 
 export const figures: Translation["figures"] = {

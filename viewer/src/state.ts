@@ -222,16 +222,21 @@ export function parse(hash: string): State {
   };
 }
 
-/** The address of a state: what differs from the first one. */
-export function address(state: State): string {
+const OF_A_HEAD: View[] = ["head", "reading", "compare", "change"];
+
+/** The address of a state: what differs from the first one. Where one head is shown, and where the address is `shared`, it names the head and
+ * the window, too: the first ones are others on another page of the same model. */
+export function address(state: State, shared = false): string {
   const params = new URLSearchParams();
   const add = (name: string, value: unknown, first: unknown) => {
     if (String(value) !== String(first) && value !== null) params.set(name, String(value));
   };
   add("view", state.view, FIRST.view);
   add("lang", state.lang, FIRST.lang);
-  add("layer", state.layer, FIRST.layer);
-  add("head", state.head, FIRST.head % data.layers[state.layer].heads);
+  const named = shared || OF_A_HEAD.includes(state.view);
+  add("layer", state.layer, named ? null : FIRST.layer);
+  add("head", state.head, named ? null : FIRST.head % data.layers[state.layer].heads);
+  if (named && HAS_WINDOWS) params.set("window", String(state.window));
   if (state.view === "compare") {
     params.set("other", String(state.otherLayer));
     params.set("otherhead", String(state.otherHead));
