@@ -147,7 +147,7 @@ def test_it_is_not_compared_with_a_recording(opened: Any, history: History) -> N
 def test_the_curves_have_the_values_of_the_step(opened: Any, history: History) -> None:
     page = opened(history, "layer=0&head=2&step=5")
     shown = dict(
-        text.replace(" Logarithmic scale.", "").rsplit(" ", 1)
+        text.replace(" log scale", "").rsplit(" ", 1)
         for text in (t.replace("\n", " ") for t in texts(page, ".history-curves figcaption"))
     )
     assert shown["normalized entropy"] == value(history, 0, 2, "normalized_entropy", 5)

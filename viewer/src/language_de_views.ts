@@ -270,6 +270,7 @@ export const history: Translation["history"] = {
     return `Mit 8 Bit gespeichert${every}: ${size}.`;
   },
   logScale: "Logarithmische Skala.",
+  log: "log. Skala",
   table: {
     title: (count) => counted(count, "alarm"),
     hint: "Jeder Alarm wird einmal ausgelöst, und erst wieder, nachdem der Wert in seine Grenze zurückgekehrt ist. Ein Klick auf einen Head zeigt ihn.",

@@ -262,6 +262,7 @@ export const history: Translation["history"] = {
     return `以 8 位保存${every}：${size}。`;
   },
   logScale: "对数刻度。",
+  log: "对数",
   table: {
     title: (count) => counted(count, "alarm"),
     hint: "每个警报只发出一次，值回到界限之内以后才会再次发出。点击头可查看它。",

@@ -1011,6 +1011,7 @@ export const history = {
     return `Stored in 8 bits${every}: ${size}.`;
   },
   logScale: "Logarithmic scale.",
+  log: "log scale", // where there is little room
   table: {
     title: (count: number) => counted(count, "alarm"),
     hint: "Each alarm is raised once, and again only after the value has gone back within its limit. Click a head to see it.",
