@@ -328,7 +328,7 @@ def test_many_heads_scroll_and_those_with_alarms_come_first(opened: Any, tmp_pat
     assert texts(page, ".history-side h2")[1] == "Head 1.1 (b): all quantities", "the first row"
     page.get_by_label("Rows").select_option("layer")
     last = "Head 2.210 (c): all quantities"
-    for _ in range(100):  # it is soon drawn where it was scrolled to; the new order may scroll to the selected head later
+    for _ in range(100):  # it is soon drawn there; the new order may scroll to the selected head first
         page.locator(".history-map").evaluate("(map) => { map.scrollTop = 1e6; }")
         canvas.click(position={"x": 100, "y": box["height"] - 1})
         if texts(page, ".history-side h2")[1] == last:
