@@ -184,7 +184,7 @@ export function SegmentView({ state, change, open }: Props) {
                     const even = evenOf(place);
                     return (
                       <td key={head}>
-                        <button type="button" style={cell(p, isClearAt(place), state.colours)} class={isClearAt(place) ? "" : "dim"} title={even === null ? undefined : texts.evenTip(percent(even))} aria-label={texts.cell(nameOf(layer.index, head), text)} onClick={() => open({ layer: layer.index, head })}>{text}</button>
+                        <button type="button" style={cell(p, isClearAt(place), state.colours)} class={isClearAt(place) ? "" : "dim"} title={even === null || leavesOut ? undefined : texts.evenTip(percent(even))} aria-label={texts.cell(nameOf(layer.index, head), text)} onClick={() => open({ layer: layer.index, head })}>{text}</button>
                       </td>
                     );
                   })}
