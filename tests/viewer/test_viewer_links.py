@@ -82,7 +82,7 @@ def test_a_page_on_a_disk_offers_the_part_that_others_can_use(look: Any, tmp_pat
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     open_menu(page)
     assert "works only here" in page.locator(".link-hint").inner_text()
-    assert page.locator(".link-part").inner_text() == "a report.html#view=head&head=2"
+    assert page.locator(".link-part").inner_text() == "a report.html#view=head&layer=0&head=2"
     page.get_by_role("button", name="Copy file name and view").click()
     page.get_by_role("button", name="Copied").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()") == "a report.html#view=head&head=2"
+    assert page.evaluate("navigator.clipboard.readText()") == "a report.html#view=head&layer=0&head=2"

@@ -147,10 +147,10 @@ def test_tokens_of_windows_are_found_by_text_and_by_position(look: Any) -> None:
     box.fill("24")  # 23 tokens are in the first window
     expect(page.locator("#found [role=option]")).to_have_text(["window 1, token 1: ␣b0 “␣b1” ␣b2 ␣b3"])
     page.keyboard.press("Enter")
-    page.wait_for_url("**row=0&column=0*")
+    page.wait_for_url("**token=1*")
     box.fill("b18")
     page.keyboard.press("Enter")
-    page.wait_for_url("**row=6&column=6*")
+    page.wait_for_url("**token=18*")
 
 
 def test_enter_again_leads_to_the_next_hit(look: Any, long: Recording) -> None:

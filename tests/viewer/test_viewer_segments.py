@@ -75,7 +75,7 @@ def test_a_head_of_the_first_token_is_named_beside_its_share(look: Any) -> None:
     assert f"without the first token: {100 * without:.1f} %" in line
     assert re.search(r"· first 8\d %$", line)
     page.get_by_label("without the first token").check()
-    page.wait_for_url("**sink=hidden*")
+    page.wait_for_url("**segmentFirst=hidden*")
     cell = page.locator(".segment-heads button")
     expect(cell).to_have_text(f"{100 * without:.1f}\xa0%")
     page.get_by_label("attend to").select_option("question")

@@ -17,7 +17,7 @@ function fileName(): string {
 
 export function CopyLink({ state }: { state: State }) {
   const against = comparedFile() || state.against;
-  const part = address(state);
+  const part = address(state, true);
   return (
     <>
       <Copy label={bar.copyLink} text={location.href.replace(/#.*$/, "") + part} />

@@ -228,12 +228,14 @@ export function fitted(text: string, room: number): string {
 
 /** Received weight above the map, entropy to the right of it, each from 0 to its largest. */
 function profile(surface: Surface, scene: Scene, which: "query" | "key"): void {
-  const { geometry: { plot }, sight, inks, head, layer } = scene;
+  const { geometry: { plot }, sight, inks, head, layer, field } = scene;
   const values = which === "key" ? head.received : head.entropy;
   const length = layer.lengths?.[which === "key" ? 1 : 0] ?? layer.receivedOf;
   const share = (which === "key" ? layer.receivedOf : layer.entropyOf) / length; // by absolute position it can be longer
+  // where the first column is hidden, so are the bars above it
+  const hidden = which === "key" && field.sink ? Math.ceil(values.length / share / field.columns) : 0;
   let most = 0;
-  for (const value of values) if (value > most) most = value;
+  for (let n = hidden; n < values.length; n++) if (values[n] > most) most = values[n];
   const side = plot.width * sight.k * share;
   const offset = which === "key" ? plot.x + sight.x : plot.y + sight.y;
   const low = which === "key" ? 18 + PROFILE - 6 : plot.x + plot.width + 6;
@@ -250,7 +252,7 @@ function profile(surface: Surface, scene: Scene, which: "query" | "key"): void {
     if (last <= first) return;
     add(offset + (first / values.length) * side, 0);
     for (let n = first; n < last; n++) {
-      const value = Number.isFinite(values[n]) ? values[n] : 0;
+      const value = n >= hidden && Number.isFinite(values[n]) ? values[n] : 0;
       add(offset + (n / values.length) * side, value);
       add(offset + ((n + 1) / values.length) * side, value);
     }

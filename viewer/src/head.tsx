@@ -109,7 +109,7 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
         <div class="beside" ref={beside} tabIndex={0} role="region" aria-label={texts.head.beside}>
           {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change, over, setOver }} />}
           {shown && found && listed(layer) && (
-            <Keys place={[state.layer, state.head]} head={found} at={queryAt(layer, marked.row ?? shown.rows - 1)} colour="--profile" title={texts.head.largestKeys} go={(key) => change({ row: marked.row ?? shown.rows - 1, column: key })} />
+            <Keys place={[state.layer, state.head]} head={found} at={queryAt(layer, marked.row ?? shown.rows - 1)} colour="--profile" title={state.sink ? texts.head.largestOthers : texts.head.largestKeys} shown={shown} go={(key) => change({ row: marked.row ?? shown.rows - 1, column: key })} />
           )}
           {shown && found && <Why {...{ layer, state, change }} />}
           {found?.top && !listed(layer) && state.row !== null && <Top key={`${state.row} ${state.cell}`} layer={layer} top={found.top} row={state.row} cell={state.cell} />}

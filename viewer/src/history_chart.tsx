@@ -92,7 +92,7 @@ export function Band({ name, place, gutter, state, selected, change }: BandProps
   }, [curves, selected]);
   return (
     <figure class="history-band">
-      <figcaption>{texts.bands(of.heading)}</figcaption>
+      <figcaption>{texts.bands(of.heading)} {of.scale === "asinh" && <small title={texts.logScale}>{texts.log}</small>}</figcaption>
       <Chart axis={of} height={70} ticks={ticksOf(of)} moment={state.moment} label={texts.bandLabel(of.heading, history.steps[state.moment], parts)}
         flags={alarmsOf(state).filter((each) => ALARMED[each.what] === name)} move={(moment) => change({ moment })} {...{ gutter, limit, draw }} />
     </figure>
@@ -146,7 +146,7 @@ function HeadCurve({ of, curve, state, change }: { of: Quantity; curve: Float32A
   const flags = alarmsOf(state).filter((each) => ALARMED[each.what] === of.name);
   return (
     <figure title={of.meaning}>
-      <figcaption><button type="button" aria-pressed={state.quantity === of.name} onClick={() => change({ quantity: of.name })}>{of.heading}</button> <b>{value}</b></figcaption>
+      <figcaption><button type="button" aria-pressed={state.quantity === of.name} onClick={() => change({ quantity: of.name })}>{of.heading}</button> {of.scale === "asinh" && <small title={texts.logScale}>{texts.log}</small>} <b>{value}</b></figcaption>
       <Chart axis={axis} gutter={44} height={54} ticks={known.every((value) => value === known[0]) ? [known[0]] : ends(axis)} moment={state.moment} limit={history.limits[of.name]}
         label={texts.curveLabel(of.heading, name, history.steps[state.moment], value, low, high)} move={(moment) => change({ moment })} {...{ flags, draw }} />
     </figure>

@@ -1,6 +1,6 @@
 // Heads × steps as a map in colours, with the alarms as flags.
 
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { data } from "./data";
 import { fitted } from "./draw";
 import { type Alarm, alarms, COUNT, firstAlarms, history, indexOf, type Place, type Quantity } from "./history_data";
@@ -61,6 +61,7 @@ export function HeadsMap({ state, theme, of, values, rows, change, gutter }: Pro
     const top = selected * row;
     if (top < frame.scrollTop || top + row > frame.scrollTop + frame.clientHeight) frame.scrollTop = top - frame.clientHeight / 2;
   }, [selected, row]);
+  useLayoutEffect(() => setOver(null), [state.moment, state.layer, state.head]); // a pointer at rest hides the next selection no longer
   const at = (event: MouseEvent) => {
     const place = canvas.current!.getBoundingClientRect();
     const x = event.clientX - place.left - gutter;

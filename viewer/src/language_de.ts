@@ -3,7 +3,7 @@
 import { glossary, help, tour } from "./language_de_help";
 import { changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace } from "./language_de_views";
 import type { Translation } from "./languages";
-import { type Axis, type Counted, counted, figure, type FirstColumn, fixed, local, percent, whole } from "./texts";
+import { type Axis, type Counted, counted, exponent, figure, type FirstColumn, fixed, local, percent, product, sum, whole } from "./texts";
 
 const firstColumns: Record<FirstColumn, string> = { token: "dem ersten Token", bin: "dem ersten Bin (er enthält das erste Token)", CLS: "CLS" };
 const hidden: Record<FirstColumn, string> = { token: "Erstes Token", bin: "Ersten Bin (er enthält das erste Token)", CLS: "CLS" };
@@ -54,6 +54,7 @@ export const german: Translation = {
     without: "ohne das erste Token",
     withoutShare: (share) => ` ohne das erste Token: ${share}`,
     withoutHint: "„Ohne das erste Token“ lässt das Gewicht auf dem ersten Token weg, auf dem viele Heads ungenutztes Gewicht ablegen. Der Rest wird nicht hochskaliert.",
+    withoutChance: "Was der Zufall dort ergäbe, ist nicht bekannt, daher ist keine Zelle blass.",
     hint: "Welcher Anteil des Gewichts der Tokens eines Segments (Zeile) im Mittel auf den Tokens jedes Segments (Spalte) liegt. Eine Zeile ergibt weniger als 100 %, wenn Keys in keinem Segment liegen.",
     viewHint: "Jede Zelle ist ein Head: der Anteil des Gewichts der Tokens des ersten Segments, der auf dem zweiten liegt. Ein Klick öffnet den Head.",
     from: "Wie sehr achten die Tokens von",
@@ -99,6 +100,9 @@ export const german: Translation = {
     after: "Später →",
     range: (from, to, length) => `Tokens ${whole(from)} bis ${whole(to)} von ${whole(length)}`,
     attends: "{head}: {token} ({at}) achtet auf",
+    attendedBy: "{head}: {token} ({at}) wird beachtet von",
+    noneAttends: "Kein Token achtet mit 0,1\u00a0% seines Gewichts oder mehr auf dieses, soweit die Seite die Gewichte enthält.",
+    missing: (share) => `${share} seines Gewichts sind nicht in dieser Seite.`,
     noQuery: "Dieses Token gehört nicht zu den Queries dieses Heads.",
     goTo: (at) => `Zu Token ${whole(at)}`,
     at: (at) => whole(at),
@@ -248,6 +252,7 @@ export const german: Translation = {
     fullMap: "Ganze Karte: Patches in Lesereihenfolge",
     beside: "Auswahl und Statistik",
     largestKeys: "Die größten Gewichte von {token} ({at})",
+    largestOthers: "Die größten Gewichte von {token} ({at}) ohne das erste Token, vergrößert wie in der Karte",
     statistics: "Statistik",
     statisticsOf: "Statistik dieses Heads",
     patternMatch: "Übereinstimmung mit Mustern: {list}.",
@@ -294,19 +299,25 @@ export const german: Translation = {
     partTitle: (d, q, k, value) => `Dimension ${d}: q ${negative(q)} × k ${operand(k)} = ${negative(value)}`,
     rest: (count, value) => `${count === 1 ? "die andere Dimension" : `die anderen ${count} Dimensionen zusammen`}: ${signed(value)}`,
     scaled: "Mal Skalierung, damit die Logits klein bleiben",
-    scale: (dot, scale, value) => `${negative(dot)} × ${operand(scale)} = ${negative(value)}`,
+    scale: (dot, scale, value) => product(dot, scale, value),
     capped: "Softcap: große Werte werden zur Grenze hin gestaucht",
     cap: (cap, scaled, value) => `${four(cap)} · tanh(${negative(scaled)} / ${four(cap)}) = ${negative(value)}`,
     biased: "Plus Bias dieses Paars",
-    bias: (before, bias, value) => `${negative(before)} + ${operand(bias)} = ${negative(value)}`,
+    bias: (before, bias, value) => sum(before, bias, value),
     maskedTitle: "Maske",
     masked: "Die Maske verbirgt diesen Key vor dieser Query. Sein Gewicht ist 0, was auch immer q · k ist.",
     visible: "Die Maske lässt diese Query auf diesen Key achten.",
     noMask: "Es gibt keine: Jede Query darf auf jeden Key achten.",
     lseTitle: "lse: der Logarithmus der Summe von exp(Logit) über alle Keys, auf die die Query achten darf. Ein Logit nahe daran erhält das meiste Gewicht.",
+    ends: {
+      self: "Der Key ist das Query-Token selbst.",
+      induction: "Dieser Key folgte auf eine frühere Kopie des Query-Tokens: Er ist das Ziel eines Induktions-Heads.",
+      previous: "Der Key ist das vorherige Token.",
+      first: "Der Key ist das erste Token des Textes.",
+    },
     lse: (value) => `lse = ${negative(value)}`,
     weightTitle: "Das Gewicht: exp(Logit − lse)",
-    weight: (logit, lse, p) => `exp(${negative(logit)} − ${operand(lse)}) = exp(${negative(logit - lse)}) = ${figure(p)} (${percent(p)})`,
+    weight: (logit, lse, p) => `${exponent(logit, lse, p)} = ${figure(p)} (${percent(p)})`,
     rival: (p) => `Gegenüber {other}, dem größten anderen Key dieser Query (${percent(p)})`,
     decides: (sum) => `q · k von {selected} ist um ${four(Math.abs(sum))} ${sum < 0 ? "kleiner" : "größer"} als das von {other}`,
     rivalTitle: (d, q, k, other, value) => `Dimension ${d}: q ${negative(q)} × (k ${operand(k)} − ${operand(other)}) = ${negative(value)}`,

@@ -32,6 +32,7 @@ export const everyHead: Translation["everyHead"] = {
   title: "{token} ({at}) in allen Heads: das Token, auf das es am meisten achtet. Zeigt man auf eine Zelle, erscheinen die Linien dieses Heads.",
   cell: (head, key, weight) => `${head}: ${key}, ${weight}`,
   none: (head) => `${head}: Dieses Token gehört nicht zu den Queries`,
+  always: "Die Tabelle zeigt „achtet auf“, in welche Richtung die Linien auch führen.",
 };
 
 export const figures: Translation["figures"] = {
@@ -269,6 +270,7 @@ export const history: Translation["history"] = {
     return `Mit 8 Bit gespeichert${every}: ${size}.`;
   },
   logScale: "Logarithmische Skala.",
+  log: "log. Skala",
   table: {
     title: (count) => counted(count, "alarm"),
     hint: "Jeder Alarm wird einmal ausgelöst, und erst wieder, nachdem der Wert in seine Grenze zurückgekehrt ist. Ein Klick auf einen Head zeigt ihn.",

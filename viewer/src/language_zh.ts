@@ -3,7 +3,7 @@
 import { glossary, help, tour } from "./language_zh_help";
 import { changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace } from "./language_zh_views";
 import type { Translation } from "./languages";
-import { type Axis, type Counted, counted, figure, type FirstColumn, percent, whole } from "./texts";
+import { type Axis, type Counted, counted, exponent, figure, type FirstColumn, percent, product, sum, whole } from "./texts";
 
 const firstColumns: Record<FirstColumn, string> = { token: "第一个词元", bin: "第一个区间（含第一个词元）", CLS: "CLS" };
 const axes: Record<Axis, string> = { query: "查询", key: "键" };
@@ -40,6 +40,7 @@ export const chinese: Translation = {
     without: "不含第一个词元",
     withoutShare: (share) => ` 不含第一个词元：${share}`,
     withoutHint: "“不含第一个词元”去掉第一个词元上的权重，许多头把用不上的权重放在那里。其余部分不按比例放大。",
+    withoutChance: "此时不知道随机分布的结果，因此没有颜色较淡的单元格。",
     hint: "某片段（行）的词元平均有多少权重落在各片段（列）的词元上。如果有的键不属于任何片段，一行之和小于 100%。",
     viewHint: "每个单元格是一个头：第一个片段的词元有多少权重落在第二个片段上。点击可打开该头。",
     from: "查询所在片段",
@@ -85,6 +86,9 @@ export const chinese: Translation = {
     after: "后一页 →",
     range: (from, to, length) => `第 ${whole(from)} 至 ${whole(to)} 个词元，共 ${whole(length)} 个`,
     attends: "{head}：{token}（{at}）关注",
+    attendedBy: "{head}：{token}（{at}）被以下词元关注",
+    noneAttends: "就本页保存的权重而言，没有词元以 0.1% 或更多的权重关注它。",
+    missing: (share) => `其权重的 ${share} 不在本页中。`,
     noQuery: "该词元不在这个头的查询之中。",
     goTo: (at) => `转到词元 ${whole(at)}`,
     at: (at) => whole(at),
@@ -232,6 +236,7 @@ export const chinese: Translation = {
     fullMap: "完整热图：图块按阅读顺序排列",
     beside: "所选内容和统计",
     largestKeys: "{token}（{at}）的最大权重",
+    largestOthers: "{token}（{at}）的最大权重，不含第一个词元，与热图一样放大",
     statistics: "统计",
     statisticsOf: "这个头的统计",
     patternMatch: "模式匹配度：{list}。",
@@ -278,19 +283,25 @@ export const chinese: Translation = {
     partTitle: (d, q, k, value) => `第 ${d} 维：q ${negative(q)} × k ${operand(k)} = ${negative(value)}`,
     rest: (count, value) => `其余 ${count} 个维度合计：${signed(value)}`,
     scaled: "乘以缩放系数，使 logit 保持较小",
-    scale: (dot, scale, value) => `${negative(dot)} × ${operand(scale)} = ${negative(value)}`,
+    scale: (dot, scale, value) => product(dot, scale, value),
     capped: "Softcap：把大的值压向上限",
     cap: (cap, scaled, value) => `${four(cap)} · tanh(${negative(scaled)} / ${four(cap)}) = ${negative(value)}`,
     biased: "加上这一对的偏置",
-    bias: (before, bias, value) => `${negative(before)} + ${operand(bias)} = ${negative(value)}`,
+    bias: (before, bias, value) => sum(before, bias, value),
     maskedTitle: "掩码",
     masked: "掩码使该查询看不到该键。无论 q · k 是多少，权重都为 0。",
     visible: "掩码允许该查询关注该键。",
     noMask: "没有掩码：每个查询都可以关注每个键。",
     lseTitle: "lse：对该查询可以关注的所有键，求 exp(logit) 之和的对数。接近它的 logit 得到大部分权重。",
+    ends: {
+      self: "该键就是查询词元自身。",
+      induction: "该键跟在查询词元较早的一次出现之后：它是归纳头的目标。",
+      previous: "该键是前一个词元。",
+      first: "该键是文本的第一个词元。",
+    },
     lse: (value) => `lse = ${negative(value)}`,
     weightTitle: "权重：exp(logit − lse)",
-    weight: (logit, lse, p) => `exp(${negative(logit)} − ${operand(lse)}) = exp(${negative(logit - lse)}) = ${figure(p)}（${percent(p)}）`,
+    weight: (logit, lse, p) => `${exponent(logit, lse, p)} = ${figure(p)}（${percent(p)}）`,
     rival: (p) => `与 {other} 相比，即该查询的另一个最大的键（${percent(p)}）`,
     decides: (sum) => `{selected} 的 q · k 比 {other} ${sum < 0 ? "小" : "大"} ${four(Math.abs(sum))}`,
     rivalTitle: (d, q, k, other, value) => `第 ${d} 维：q ${negative(q)} × (k ${operand(k)} − ${operand(other)}) = ${negative(value)}`,

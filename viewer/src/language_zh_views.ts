@@ -25,6 +25,7 @@ export const everyHead: Translation["everyHead"] = {
   title: "{token}（{at}）在所有头中最关注的词元。将指针移到单元格上可查看该头的连线。",
   cell: (head, key, weight) => `${head}：${key}，${weight}`,
   none: (head) => `${head}：该词元不在查询之中`,
+  always: "无论连线方向如何，表格显示的都是“关注”。",
 };
 
 export const figures: Translation["figures"] = {
@@ -261,6 +262,7 @@ export const history: Translation["history"] = {
     return `以 8 位保存${every}：${size}。`;
   },
   logScale: "对数刻度。",
+  log: "对数",
   table: {
     title: (count) => counted(count, "alarm"),
     hint: "每个警报只发出一次，值回到界限之内以后才会再次发出。点击头可查看它。",

@@ -2,7 +2,8 @@
 
 import type { ComponentChildren } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { data, type Head, head as decoded, readable, token } from "./data";
+import { data, type Head, head as decoded, type Layer, queryAt, readable, token } from "./data";
+import type { Field } from "./field";
 import type { Paper } from "./figure";
 import { FigureMenu } from "./figure_menu";
 import { all, bestPattern } from "./grid";
@@ -22,6 +23,7 @@ const MOST_HEADS = 4;
 export const LISTED = 10; // keys of the list
 export const AROUND = 3; // tokens of context on each side of a key
 const SMALLEST = 0.001; // weights below it are not listed
+const LEAST_MISSING = 0.01; // of the weight: less may be the rounding of the others
 export const COLOURS = ["--line-1", "--line-2", "--line-3", "--line-4"];
 
 /** The decoded heads; null until all are there. */
@@ -57,6 +59,8 @@ export function Reading({ state, theme, change }: Props) {
   const told = over ?? kept ?? (left !== null && left >= start && left < stop ? left : stop - 1);
   const shown = preview && previewed ? { places: [preview], heads: previewed, at: told } : { places, heads: heads ?? [], at: over ?? kept };
   const { pairs, cut } = linesOf(shown.places, shown.heads, shown.at, state.toward, [start, stop]);
+  const listed = preview && previewed ? { places: [preview], heads: previewed, at: told } : { places, heads: heads ?? [], at: kept };
+  const sides = state.toward === "both" ? (["from", "to"] as const) : [state.toward];
   const go = (to: number) => change(selected(to, state));
   const point = (to: number | null) => {
     setOver(to);
@@ -72,14 +76,14 @@ export function Reading({ state, theme, change }: Props) {
       <div class="reading-columns">
         <div class="reading-main">
           <Text {...{ start, stop, at: shown.at, kept, pairs, theme }} setOver={point} keep={(to) => change(to === kept ? { token: null, page } : selected(to, state))} />
-          {HAS_EVERY && <EveryHead at={told} shown={places[0]} preview={setPreview} choose={([layer, head]) => change({
+          {HAS_EVERY && <EveryHead at={told} toward={state.toward} shown={places[0]} preview={setPreview} choose={([layer, head]) => change({
             layer, head, row: null, column: null, also: state.also.filter(([l, h]) => l !== layer || h !== head), token: told,
           })} />}
         </div>
         <div class="reading-side" aria-live="polite">
-          {kept === null ? <p class="hint">{texts.choose}</p> : places.map((place, n) => heads && (
-            <Keys key={place.join(".")} {...{ place, at: kept, go }} head={heads[n]} colour={COLOURS[n]} />
-          ))}
+          {listed.at === null ? <p class="hint">{texts.choose}</p> : listed.places.map((place, n) => listed.heads[n] && sides.map((side) => (
+            <Keys key={`${side} ${place.join(".")}`} {...{ place, side, go }} at={listed.at!} head={listed.heads[n]} colour={COLOURS[n]} />
+          )))}
         </div>
       </div>
     </section>
@@ -227,17 +231,42 @@ function fillOf(weights: number[]): string {
   return `linear-gradient(to bottom, ${bands.map(([colour, from, to]) => `${colour} ${100 * from}% ${100 * to}%`).join(", ")})`;
 }
 
-/** The keys with the largest weights of a token, wherever in the text they are, with the tokens around them. */
-export function Keys({ place: [layer, number], head, at, go, colour, title }: { place: Place; head: Head; at: number; go: (to: number) => void; colour: string; title?: string }) {
-  const found = pairsOf(data.layers[layer], head, at, true).filter(({ p }) => p >= SMALLEST).sort((a, b) => b.p - a.p).slice(0, LISTED);
-  const around = (from: number, to: number) => Array.from({ length: Math.max(0, to - from) }, (_, n) => token(from + n) ?? "").join("");
-  const most = found.length ? String(whole(Math.max(...found.map(({ key }) => key)))).length : 1;
+interface KeysProps {
+  place: Place;
+  head: Head;
+  at: number;
+  go: (to: number) => void;
+  colour: string;
+  title?: string;
+  side?: "from" | "to"; // the keys of a query, or the queries of a key
+  shown?: Field; // the values of an exact map as it is drawn, without its first column or with it
+}
+
+/** A weight as the map shows it; NaN where it hides the key. */
+function shownAt({ values, columns }: Field, layer: Layer, { query, key }: Pair): number {
+  return values[(query - queryAt(layer, 0)) * columns + key];
+}
+
+/** What share of the weights of a token the page does not hold; "" where it holds all that is worth a mention. */
+export function missing(pairs: Pair[]): string {
+  const share = 1 - pairs.reduce((sum, { p }) => sum + p, 0);
+  return share >= LEAST_MISSING ? texts.missing(percent(share)) : "";
+}
+
+/** The keys with the largest weights of a token, or the queries with the largest weights on it, wherever in the text they are, with the tokens around them. */
+export function Keys({ place: [layer, number], head, at, go, colour, title, shown, side = "from" }: KeysProps) {
+  const from = side === "from";
+  const known = pairsOf(data.layers[layer], head, at, from);
+  const found = known.map((pair) => (shown ? { ...pair, p: shownAt(shown, data.layers[layer], pair) } : pair)).filter(({ p }) => p >= SMALLEST).sort((a, b) => b.p - a.p).slice(0, LISTED);
+  const place = ({ query, key }: Pair) => (from ? key : query);
+  const around = (start: number, to: number) => Array.from({ length: Math.max(0, to - start) }, (_, n) => token(start + n) ?? "").join("");
+  const most = found.length ? String(whole(Math.max(...found.map(place)))).length : 1;
   return (
     <>
-      <h3 style={{ borderLeft: `4px solid var(${colour})`, paddingLeft: "0.4rem" }}>{fill(title ?? texts.attends, { head: nameOf(layer, number), token: <bdi>{names.inQuotes(token(at, true)!)}</bdi>, at: whole(at) })}</h3>
-      {found.length === 0 ? <p class="hint">{texts.noQuery}</p> : (
+      <h3 style={{ borderLeft: `4px solid var(${colour})`, paddingLeft: "0.4rem" }}>{fill(title ?? (from ? texts.attends : texts.attendedBy), { head: nameOf(layer, number), token: <bdi>{names.inQuotes(token(at, true)!)}</bdi>, at: whole(at) })}</h3>
+      {found.length === 0 ? <p class="hint">{from ? texts.noQuery : texts.noneAttends}</p> : (
         <ol class="ranks context">
-          {found.map(({ key, p }, n) => ( // by their order: a button in focus stays when the list is another one
+          {found.map((pair) => [place(pair), pair.p] as const).map(([key, p], n) => ( // by their order: a button in focus stays when the list is another one
             <li key={n}>
               <button type="button" onClick={() => go(key)} title={texts.goTo(key)}>
                 <small style={{ minWidth: `${most}ch` }}>{texts.at(key)}</small> <bdi><span class="ahead"><span>{around(Math.max(0, key - AROUND), key)}</span></span><b>{token(key)}</b><span class="after">{around(key + 1, key + 1 + AROUND)}</span></bdi>
@@ -248,6 +277,7 @@ export function Keys({ place: [layer, number], head, at, go, colour, title }: { 
           ))}
         </ol>
       )}
+      {from && found.length > 0 && !data.layers[layer].map?.exact && <p class="hint">{missing(known)}</p>}
     </>
   );
 }

@@ -5,6 +5,7 @@ import { data, type Head, HAS_READING, type Layer, NONE, passing, queryAt, reada
 import { all } from "./grid";
 import type { Place } from "./reading_lines";
 import { useRoving } from "./roving";
+import type { State } from "./state";
 import { everyHead as texts, fill, grid, names, percent, whole } from "./texts";
 import { layerName, nameOf, parts } from "./words";
 
@@ -61,19 +62,27 @@ function useLargest(): void {
   }, []);
 }
 
+const repeated = new Map<string, boolean>(); // of the text of a token: whether it occurs more than once
+
+function isRepeated(at: number): boolean {
+  if (repeated.size === 0) for (const label of data.tokens!.labels) repeated.set(label, repeated.has(label));
+  return repeated.get(data.tokens!.labels[at])!;
+}
+
 interface Props {
   at: number; // the token
+  toward: State["toward"]; // of the lines: the table is of keys, whatever it is
   shown: Place;
   preview: (place: Place | null) => void; // the lines of a head while it is pointed at
   choose: (place: Place) => void;
 }
 
-export function EveryHead({ at, shown, preview, choose }: Props) {
+export function EveryHead({ at, toward, shown, preview, choose }: Props) {
   useLargest();
   const frame = useRef<HTMLTableElement>(null);
   return (
     <div class="every-head">
-      <p class="hint">{fill(texts.title, { token: <b><bdi>{names.inQuotes(token(at, true)!)}</bdi></b>, at: whole(at) })}</p>
+      <p class="hint">{fill(texts.title, { token: <b><bdi>{names.inQuotes(token(at, true)!)}</bdi></b>, at: whole(at) })} {toward !== "from" && texts.always}</p>
       <div class="scroll" tabIndex={0} role="region" aria-label={texts.label}>
         <table aria-label={texts.label} ref={frame} onMouseLeave={() => preview(null)} {...useRoving(frame, "button", { first: "[aria-current]" })}>
           <thead><tr><td class="corner"><small>{grid.head} →<br />{grid.layer} ↓</small></td>{Array.from({ length: WIDEST }, (_, head) => <th scope="col" key={head}>{head}</th>)}</tr></thead>
@@ -93,7 +102,7 @@ export function EveryHead({ at, shown, preview, choose }: Props) {
   );
 }
 
-function Cell({ place, at, current, preview, choose }: Omit<Props, "shown"> & { place: Place; current: boolean }) {
+function Cell({ place, at, current, preview, choose }: Omit<Props, "shown" | "toward"> & { place: Place; current: boolean }) {
   const [layer, head] = place;
   const query = at - queryAt(data.layers[layer], 0);
   const found = largest[layer][head];
@@ -105,7 +114,7 @@ function Cell({ place, at, current, preview, choose }: Omit<Props, "shown"> & { 
     <button type="button" aria-label={text} title={text} aria-current={current ? "true" : undefined} data-layer={layer} data-head={head}
       style={{ background: `color-mix(in srgb, var(--line-1) ${Math.round(45 * p)}%, var(--panel))` }}
       onMouseEnter={() => preview(place)} onFocus={() => preview(place)} onBlur={() => preview(null)} onClick={() => choose(place)}>
-      {key !== NONE && <><bdi>{token(key)}</bdi><small>{percent(p)}</small></>}
+      {key !== NONE && <><bdi>{token(key)}{isRepeated(key) && <sub>{whole(key)}</sub>}</bdi><small>{percent(p)}</small></>}
     </button>
   );
 }

@@ -5,7 +5,7 @@ import { useState } from "preact/hooks";
 import { data, type Head, type Layer, range } from "./data";
 import { all } from "./grid";
 import { useHead } from "./head";
-import { AROUND, COLOURS, described, LISTED, PAGE, Pages, pagesOf, Text } from "./reading";
+import { AROUND, COLOURS, described, LISTED, missing, PAGE, Pages, pagesOf, Text } from "./reading";
 import { FAINTEST, MOST_LINES, OVERVIEW, type Pair } from "./reading_lines";
 import type { State } from "./state";
 import { fill, names, percent, reading as texts, whole } from "./texts";
@@ -79,25 +79,26 @@ export function WindowReading({ state, theme, change }: Props) {
       <div class="reading-columns">
         <Text {...{ start, stop, at, kept: chosen, theme, setOver, word }} pairs={[shown]} keep={(to) => change(to === chosen ? { token: null, page } : { token: to, page: null })} />
         <div class="reading-side" aria-live="polite">
-          {chosen === null ? <p class="hint">{texts.choose}</p> : (
-            <>
-              <h3>{fill(texts.attends, { head: nameOf(layer, head), token: <bdi>{names.inQuotes(word(chosen))}</bdi>, at: whole(chosen) })}</h3>
-              <Keys pairs={known.filter(({ query }) => query === chosen)} {...{ word, length: text.length }} go={(token) => change({ token, page: null })} />
-            </>
-          )}
+          {chosen === null ? <p class="hint">{texts.choose}</p> : (toward === "both" ? (["from", "to"] as const) : [toward]).map((side) => (
+            <div key={side}>
+              <h3>{fill(side === "from" ? texts.attends : texts.attendedBy, { head: nameOf(layer, head), token: <bdi>{names.inQuotes(word(chosen))}</bdi>, at: whole(chosen) })}</h3>
+              <Keys pairs={known.filter(({ query, key }) => (side === "from" ? query : key) === chosen)} {...{ side, word, length: text.length }} go={(token) => change({ token, page: null })} />
+            </div>
+          ))}
         </div>
       </div>
     </section>
   );
 }
 
-/** The keys of a token, the largest weight first, with the tokens around them. */
-function Keys({ pairs, word, length, go }: { pairs: Pair[]; word: (at: number) => string; length: number; go: (to: number) => void }) {
+/** The keys of a token or its queries, the largest weight first, with the tokens around them. */
+function Keys({ pairs, side, word, length, go }: { pairs: Pair[]; side: "from" | "to"; word: (at: number) => string; length: number; go: (to: number) => void }) {
   if (pairs.length === 0) return <p class="hint">{texts.noneOfWindow}</p>;
   const around = (from: number, to: number) => Array.from({ length: Math.max(0, Math.min(to, length) - from) }, (_, n) => word(from + n)).join("");
   return (
+    <>
     <ol class="ranks context">
-      {[...pairs].sort((a, b) => b.p - a.p).slice(0, LISTED).map(({ key, p }, n) => (
+      {[...pairs].sort((a, b) => b.p - a.p).slice(0, LISTED).map(({ query, key: of, p }) => [side === "from" ? of : query, p]).map(([key, p], n) => (
         <li key={n}>
           <button type="button" onClick={() => go(key)} title={texts.goTo(key)}>
             <small>{texts.at(key)}</small> <bdi>{around(Math.max(0, key - AROUND), key)}<b>{word(key)}</b>{around(key + 1, key + 1 + AROUND)}</bdi>
@@ -107,5 +108,7 @@ function Keys({ pairs, word, length, go }: { pairs: Pair[]; word: (at: number) =
         </li>
       ))}
     </ol>
+    {side === "from" && <p class="hint">{missing(pairs)}</p>}
+    </>
   );
 }

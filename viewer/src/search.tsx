@@ -7,7 +7,7 @@ import { opened } from "./head";
 import { selected } from "./selection";
 import type { State } from "./state";
 import { history, names, search as texts } from "./texts";
-import { binAt, nameOf } from "./words";
+import { binAt, HAS_WINDOWS, nameOf } from "./words";
 
 const SHOWN = 8;
 const UNFOLDED = 50; // further ones at a time
@@ -95,12 +95,12 @@ function goTo(at: number, state: State): Partial<State> {
   return { ...selected(at, state), view: state.view === "head" ? "head" : HAS_READING ? "reading" : "head" };
 }
 
-/** A position in a window is shown in its text, or in the map of the head, which pools all windows. */
+/** A position in a window is shown in its text where the page can: the map of a head merges all windows. */
 function toBin(run: number, at: number, length: number, state: State): Partial<State> {
   const layer = data.layers[state.layer];
   const share = (bins: number | undefined) => (bins ? Math.floor((at * bins) / length) : null); // where windows have different lengths
   const text = { window: run, token: at, page: null };
-  if (state.view === "reading") return text;
+  if (HAS_WINDOWS) return { ...text, view: "reading" };
   return { ...text, view: "head", row: binAt(layer, "query", at) ?? share(layer.map?.rows), column: binAt(layer, "key", at) ?? share(layer.map?.columns) };
 }
 
@@ -130,7 +130,7 @@ export function Search({ state, change }: Props) {
   const [listed, setListed] = useState(SHOWN);
   const hits = open ? every.slice(0, listed).map((hit) => hit()) : [];
   const more = every.length > hits.length;
-  const merged = !data.tokens && data.runTokens !== null;
+  const merged = !data.tokens && data.runTokens !== null && !HAS_WINDOWS;
   useLayoutEffect(() => void (open && document.getElementById(`hit-${at}`)?.scrollIntoView({ block: "nearest" })), [at, listed]);
   const choose = (n: number) => {
     if (n >= every.length) return;

@@ -53,10 +53,12 @@ function isTelling(layer: Layer, head: number, from: number, to: number): boolea
   return flags.get(layer.index)!.charCodeAt((head * names.length + from) * names.length + to) === 1;
 }
 
-/** The share without the first token, where more than half of the share is on that token. */
+const MOST_LEFT = 2 / 3; // of a share, without the first token: where more is left, that token does not explain the share
+
+/** The share without the first token, where that token has a third of the share or more. */
 function rest(layer: Layer, head: number, from: number, to: number): number | null {
   const [value, without] = [share(layer, head, from, to), share(layer, head, from, to, "withoutFirst")];
-  return value !== null && without !== null && 2 * without < value ? without : null;
+  return value !== null && without !== null && without <= MOST_LEFT * value && value - without >= LEAST_DIFFERENCE ? without : null;
 }
 
 function cell(value: number | null, telling: boolean, colours: State["colours"]) {
@@ -137,7 +139,7 @@ export function SegmentView({ state, change, open }: Props) {
   const [from, to] = [Math.min(state.segmentFrom ?? names.length - 1, names.length - 1), Math.min(state.segmentTo, names.length - 1)];
   const places = all().filter(({ layer }) => sameNames(data.layers[layer], names));
   const canLeaveOut = places.some(({ layer }) => (data.layers[layer].segments!.withoutFirst ?? null) !== null && data.layers[layer].segments!.holders.includes(to));
-  const leavesOut = canLeaveOut && state.sink;
+  const leavesOut = canLeaveOut && !state.segmentFirst;
   const value = ({ layer, head }: Place) => share(data.layers[layer], head, from, to, leavesOut ? "withoutFirst" : "mean");
   const isClearAt = (place: Place) => leavesOut ? value(place) !== null : isTelling(data.layers[place.layer], place.head, from, to);
   const evenOf = ({ layer, head }: Place) => share(data.layers[layer], head, from, to, "even");
@@ -158,10 +160,10 @@ export function SegmentView({ state, change, open }: Props) {
       <p class="switches">
         {picker(texts.from, from, (at) => change({ segmentFrom: at }))}
         {picker(texts.to, to, (at) => change({ segmentTo: at }))}
-        {canLeaveOut && <label><input type="checkbox" checked={state.sink} onChange={(event) => change({ sink: event.currentTarget.checked })} /> {texts.without}</label>}
+        {canLeaveOut && <label><input type="checkbox" checked={!state.segmentFirst} onChange={(event) => change({ segmentFirst: !event.currentTarget.checked })} /> {texts.without}</label>}
         <FigureMenu of={figures.segmentsOfAll} make={(paper) => headsFigure(names, from, to, leavesOut, state.colours, paper)} />
       </p>
-      <p class="hint">{texts.viewHint} {leavesOut ? texts.withoutHint : evens.length > 0 && `${texts.viewEven(percent(evens.reduce((a, b) => a + b, 0) / evens.length))} ${texts.pale((FIRST_LAYER!.segments!.clear ?? null) !== null)}`}</p>
+      <p class="hint">{texts.viewHint} {leavesOut ? `${texts.withoutHint} ${texts.withoutChance}` : evens.length > 0 && `${texts.viewEven(percent(evens.reduce((a, b) => a + b, 0) / evens.length))} ${texts.pale((FIRST_LAYER!.segments!.clear ?? null) !== null)}`}</p>
       <div class="segment-columns">
         <div class="scroll" tabIndex={0} role="region" aria-label={texts.allHeads}>
           <table class="segment-heads" ref={table} {...roving}>
@@ -182,7 +184,7 @@ export function SegmentView({ state, change, open }: Props) {
                     const even = evenOf(place);
                     return (
                       <td key={head}>
-                        <button type="button" style={cell(p, isClearAt(place), state.colours)} class={isClearAt(place) ? "" : "dim"} title={even === null ? undefined : texts.evenTip(percent(even))} aria-label={texts.cell(nameOf(layer.index, head), text)} onClick={() => open({ layer: layer.index, head })}>{text}</button>
+                        <button type="button" style={cell(p, isClearAt(place), state.colours)} class={isClearAt(place) ? "" : "dim"} title={even === null || leavesOut ? undefined : texts.evenTip(percent(even))} aria-label={texts.cell(nameOf(layer.index, head), text)} onClick={() => open({ layer: layer.index, head })}>{text}</button>
                       </td>
                     );
                   })}

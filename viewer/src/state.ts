@@ -46,6 +46,7 @@ export interface State extends HistoryState {
   patchesOf: number | null; // the segment whose tokens look at the images of a prompt; null = the selected token
   segmentFrom: number | null; // whose tokens attend; null = the last segment
   segmentTo: number;
+  segmentFirst: boolean; // whether shares of segments hold the weight on the first token; maps have `sink`
   onlyMoved: boolean; // of two recordings: only the heads that moved
   against: string; // the name of the file that the address compares with: it cannot hold the file
   zoom: [number, number, number]; // scale, and the middle of the visible part as shares of keys and queries
@@ -118,6 +119,7 @@ export const FIRST: State = {
   patchesOf: null,
   segmentFrom: null,
   segmentTo: 0,
+  segmentFirst: true,
   onlyMoved: true,
   against: "",
   zoom: [1, 0.5, 0.5],
@@ -212,6 +214,7 @@ export function parse(hash: string): State {
     patchesOf: whole(params.get("patchesOf"), 64),
     segmentFrom: whole(params.get("segmentFrom"), 64),
     segmentTo: whole(params.get("segmentTo"), 64) ?? 0,
+    segmentFirst: params.get("segmentFirst") !== "hidden",
     also: placesOf(params.get("also")),
     toward: oneOf(params.get("toward"), ["from", "to", "both"], FIRST.toward),
     // always a new one: an address that drops the zoom ends one that is on its way, too
@@ -219,16 +222,21 @@ export function parse(hash: string): State {
   };
 }
 
-/** The address of a state: what differs from the first one. */
-export function address(state: State): string {
+const OF_A_HEAD: View[] = ["head", "reading", "compare", "change"];
+
+/** The address of a state: what differs from the first one. Where one head is shown, and where the address is `shared`, it names the head and
+ * the window, too: the first ones are others on another page of the same model. */
+export function address(state: State, shared = false): string {
   const params = new URLSearchParams();
   const add = (name: string, value: unknown, first: unknown) => {
     if (String(value) !== String(first) && value !== null) params.set(name, String(value));
   };
   add("view", state.view, FIRST.view);
   add("lang", state.lang, FIRST.lang);
-  add("layer", state.layer, FIRST.layer);
-  add("head", state.head, FIRST.head % data.layers[state.layer].heads);
+  const named = shared || OF_A_HEAD.includes(state.view);
+  add("layer", state.layer, named ? null : FIRST.layer);
+  add("head", state.head, named ? null : FIRST.head % data.layers[state.layer].heads);
+  if (named && HAS_WINDOWS) params.set("window", String(state.window));
   if (state.view === "compare") {
     params.set("other", String(state.otherLayer));
     params.set("otherhead", String(state.otherHead));
@@ -246,6 +254,7 @@ export function address(state: State): string {
   if (!state.cards) params.set("cards", "0");
   if (state.under) params.set("under", "1");
   if (state.sink) params.set("sink", "hidden");
+  if (!state.segmentFirst) params.set("segmentFirst", "hidden");
   if (state.over !== FIRST.over) params.set("over", state.over ? "1" : "0");
   if (state.zoom[0] > 1) params.set("zoom", state.zoom.map((each) => +each.toPrecision(5)).join(","));
   return `#${params}`;

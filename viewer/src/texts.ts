@@ -93,6 +93,7 @@ export const segments = {
   without: "without the first token",
   withoutShare: (share: string) => ` without the first token: ${share}`,
   withoutHint: "“Without the first token” leaves out the weight on the first token, where many heads put unused weight. The rest is not scaled up.",
+  withoutChance: "What chance would give is not known there, so no cell is pale.",
   viewHint: "Each cell is a head: the share of the weight of the first segment's tokens that is on the second one. Click a head to open it.",
   from: "How much do the tokens of",
   to: "attend to",
@@ -143,6 +144,9 @@ export const reading = {
   after: "Later →",
   range: (from: number, to: number, length: number) => `Tokens ${whole(from)} to ${whole(to)} of ${whole(length)}`,
   attends: "{head}: {token} ({at}) attends to",
+  attendedBy: "{head}: {token} ({at}) is attended to by",
+  noneAttends: "No token attends to this one with 0.1\u00a0% of its weight or more, as far as the page holds the weights.",
+  missing: (share: string) => `${share} of its weight is not in this page.`,
   noQuery: "This token is not among the queries of this head.",
   goTo: (at: number) => `Go to token ${whole(at)}`,
   at: (at: number) => whole(at),
@@ -158,6 +162,7 @@ export const everyHead = {
   title: "{token} ({at}) in all heads: the token that it attends to most. Point at a cell to see the lines of that head.",
   cell: (head: string, key: string, weight: string) => `${head}: ${key}, ${weight}`,
   none: (head: string) => `${head}: this token is not among the queries`,
+  always: "The table shows “attends to”, in whichever direction the lines go.",
 };
 
 // ---------------------------------------------------------------- the bar on top
@@ -420,6 +425,7 @@ export const head = {
   fullMap: "Full map: patches in reading order",
   beside: "Selection and statistics",
   largestKeys: "The largest weights of {token} ({at})",
+  largestOthers: "The largest weights of {token} ({at}) without the first token, scaled up as in the map",
   statistics: "Statistics",
   statisticsOf: "Statistics of this head",
   patternMatch: "Pattern match: {list}.",
@@ -475,6 +481,44 @@ function negative(value: number): string {
   return value < 0 ? `−${four(-value)}` : four(value);
 }
 
+const MOST_DECIMALS = 8;
+
+/** The fewest decimals, from three on, with which an equation holds as it is printed; those that leave four digits if none do. */
+function decimalsOf(holds: (rounded: (value: number) => number) => boolean): number | null {
+  for (let decimals = 3; decimals <= MOST_DECIMALS; decimals++) {
+    const rounded = (value: number) => Number(value.toFixed(decimals));
+    if (holds(rounded)) return decimals;
+  }
+  return null;
+}
+
+const equal = (one: number, other: number) => Math.abs(one - other) < 1e-9 * Math.max(1, Math.abs(other));
+
+/** Writes numbers with so many decimals, with a minus sign; behind an operator a negative one is in parentheses. */
+function written(value: number, decimals: number | null, behind = false): string {
+  if (decimals === null) return behind ? operand(value) : negative(value);
+  const text = (Number(value.toFixed(decimals)) < 0 ? "−" : "") + fixed(Math.abs(value), decimals);
+  return behind && text.startsWith("−") ? `(${text})` : text;
+}
+
+/** "exp(12.544 − 13.556) = exp(−1.012)", with digits enough that both sides are the same, and are the weight. */
+export function exponent(logit: number, lse: number, p: number): string {
+  const decimals = decimalsOf((of) => equal(of(of(logit) - of(lse)), of(logit - lse)) && figure(Math.exp(of(logit - lse))) === figure(p));
+  return `exp(${written(logit, decimals)} − ${written(lse, decimals, true)}) = exp(${written(logit - lse, decimals)})`;
+}
+
+/** "a + b = c", with digits enough that it holds as it is printed. */
+export function sum(a: number, b: number, c: number): string {
+  const decimals = decimalsOf((of) => equal(of(of(a) + of(b)), of(c)));
+  return `${written(a, decimals)} + ${written(b, decimals, true)} = ${written(c, decimals)}`;
+}
+
+/** "a × b = c": the factors have digits enough that the product has the three decimals that are printed. */
+export function product(a: number, b: number, c: number): string {
+  const decimals = decimalsOf((of) => equal(Number((of(a) * of(b)).toFixed(3)), Number(c.toFixed(3))));
+  return `${written(a, decimals)} × ${written(b, decimals, true)} = ${written(c, decimals && 3)}`;
+}
+
 /** Four digits: the reader may compute the next line from this one. */
 function four(value: number): string {
   return figure(value, 4);
@@ -495,19 +539,25 @@ export const reason = {
   partTitle: (d: number, q: number, k: number, value: number) => `dimension ${d}: q ${negative(q)} × k ${operand(k)} = ${negative(value)}`,
   rest: (count: number, value: number) => `the other ${count === 1 ? "dimension" : `${count} dimensions`} together: ${signed(value)}`,
   scaled: "Times the scale, so that logits stay small",
-  scale: (dot: number, scale: number, value: number) => `${negative(dot)} × ${operand(scale)} = ${negative(value)}`,
+  scale: (dot: number, scale: number, value: number) => product(dot, scale, value),
   capped: "Softcap: large values are bent towards the cap",
   cap: (cap: number, scaled: number, value: number) => `${four(cap)} · tanh(${negative(scaled)} / ${four(cap)}) = ${negative(value)}`,
   biased: "Plus the bias of this pair",
-  bias: (before: number, bias: number, value: number) => `${negative(before)} + ${operand(bias)} = ${negative(value)}`,
+  bias: (before: number, bias: number, value: number) => sum(before, bias, value),
   maskedTitle: "Mask",
   masked: "The mask hides this key from this query. Its weight is 0, whatever q · k is.",
   visible: "The mask lets this query attend to this key.",
   noMask: "There is none: every query may attend to every key.",
   lseTitle: "lse: the logarithm of the sum of exp(logit) over all keys that the query may attend to. A logit near it gets most of the weight.",
+  ends: {
+    self: "The key is the query token itself.",
+    induction: "This key followed an earlier copy of the query token: it is the target of an induction head.",
+    previous: "The key is the previous token.",
+    first: "The key is the first token of the text.",
+  },
   lse: (value: number) => `lse = ${negative(value)}`,
   weightTitle: "The weight: exp(logit − lse)",
-  weight: (logit: number, lse: number, p: number) => `exp(${negative(logit)} − ${operand(lse)}) = exp(${negative(logit - lse)}) = ${figure(p)} (${percent(p)})`,
+  weight: (logit: number, lse: number, p: number) => `${exponent(logit, lse, p)} = ${figure(p)} (${percent(p)})`,
   rival: (p: number) => `Against {other}, the largest other key of this query (${percent(p)})`,
   decides: (sum: number) => `q · k of {selected} is ${four(Math.abs(sum))} ${sum < 0 ? "smaller" : "larger"} than of {other}`,
   rivalTitle: (d: number, q: number, k: number, other: number, value: number) => `dimension ${d}: q ${negative(q)} × (k ${operand(k)} − ${operand(other)}) = ${negative(value)}`,
@@ -961,6 +1011,7 @@ export const history = {
     return `Stored in 8 bits${every}: ${size}.`;
   },
   logScale: "Logarithmic scale.",
+  log: "log scale", // where there is little room
   table: {
     title: (count: number) => counted(count, "alarm"),
     hint: "Each alarm is raised once, and again only after the value has gone back within its limit. Click a head to see it.",

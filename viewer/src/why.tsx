@@ -2,7 +2,7 @@
 
 import type { ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { data, type Layer } from "./data";
+import { data, hasTokens, type Layer, queryAt, token } from "./data";
 import { embedded, reasonOf } from "./exact";
 import type { ExactHead, Reason, Rival } from "./exact_worker";
 import { opened } from "./head";
@@ -106,11 +106,21 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
             <Step title={texts.lseTitle} formula={texts.lse(is.lse)} />
             <Step title={texts.weightTitle} formula={texts.weight(is.logit, is.lse, is.p)} />
             {is.rival && <Against {...{ is, rival: is.rival, other: name("key", is.rival.key), selected: name("key", key) }} />}
+            {endOf(layer, query, key) && <li class="ending">{texts.ends[endOf(layer, query, key)!]}</li>}
           </>
         ))}
       </ol>
     </div>
   );
+}
+
+/** What a key is to a query of the same text; null where the page does not know, or it is none of these. */
+function endOf(layer: Layer, query: number, key: number): keyof typeof texts.ends | null {
+  if (data.image || layer.kind !== "self" || layer.other) return null;
+  const at = queryAt(layer, query);
+  if (key === at) return "self";
+  if (hasTokens(layer) && key > 0 && key <= at && token(key - 1, true) === token(at, true)) return "induction";
+  return key === at - 1 ? "previous" : key === 0 ? "first" : null;
 }
 
 function Step({ title, formula, children }: { title: string; formula: string; children?: ComponentChildren }) {
