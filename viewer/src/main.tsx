@@ -130,7 +130,7 @@ function App() {
           {state.view === "heads" && (
             <section aria-labelledby="heads-title">
               <h2 id="heads-title" class="unseen">{grid.title}</h2>
-              <div class="hint">{gridHint(state)} {HAS_MAPS && <Exports state={shown} />}</div>
+              <div class="hint">{gridHint(state)} {chosen(state).length < all().length && <button type="button" class="show-all" onClick={() => change({ pattern: "", by: "", least: null, under: false })}>{grid.showAll}</button>} {HAS_MAPS && <Exports state={shown} />}</div>
               {BANDED && <BandLegend layer={BANDED} />}
               <Grid {...{ state: shown, theme: drawn, open }} />
             </section>
