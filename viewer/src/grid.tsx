@@ -252,7 +252,7 @@ export function Thumb({ place, state, theme, open, stop }: Props & { place: Plac
     >
       {mapped ? PAINTED ? <img ref={canvas} alt="" /> : <canvas ref={canvas} /> : <Tile place={place} name={name} colours={state.colours} />}
       <span class="number">{state.sort ? `${data.layers[layer].short}·${head}` : head}</span>
-      {state.sort ? <b>{figure(value)}</b> : pattern && <small class={isWeak(place) ? "weak" : ""}>{pattern}{second && <> · <span>{second}</span></>}</small>}
+      {state.sort ? <b>{figure(value)}</b> : pattern && <small class={isWeak(place) ? "weak" : ""}>{pattern}{second && <> <span>· {second}</span></>}</small>}
     </button>
   );
 }

@@ -164,8 +164,8 @@ export const german: Translation = {
     more: (heads) => `${whole(heads)} ${heads === 1 ? "weiterer Head" : "weitere Heads"}`,
     count: (heads, of, does) => `${heads} von ${of} Heads ${does}`,
     counts: {
-      local: (one, unit) => `${one ? "achtet" : "achten"} überwiegend oder teils auf nahe ${plural(unit)}`,
-      first: (one, unit) => `${one ? "achtet" : "achten"} überwiegend oder teils auf ${first(unit)}`,
+      local: (one, unit) => `${one ? "achtet" : "achten"} oft auf nahe ${plural(unit)}`,
+      first: (one, unit) => `${one ? "achtet" : "achten"} oft auf ${first(unit)}`,
       uniform: (one) => `${one ? "kommt" : "kommen"} einer gleichmäßigen Verteilung am nächsten`,
     },
     none: "Kein Head passt deutlich besser als der Zufall zu einem Muster",

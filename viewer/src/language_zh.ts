@@ -147,8 +147,8 @@ export const chinese: Translation = {
     more: (heads) => `另有 ${whole(heads)} 个头`,
     count: (heads, of, does) => `${of} 个头中有 ${heads} 个${does}`,
     counts: {
-      local: (_, unit) => `大体上或部分地关注附近的${noun(unit)}`,
-      first: (_, unit) => `大体上或部分地关注第一个${noun(unit)}`,
+      local: (_, unit) => `经常关注附近的${noun(unit)}`,
+      first: (_, unit) => `经常关注第一个${noun(unit)}`,
       uniform: () => "最接近均匀分布",
     },
     none: "没有头与任何模式的匹配明显高于随机水平",

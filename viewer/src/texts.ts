@@ -244,8 +244,8 @@ export const cards = {
   showAll: (heads: number) => `Show only these ${whole(heads)} heads`,
   count: (heads: string, of: string, does: string) => `${heads} of ${of} ${of === "1" ? "head" : "heads"} ${does}`,
   counts: {
-    local: (one, unit) => `${one ? "looks" : "look"} mostly or partly at nearby ${plural(2, unit)}`,
-    first: (one, unit) => `${one ? "looks" : "look"} mostly or partly at the first ${unit}`,
+    local: (one, unit) => `often ${one ? "looks" : "look"} at nearby ${plural(2, unit)}`,
+    first: (one, unit) => `often ${one ? "looks" : "look"} at the first ${unit}`,
     uniform: (one) => `${one ? "comes" : "come"} closest to an even spread`,
   } as Record<string, (one: boolean, unit: string) => string>,
   none: "No head matches a pattern clearly better than chance",

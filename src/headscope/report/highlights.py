@@ -54,8 +54,8 @@ class Highlight:
         cell: a query and a key that show the pattern, and the texts of both if they are known.
         weight: of the cell.
         texts: of the query and the key.
-        also: the second pattern of the head beyond chance, and its score, if that is at least 0.3; at least 0.1 where the
-            head follows its pattern partly.
+        also: the second pattern of the head beyond chance, and its score, if that is at least 0.3. Beside a pattern that
+            the head follows partly, 0.1 suffices.
 
     Examples:
         >>> from headscope.report.highlights import Highlight
@@ -122,8 +122,8 @@ _HEAD_WORDS = {
     "self": "looks at the {unit} itself",
 }
 _COUNT_WORDS = {
-    "local": ("looks mostly or partly at nearby {unit}s", "look mostly or partly at nearby {unit}s"),
-    "first": ("looks mostly or partly at the first {unit}", "look mostly or partly at the first {unit}"),
+    "local": ("often looks at nearby {unit}s", "often look at nearby {unit}s"),
+    "first": ("often looks at the first {unit}", "often look at the first {unit}"),
     "uniform": ("comes closest to an even spread", "come closest to an even spread"),
 }
 _REGION_WORDS = {
