@@ -54,8 +54,8 @@ class Highlight:
         cell: a query and a key that show the pattern, and the texts of both if they are known.
         weight: of the cell.
         texts: of the query and the key.
-        also: the second pattern of the head beyond chance, and its score, if that is at least 0.3. Beside a pattern that
-            the head follows partly, 0.1 suffices.
+        also: the second pattern of the head beyond chance, and its score, if that is at least 0.3. Beside a pattern
+            that the head follows partly, 0.1 suffices.
 
     Examples:
         >>> from headscope.report.highlights import Highlight

@@ -146,7 +146,8 @@ def _table(cells: list[tuple[str, ...]], result: WatchResult) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    gap = 1 if any(" · " in line[COLUMNS.index("pattern")] for line in cells) else 2  # two names need the room
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
     for name in COLUMNS:
         title = f"top {result.budget.budgets[0]:,}" if name == TOP else name.replace(" ", "\n")
         table.add_column(title, justify="left" if name in TEXTS else "right", no_wrap=name != "layer", overflow="fold")
