@@ -422,6 +422,9 @@ function gridBody(state: State, found: Place[], { inks, ratio }: Paper, progress
 /** What stands below a map: in an order of their own the head, and the pattern that it clearly matches. */
 function nameBelow(place: Place, state: State, side: number): string {
   const number = state.sort ? `${data.layers[place.layer].short}·${place.head}` : "";
-  const pattern = side < 96 || isWeak(place) ? "" : bestPattern(place);
-  return fitted([number, pattern].filter(Boolean).join(" "), side + GAP - 2);
+  const named = side >= 96 && !isWeak(place);
+  const text = (pattern: string) => [number, named ? pattern : ""].filter(Boolean).join(" ");
+  const room = side + GAP - 2;
+  const whole = text(bestPattern(place));
+  return measured(whole) <= room ? whole : fitted(text(namePattern(place)), room); // the score has precedence over a second name
 }
