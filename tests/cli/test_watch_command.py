@@ -276,14 +276,14 @@ def test_many_heads_are_cut_in_the_terminal(run: Run, folder: Path, monkeypatch:
 def test_informative_heads_are_not_cut(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headscope.cli._shared.recording_view.LINES", 2)
     out = run("watch", "text", "--text", "The cat sat on the mat. The cat sat on the mat.", "--no-page").out
-    table = re.findall(r"^(\d) +(\d)  (\w+) +[01]\.\d\d ", out, re.MULTILINE)
-    assert table == [("2", "0", "previous"), ("3", "3", "induction")], "not the 25 uniform ones"
+    table = re.findall(r"^(\d) +(\d) (\w+(?: · \w+)?) +[01]\.\d\d ", out, re.MULTILINE)
+    assert table == [("2", "0", "previous"), ("3", "3", "induction · first")], "not the 25 uniform ones"
 
 
 def test_watch_prints_its_highlights_first_and_has_them_as_json(run: Run) -> None:
     arguments = ("watch", "text", "--text", "The cat sat on the mat. The cat sat on the mat.")
     found = json.loads(run(*arguments, "--json").out)["highlights"]
-    assert [each["pattern"] for each in found] == ["induction", "previous", "uniform", "first"]
+    assert [each["pattern"] for each in found] == ["induction", "previous", "first", "uniform"]
     out = run(*arguments, "--no-page").out
     assert out.index("What to look at first") < out.index("All heads")
     assert all(f"• {each['sentence']}." in out for each in found)

@@ -279,7 +279,8 @@ def test_the_shipped_text_model_has_an_induction_and_a_previous_head() -> None:
     assert pieces[query] == pieces[key - 1]
     assert key != query + 1
     assert (
-        induction.sentence == f"3.3 looks like an induction head (85%, one of 6): {' → '.join(induction.texts or ())}"
+        induction.sentence
+        == f"3.3 looks like an induction head (85%, one of 7; also first, 32%): {' → '.join(induction.texts or ())}"
     )
 
 

@@ -18,7 +18,7 @@ from headscope.report import Sheet, terminal, text_sheet
 from headscope.report._viewer.from_recording import shown as shown_recording
 from headscope.report._viewer.from_sheet import shown as shown_sheet
 from headscope.report.highlights import Highlight, recording_highlights, sheet_highlights
-from headscope.stats import HeadStats, best_matches, pattern_scores
+from headscope.stats import HeadStats, Match, best_matches, name_in_words, pattern_scores, second_name
 from headscope.watching import About, Recording
 
 LENGTH = 29
@@ -66,6 +66,8 @@ def sheet(*heads: Tensor) -> Sheet:
 
 PARTLY = mixed(previous=0.4, self=0.33)
 MOSTLY = mixed(previous=0.6, self=0.3)
+BOTH = mixed(previous=0.55, self=0.41)
+WHOLLY = mixed(previous=0.9)
 
 
 def sentences(*heads: Tensor) -> list[list[str]]:
@@ -78,7 +80,54 @@ def test_a_sentence_says_partly_and_what_the_head_shows_too() -> None:
     for one in sentences(PARTLY):
         assert one == ["0.0 partly looks at the previous token (36%; also self, 28%)"]
     for one in sentences(MOSTLY):
-        assert one == ["0.0 looks at the previous token (56%)"], "from half on the name stands alone"
+        assert one == ["0.0 mostly looks at the previous token (56%)"], "a second score below 0.3 is no name"
+    for one in sentences(BOTH):
+        assert one == ["0.0 mostly looks at the previous token (50%; also self, 34%)"]
+    for one in sentences(WHOLLY):
+        assert one == ["0.0 looks at the previous token (90%)"]
+
+
+def test_words_agree_with_whole_per_cent() -> None:
+    scores = (0.494, 0.496, 0.794, 0.796)
+    found = [Highlight("self", 1, 8, layer=0, head=0, name="0.0", score=score).sentence for score in scores]
+    assert found == [
+        "0.0 partly looks at the token itself (49%)",
+        "0.0 mostly looks at the token itself (50%)",
+        "0.0 mostly looks at the token itself (79%)",
+        "0.0 looks at the token itself (80%)",
+    ]
+    assert [name_in_words("first", score) for score in scores[:2]] == ["partly first", "first"]
+
+
+def scored(pattern: str, score: float, z: float = 9.0) -> Match:
+    return Match(pattern, score, 28, z, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("best", "other", "named"),
+    [
+        (scored("first", 0.59), scored("induction", 0.52), True),
+        (scored("first", 0.59), scored("induction", 0.31), True),
+        (scored("first", 0.59), scored("induction", 0.29), False),
+        (scored("first", 0.59), scored("induction", 0.52, z=2.9), False),
+        (scored("first", 0.45), scored("induction", 0.11), True),
+        (scored("first", 0.45), scored("induction", 0.09), False),
+        (scored("previous", 0.59), scored("local", 0.4), False),
+        (scored("first", 0.59), scored("local", 0.4), True),
+        (scored("first", 0.59), scored("uniform", 0.4), False),
+        (scored("first", 0.25), scored("induction", 0.2), False),
+    ],
+)
+def test_a_second_name_needs_a_clear_score(best: Match, other: Match, named: bool) -> None:
+    assert second_name(best, [best, other]) == (other if named else None)
+
+
+def test_a_head_counts_for_both_of_its_names() -> None:
+    only = mixed(self=0.9)
+    for found in (recording_highlights(recorded(only, BOTH, PARTLY)), sheet_highlights(sheet(only, BOTH, PARTLY))):
+        heads = {each.pattern: each.heads for each in found}
+        assert heads["previous"] == 2
+        assert heads["self"] == 2, "a score of 28 % beside a partly followed pattern is no name"
 
 
 def test_what_chance_explains_is_not_named_too() -> None:
@@ -108,6 +157,14 @@ def test_all_surfaces_have_the_same_words() -> None:
         assert second is not None
         assert second[0] == "self"
         assert second[1] == pytest.approx(0.30, abs=0.02)
+
+
+def test_tables_have_both_names() -> None:
+    both = sheet(BOTH, WHOLLY)
+    assert "previous · self" in printed(terminal.statistics_table(both))
+    lines = [line.split() for line in printed(HeadGrid(both, Choice(0, 0, ""))).splitlines()]
+    assert ["also", "self"] in lines
+    assert [line[0] for line in lines] == ["head", "layer", "score", "also", "keys"]
 
 
 def test_a_grid_without_partial_names_has_no_line_for_them() -> None:

@@ -46,31 +46,34 @@ def test_cards_state_what_python_states(look: Any, cats: Recording) -> None:
     found = recording_highlights(cats)
     shown = [each.inner_text().replace("\xa0", " ") for each in page.locator(".card").all()]
     assert len(shown) == len(found) == 4
-    induction, previous, uniform, first = found
+    induction, previous, *counts = found
+    first, uniform = sorted(counts, key=lambda each: each.pattern)
+    shown[2:] = sorted(shown[2:], key=lambda text: "first token" not in text)
     assert induction.texts is not None
     one, other = induction.texts
     assert shown[0].splitlines() == [
-        "3.3 looks like an induction head (85 %)",
+        "3.3 looks like an induction head (85 %; also first, 32 %)",
         f"{one} → {other}, which followed {one} before",
     ]
     assert shown[1].startswith("2.0 looks at the previous token (99.6 %)")
     assert previous.pattern == "previous"
-    assert shown[2].startswith(f"{uniform.heads} of 48 heads come closest to an even spread")
-    assert shown[3].startswith(f"{first.heads} of 48 heads come closest to looking at the first token only")
+    assert shown[2].startswith(f"{first.heads} of 48 heads often look at the first token")
+    assert shown[3].startswith(f"{uniform.heads} of 48 heads come closest to an even spread")
 
 
 def test_cards_count_the_heads_that_captions_name(look: Any, cats: Recording) -> None:
     page = look(cats)
-    captions = [text.removeprefix("partly ").split()[0] for text in page.locator(".thumb small").all_inner_texts()]
+    texts = [text.removeprefix("partly ") for text in page.locator(".thumb small").all_inner_texts()]
+    captions = [name.split()[0] for text in texts for name in text.split(" · ")]
     cards = [each.inner_text() for each in page.locator("button.card").all()]
     for pattern, sentence in (
         ("uniform", "come closest to an even spread"),
-        ("first", "come closest to looking at the"),
+        ("first", "often look at the first"),
     ):
         (card,) = (text for text in cards if sentence in text)
         assert int(card.split()[0]) == captions.count(pattern) > 1
     assert page.locator(".more-heads").first.inner_text() == f"{captions.count('induction') - 1} more heads"
-    assert all("match of at least 30" in text for text in cards if "come closest" in text)
+    assert all("match of at least 30" in text for text in cards if " of 48 heads " in text)
 
 
 @pytest.mark.parametrize("keyboard", [False, True])
@@ -110,16 +113,40 @@ def test_on_a_server_the_single_weight_is_selected(chromium: BrowserContext, cat
 
 def test_a_count_shows_only_its_heads_and_all_of_them_again(look: Any, cats: Recording) -> None:
     page = look(cats)
-    count = page.locator(".card").nth(2)
-    heads = recording_highlights(cats)[2].heads
+    at = next(n for n, each in enumerate(recording_highlights(cats)) if each.pattern == "first")
+    count = page.locator(".card").nth(at)
+    heads = recording_highlights(cats)[at].heads
     assert count.get_attribute("aria-pressed") == "false"
     assert len(thumbs(page)) == 48
     count.click()
     assert len(thumbs(page)) == heads
-    assert all("uniform" in each for each in thumbs(page))
+    assert all("first" in each for each in thumbs(page))
+    assert any("· first" in each for each in page.locator(".thumb small").all_inner_texts()), (
+        "a second name counts, too"
+    )
     assert count.get_attribute("aria-pressed") == "true"
     count.click()
     assert len(thumbs(page)) == 48
+
+
+@pytest.mark.parametrize("keyboard", [False, True])
+def test_show_all_ends_the_filters(keyboard: bool, look: Any, cats: Recording) -> None:
+    page = look(cats)
+    assert page.locator(".show-all").count() == 0
+    page.locator(".more-heads").click()
+    found = thumbs(page)
+    assert 1 < len(found) < 48
+    assert all("induction" in each for each in found)
+    button = page.locator(".show-all")
+    assert button.inner_text() == "Show all"
+    if keyboard:
+        button.focus()
+        page.keyboard.press("Enter")
+    else:
+        button.click()
+    page.wait_for_function("document.activeElement.matches('.thumb')")
+    assert len(thumbs(page)) == 48
+    assert button.count() == 0
 
 
 def test_cards_can_be_hidden_and_the_address_holds_it(look: Any, cats: Recording) -> None:
@@ -138,7 +165,7 @@ def test_cards_can_be_hidden_and_the_address_holds_it(look: Any, cats: Recording
 def test_cards_are_one_compact_row(width: int, look: Any, cats: Recording) -> None:
     page = look(cats, width=width)
     boxes = [each.bounding_box() for each in page.locator(".card").all()]
-    assert all(40 <= box["height"] <= (70 if width == 1280 else 130) for box in boxes)
+    assert all(40 <= box["height"] <= (90 if width == 1280 else 150) for box in boxes)
     assert len({box["y"] for box in boxes}) == 1, "on a phone the row scrolls"
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 

@@ -140,7 +140,7 @@ def test_the_words_of_a_map_tell_what_is_seen(show: Any) -> None:
     page = show("text", "view=head&layer=3&head=3")
     images = [text for role, text in tree(page) if role == "image" and text.startswith("Layer 3, head 3: ")]
     (words,) = images
-    assert "20 × 20 weights; looks like an induction head (79 %)" in words.replace("\xa0", " ")
+    assert "20 × 20 weights; mostly looks like an induction head (79 %; also first, 43 %)" in words.replace("\xa0", " ")
     assert "of the weight is on the first token" in words
     assert "strongest: ‘␣m’ (18) to ‘at’ (8), 0.998; ‘␣s’ (14) to ‘at’ (4), 0.997" in words
     page = show("text", "view=compare")

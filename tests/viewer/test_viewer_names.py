@@ -97,3 +97,49 @@ def test_the_card_of_a_partial_name(language: str, look: Any, tmp_path: Any) -> 
     path = save(text_sheet("m", TOKENS, [HEADS[:1].float()]), tmp_path / "sheet.html")
     page = look(path, f"lang={language}")
     assert page.locator(".card").first.inner_text().replace("\xa0", " ").splitlines()[0] == CARDS[language]
+
+
+BOTH = {
+    "en": (
+        "previous 50 % · self",
+        "Mostly looks like a previous-token head (match 50 %, from 28 tokens; also self, 34 %). "
+        "For the most part: each token looks at the one just before it.",
+        "0.0 mostly looks at the previous token (50 %; also self, 34 %)",
+    ),
+    "de": (
+        "vorheriges 50 % · selbst",
+        "Ähnelt überwiegend einem Previous-Token-Head (Übereinstimmung 50 %, aus 28 Tokens; auch selbst, 34 %). "
+        "Zum größten Teil: Jedes Token achtet auf das unmittelbar davor.",
+        "0.0 achtet überwiegend auf das vorige Token (50 %; auch selbst, 34 %)",
+    ),
+    "zh": (
+        "前一个 50% · 自身",
+        "大体上像是前一词元头（匹配度 50%，基于 28 个词元；也有自身，34%）。其中大部分：每个词元关注紧邻其前的一个。",
+        "0.0 大体上关注前一个词元（50%；也有自身，34%）",
+    ),
+}
+
+
+@pytest.mark.parametrize("language", BOTH)
+def test_a_second_name_has_the_same_words_in_every_view(language: str, look: Any, tmp_path: Any) -> None:
+    caption, sentence, card = BOTH[language]
+    heads = torch.stack([weights(previous=0.55, own=0.41), weights(previous=0.6, own=0.3)])
+    path = save(text_sheet("m", TOKENS, [heads.float()]), tmp_path / "sheet.html")
+
+    def plain(page: Any, selector: str) -> str:
+        return page.locator(selector).first.inner_text().replace("\xa0", " ").splitlines()[0]
+
+    page = look(path, f"view=heads&lang={language}")
+    assert plain(page, ".thumb small") == caption
+    page = look(path, f"view=head&layer=0&head=0&lang={language}")
+    assert plain(page, ".likeness") == sentence
+    page = look(path, f"view=heads&pattern=self&by=score&least=0.3&lang={language}")
+    assert page.locator(".thumb").count() == 1, (
+        "the score is that of the pattern: 34 % of the first head, 25 % of the other"
+    )
+    page = look(path, f"view=heads&pattern=self&by=score&least=0.4&lang={language}")
+    page.locator(".grid .hint").wait_for()
+    assert page.locator(".thumb").count() == 0
+    path = save(text_sheet("m", TOKENS, [heads[:1].float()]), tmp_path / "one.html")
+    page = look(path, f"lang={language}")
+    assert plain(page, ".card") == card

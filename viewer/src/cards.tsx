@@ -4,7 +4,7 @@ import { useState } from "preact/hooks";
 import { Attended } from "./attended";
 import { data, hasTokens, type Highlight, type Layer, queryAt, token } from "./data";
 import type { Place } from "./grid";
-import { alsoInWords, isPart } from "./naming";
+import { alsoInWords, degreeOf } from "./naming";
 import type { State } from "./state";
 import { cards, fill, percent, whole } from "./texts";
 import { binAt, nameOf } from "./words";
@@ -80,7 +80,7 @@ function Others({ highlight: { pattern, heads }, state, change }: Pick<Props, "s
 function does({ pattern, score, share, unit, also }: Highlight): string {
   if (pattern in cards.regions) return cards.region(cards.regions[pattern], score!);
   if (pattern === "fixed key") return cards.fixed(percent(share!), unit) + (also ? cards.alone(alsoInWords(also)) : "");
-  return cards.match(cards.heads[pattern]?.(unit) ?? pattern, percent(score!) + alsoInWords(also), isPart(score!));
+  return cards.match(cards.heads[pattern]?.(unit) ?? pattern, percent(score!) + alsoInWords(also), degreeOf(score!));
 }
 
 function count({ pattern, heads, of, unit }: Highlight): string {

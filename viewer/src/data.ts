@@ -121,7 +121,7 @@ export interface Data {
   names: { name: string; heading: string; meaning: string; unit?: string }[];
   statistics: Record<string, Record<What, (number | null)[]>>[];
   patterns: [string, number, number, boolean][][][];
-  also: ([string, number] | null)[][]; // of each layer and head the second pattern, where it follows the best one partly
+  also: ([string, number] | null)[][]; // of each layer and head the second pattern beyond chance
   patternWords: Record<string, string>;
   tokens: { labels: string[]; longer: Record<string, string> } | null;
   runTokens: { labels: string[]; ids: number[][] } | null; // of each run, where runs read different texts
@@ -159,7 +159,7 @@ export interface Highlight {
   cell: [number, number] | null;
   weight: number | null;
   texts: [string, string] | null;
-  also: [string, number] | null; // the second pattern of a head that follows its pattern partly
+  also: [string, number] | null; // the second pattern of the head beyond chance
 }
 
 export interface Edge {

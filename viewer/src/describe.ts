@@ -2,7 +2,7 @@
 
 import { data, type Head, hasTokens, type Layer, queryAt, range, token } from "./data";
 import type { Field } from "./field";
-import { alsoInWords, isPart, NAMED } from "./naming";
+import { alsoInWords, degreeOf, NAMED } from "./naming";
 import { described, names, patterns, percent, whole } from "./texts";
 import { bin, FIRST_COLUMN, mapValue } from "./words";
 
@@ -17,7 +17,7 @@ export function describeMap(layer: Layer, head: Head, field: Field, title: strin
   const parts = [sizeOf(layer, field)];
   if (!field.signed && number !== undefined) {
     const best = data.patterns[layer.index]?.[number]?.[0];
-    if (best) parts.push(best[1] < NAMED ? described.noPattern : described.likeness(patterns[best[0]]?.(UNIT).kind ?? best[0], percent(best[1]) + alsoInWords(data.also[layer.index]?.[number]), isPart(best[1])));
+    if (best) parts.push(best[1] < NAMED ? described.noPattern : described.likeness(patterns[best[0]]?.(UNIT).kind ?? best[0], percent(best[1]) + alsoInWords(data.also[layer.index]?.[number]), degreeOf(best[1])));
     const share = meanOf(head.map!.firstShare);
     if (share >= LEAST && UNIT === "token") parts.push(described.first(percent(share), FIRST_COLUMN));
   }

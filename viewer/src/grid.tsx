@@ -9,7 +9,7 @@ import { drawWhenNear } from "./drawing_queue";
 import { type Colours, colour, FEW_CELLS, field, hasQuantile, Pictures } from "./field";
 import { type Body, coloursOn, type Figure, fitted, measured, origin, type Paper, SMALL, ticksOf } from "./figure";
 import { FigureMenu } from "./figure_menu";
-import { NAMED, nameInWords, SCORED } from "./naming";
+import { NAMED, nameInWords, namesOf, SCORED, secondName } from "./naming";
 import { drawPatches, queryOf, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
@@ -31,11 +31,20 @@ export function all(): Place[] {
   return data.layers.flatMap((layer, at) => Array.from({ length: layer.heads }, (_, head) => ({ layer: at, head })));
 }
 
-/** Whether a pattern is the best one of a head, or a region of the image the one that it attends to beyond chance. */
-function hasPattern({ layer, head }: Place, name: string): boolean {
-  const best = data.patterns[layer]?.[head]?.[0]?.[0];
-  if (!data.image || !(name in data.image.regionWords)) return best === name;
-  return best !== "fixed key" && data.image.clear[layer]?.[head] === name;
+/** Whether a head is named by a pattern, first or second, or a region of the image is the one that it attends to beyond chance. */
+function hasPattern(place: Place, name: string): boolean {
+  if (!isRegion(name)) return namesOf(place).some(([each]) => each === name);
+  return namesOf(place)[0]?.[0] !== "fixed key" && data.image!.clear[place.layer]?.[place.head] === name;
+}
+
+function isRegion(name: string): boolean {
+  return data.image !== null && name in data.image.regionWords;
+}
+
+/** The statistic of a head that the filter compares: the score is that of the chosen pattern. */
+function filtered(place: Place, { by, pattern }: State): number | null {
+  if (by !== "score" || !pattern || isRegion(pattern)) return statistic(place.layer, place.head, by);
+  return namesOf(place).find(([each]) => each === pattern)?.[1] ?? null;
 }
 
 /** The heads that match the filters, in the chosen order; heads without the statistic come last. */
@@ -44,8 +53,8 @@ export function chosen(state: State): Place[] {
   if (state.pattern) found = found.filter((place) => hasPattern(place, state.pattern));
   const { by, least, under } = state;
   if (by && least !== null) {
-    found = found.filter(({ layer, head }) => {
-      const value = statistic(layer, head, by);
+    found = found.filter((place) => {
+      const value = filtered(place, state);
       return value !== null && (under ? value <= least : value >= least);
     });
   }
@@ -59,7 +68,17 @@ export function chosen(state: State): Place[] {
   });
 }
 
-export function bestPattern({ layer, head }: Place): string {
+/** The name of a head with its score, and its second name: "first 59 % · induction". */
+export function bestPattern(place: Place): string {
+  const second = hasLook(place) ? "" : secondName(place);
+  return [namePattern(place), second].filter(Boolean).join(" · ");
+}
+
+function hasLook({ layer, head }: Place): boolean {
+  return Boolean(data.image?.looks[layer]?.[head]);
+}
+
+function namePattern({ layer, head }: Place): string {
   const look = data.image?.looks[layer]?.[head];
   if (look) return isClear(look) ? grid.region(regionNames[look[0]] ?? look[0], look[1]) : NO_VALUE;
   const best = data.patterns[layer]?.[head]?.[0];
@@ -216,14 +235,15 @@ export function Thumb({ place, state, theme, open, stop }: Props & { place: Plac
   }, [layer, head, state.pool, state.sink, state.scale, state.colours, state.thumbs, state.over, state.thumbs === "patch" ? state.row : 0, theme]);
   const name = state.sort || (mapped ? "" : TILE); // of the statistic on the thumbnail
   const value = name ? statistic(layer, head, name) : null;
-  const pattern = bestPattern(place);
+  const pattern = namePattern(place);
+  const second = pattern && !hasLook(place) ? secondName(place) : "";
   const heading = data.names.find((each) => each.name === name)?.heading ?? name;
   return (
     <button
       type="button"
       class={`thumb${isOpened(place, state) ? " opened" : ""}`}
       aria-current={isOpened(place, state) ? "true" : undefined}
-      aria-label={grid.thumb(nameOf(layer, head), pattern, name && `${heading} ${figure(value)}`)}
+      aria-label={grid.thumb(nameOf(layer, head), bestPattern(place), name && `${heading} ${figure(value)}`)}
       data-layer={layer}
       data-head={head}
       style={{ "--column": String(head + 2) }}
@@ -232,7 +252,7 @@ export function Thumb({ place, state, theme, open, stop }: Props & { place: Plac
     >
       {mapped ? PAINTED ? <img ref={canvas} alt="" /> : <canvas ref={canvas} /> : <Tile place={place} name={name} colours={state.colours} />}
       <span class="number">{state.sort ? `${data.layers[layer].short}·${head}` : head}</span>
-      {state.sort ? <b>{figure(value)}</b> : pattern && <small class={isWeak(place) ? "weak" : ""}>{pattern}</small>}
+      {state.sort ? <b>{figure(value)}</b> : pattern && <small class={isWeak(place) ? "weak" : ""}>{pattern}{second && <> <span>· {second}</span></>}</small>}
     </button>
   );
 }
@@ -402,6 +422,9 @@ function gridBody(state: State, found: Place[], { inks, ratio }: Paper, progress
 /** What stands below a map: in an order of their own the head, and the pattern that it clearly matches. */
 function nameBelow(place: Place, state: State, side: number): string {
   const number = state.sort ? `${data.layers[place.layer].short}·${place.head}` : "";
-  const pattern = side < 96 || isWeak(place) ? "" : bestPattern(place);
-  return fitted([number, pattern].filter(Boolean).join(" "), side + GAP - 2);
+  const named = side >= 96 && !isWeak(place);
+  const text = (pattern: string) => [number, named ? pattern : ""].filter(Boolean).join(" ");
+  const room = side + GAP - 2;
+  const whole = text(bestPattern(place));
+  return measured(whole) <= room ? whole : fitted(text(namePattern(place)), room); // the score has precedence over a second name
 }

@@ -11,7 +11,7 @@ import { Bar } from "./legend";
 import { Largest } from "./largest";
 import { LayerStrip } from "./layer_strip";
 import { MapView, type Zoom } from "./map";
-import { alsoOf, isPart, NAMED, SCORED } from "./naming";
+import { alsoOf, degreeOf, NAMED, SCORED } from "./naming";
 import { Images, Regions } from "./picture";
 import { ImageTokens } from "./image_tokens";
 import { Keys } from "./reading";
@@ -151,7 +151,7 @@ export function Likeness({ layer, head }: { layer: number; head: number }) {
   const { kind, does } = texts.patterns[name]?.(UNIT) ?? { kind: name, does: data.patternWords[name] };
   return (
     <p class="likeness" title={texts.head.likenessHelp}>
-      {fill(isPart(score) ? texts.head.likenessPart : texts.head.likeness, { kind: <b><Term name={name}>{kind}</Term></b>, match: percent(score), rows: counted(rows, UNIT) + alsoOf({ layer, head }), does })}
+      {fill(texts.head.likeness[degreeOf(score)], { kind: <b><Term name={name}>{kind}</Term></b>, match: percent(score), rows: counted(rows, UNIT) + alsoOf({ layer, head }), does })}
     </p>
   );
 }

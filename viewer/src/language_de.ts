@@ -12,6 +12,7 @@ const axes: Record<Axis, [string, string]> = { query: ["Query", "Queries"], key:
 const nouns: Record<Counted, [string, string]> = { head: ["Head", "Heads"], token: ["Token", "Tokens"], patch: ["Patch", "Patches"], query: ["Query", "Queries"], key: ["Key", "Keys"], step: ["Schritt", "Schritte"], alarm: ["Alarm", "Alarme"] };
 
 /** Der vorige Patch, das vorige Token. */
+const degrees = { partly: "teils", mostly: "überwiegend" };
 const patch = (unit: string) => unit === "patch";
 const plural = (unit: string) => (patch(unit) ? "Patches" : "Tokens");
 const previous = (unit: string) => (patch(unit) ? "den vorigen Patch" : "das vorige Token");
@@ -135,7 +136,7 @@ export const german: Translation = {
     order: "Reihenfolge",
     largest: "größte zuerst",
     smallest: "kleinste zuerst",
-    pattern: "Bestes Muster",
+    pattern: "Muster",
     anyPattern: "beliebig",
     score: "Score",
     filter: "Filter",
@@ -149,7 +150,7 @@ export const german: Translation = {
     hideLabel: "„Was zuerst ansehen?“ ausblenden",
     open: "Diesen Head öffnen",
     openCell: "Diesen Head öffnen und dieses Beispiel auswählen",
-    match: (does, score, part) => `${part ? does.replace(/^\S+/, "$& teils") : does} (${score})`,
+    match: (does, score, degree) => `${degree ? does.replace(/^\S+/, `$& ${degrees[degree]}`) : does} (${score})`,
     alone: (also) => ` (${also.replace(/^; /, "")})`,
     heads: {
       induction: () => "ähnelt einem Induction-Head",
@@ -167,8 +168,8 @@ export const german: Translation = {
     more: (heads) => `${whole(heads)} ${heads === 1 ? "weiterer Head" : "weitere Heads"}`,
     count: (heads, of, does) => `${heads} von ${of} Heads ${does}`,
     counts: {
-      local: (one, unit) => `${one ? "achtet" : "achten"} am ehesten auf nahe ${plural(unit)}`,
-      first: (one, unit) => `${one ? "achtet" : "achten"} am ehesten nur auf ${first(unit)}`,
+      local: (one, unit) => `${one ? "achtet" : "achten"} oft auf nahe ${plural(unit)}`,
+      first: (one, unit) => `${one ? "achtet" : "achten"} oft auf ${first(unit)}`,
       uniform: (one) => `${one ? "kommt" : "kommen"} einer gleichmäßigen Verteilung am nächsten`,
     },
     none: "Kein Head passt deutlich besser als der Zufall zu einem Muster",
@@ -185,6 +186,7 @@ export const german: Translation = {
     axes: "Zeilen dieser Ansicht sind Schichten, Spalten sind Heads. Zeigt man auf eine Nummer, wird ihre Zeile oder Spalte hervorgehoben.",
     layerTip: (name) => `Alle Heads von ${name}`,
     headTip: (head) => `Head ${head} in jeder Schicht`,
+    showAll: "Alle zeigen",
     matching: (shown, all) => `${whole(shown)} von ${whole(all)} Heads passen zu den Filtern.`,
     keys: "Pfeiltasten gehen von Head zu Head, Enter öffnet einen. Der umrahmte Head ist der im Reiter „Ein Head“.",
     map: "In einer Karte ist jede Zeile eine Query und jede Spalte ein Key; die Farbskala unterscheidet kleine von großen Gewichten.",
@@ -236,8 +238,11 @@ export const german: Translation = {
     uniform: (unit) => ({ kind: "einem gleichmäßigen Head", does: `${each(unit)} achtet gleichmäßig auf alle, auf die ${patch(unit) ? "er" : "es"} achten kann.` }),
   },
   head: {
-    likeness: "Ähnelt {kind} (Übereinstimmung {match}, aus {rows}): {does}",
-    likenessPart: "Ähnelt teils {kind} (Übereinstimmung {match}, aus {rows}). Zum Teil: {does}",
+    likeness: {
+      "": "Ähnelt {kind} (Übereinstimmung {match}, aus {rows}): {does}",
+      mostly: "Ähnelt überwiegend {kind} (Übereinstimmung {match}, aus {rows}). Zum größten Teil: {does}",
+      partly: "Ähnelt teils {kind} (Übereinstimmung {match}, aus {rows}). Zum Teil: {does}",
+    },
     noPattern: "Kein bekanntes Muster.",
     noPatternHelp: "Die beste Übereinstimmung liegt unter 30 %. Die Statistik nennt sie.",
     likenessHelp: "Ein Muster beschreibt, worauf ein Head achtet, nicht wozu er dient.",
@@ -332,7 +337,7 @@ export const german: Translation = {
     size: (queries, keys) => `${whole(queries)} × ${whole(keys)} Gewichte`,
     pooled: (rows, columns, queries, keys) => `${whole(queries)} × ${whole(keys)} Gewichte in ${whole(rows)} × ${whole(columns)} Zellen`,
     bins: (rows, columns) => `${whole(rows)} × ${whole(columns)} Zellen`,
-    likeness: (kind, match, part) => `ähnelt ${part ? "teils " : ""}${kind} (${match})`,
+    likeness: (kind, match, degree) => `ähnelt ${degree && `${degrees[degree]} `}${kind} (${match})`,
     noPattern: "kein bekanntes Muster",
     strongest: (pairs) => `am stärksten: ${pairs}`,
     pair: (query, key, weight) => `${query} auf ${key}, ${weight}`,

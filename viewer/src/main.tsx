@@ -130,7 +130,7 @@ function App() {
           {state.view === "heads" && (
             <section aria-labelledby="heads-title">
               <h2 id="heads-title" class="unseen">{grid.title}</h2>
-              <div class="hint">{gridHint(state)} {HAS_MAPS && <Exports state={shown} />}</div>
+              <div class="hint">{gridHint(state)} <ShowAll {...{ state, change }} /> {HAS_MAPS && <Exports state={shown} />}</div>
               {BANDED && <BandLegend layer={BANDED} />}
               <Grid {...{ state: shown, theme: drawn, open }} />
             </section>
@@ -149,6 +149,16 @@ function App() {
       <Glossary />
     </>
   );
+}
+
+/** Ends the filters. The button then disappears, so a head gets the focus. */
+function ShowAll({ state, change }: { state: State; change: (part: Partial<State>) => void }) {
+  if (chosen(state).length === all().length) return null;
+  const show = () => {
+    change({ pattern: "", by: "", least: null, under: false });
+    requestAnimationFrame(() => document.querySelector<HTMLElement>(".thumb[tabindex='0']")?.focus({ preventScroll: true }));
+  };
+  return <button type="button" class="show-all" onClick={show}>{grid.showAll}</button>;
 }
 
 /** A layer whose segments are bands along its maps. */

@@ -7,12 +7,34 @@ import { grid, patternNames, percent } from "./texts";
 export const NAMED = 0.3;
 
 const WHOLE = 0.5; // a head with a smaller score follows its pattern partly
+const MOST = 0.8; // and with one below this mostly
+const ROUNDING = 0.005; // what whole per cent round up: "partly" never stands before 50 %
+
+/** How much of what its pattern describes a head does; "" is all of it. */
+export type Degree = "partly" | "mostly" | "";
 
 /** Whether patterns were scored at all: a head without one then has no name. */
 export const SCORED = data.patterns.some((layer) => layer.some((head) => head.length > 0));
 
 export function isPart(score: number): boolean {
-  return score < WHOLE;
+  return score < WHOLE - ROUNDING;
+}
+
+export function degreeOf(score: number): Degree {
+  if (isPart(score)) return "partly";
+  return score < MOST - ROUNDING ? "mostly" : "";
+}
+
+/** The patterns that a head is named by, with their scores: the best one, and the second one where it is a name, too. */
+export function namesOf({ layer, head }: { layer: number; head: number }): [string, number][] {
+  const [best, also] = [data.patterns[layer]?.[head]?.[0], data.also[layer]?.[head]];
+  return [...(best ? [[best[0], best[1]] as [string, number]] : []), ...(also && also[1] >= NAMED ? [also] : [])];
+}
+
+/** The second name of a head in short, "induction"; "" where it has none. */
+export function secondName(place: { layer: number; head: number }): string {
+  const second = namesOf(place)[1];
+  return second ? (patternNames[second[0]] ?? second[0]) : "";
 }
 
 /** The name of a head that follows a pattern: "induction", or "partly induction". */
@@ -21,7 +43,7 @@ export function nameInWords(pattern: string, score: number): string {
   return isPart(score) ? grid.partly(name) : name;
 }
 
-/** The second pattern of a head that follows its best one partly, as the end of a parenthesis: "; also previous, 31 %". */
+/** The second pattern of a head, as the end of a parenthesis: "; also previous, 31 %". */
 export function alsoInWords(also: [string, number] | null | undefined): string {
   return also ? grid.also(patternNames[also[0]] ?? also[0], percent(also[1])) : "";
 }

@@ -5,7 +5,7 @@ import { data } from "./data";
 import { Term } from "./glossary";
 import { all, chosen, isWeak, type Place, spanOf } from "./grid";
 import { save } from "./map";
-import { NAMED, nameInWords } from "./naming";
+import { NAMED, nameInWords, secondName } from "./naming";
 import { useRoving } from "./roving";
 import type { State } from "./state";
 import { figure, files, head as headTexts, NO_VALUE, table } from "./texts";
@@ -68,7 +68,8 @@ function patternOf({ layer, head }: Place): string | null {
 /** The pattern as the page and the file of the table write it. */
 function nameOfPattern(place: Place): string {
   const name = patternOf(place);
-  return name === null ? NO_VALUE : nameInWords(name, data.patterns[place.layer][place.head][0][1]);
+  if (name === null) return NO_VALUE;
+  return [nameInWords(name, data.patterns[place.layer][place.head][0][1]), secondName(place)].filter(Boolean).join(" · ");
 }
 
 export function Table({ state, change, open }: Props) {

@@ -3,6 +3,7 @@
 // {name} in a text marks where the page inserts a part of its own: see `fill`.
 
 import type { ComponentChildren } from "preact";
+import type { Degree } from "./naming";
 
 /** A text with parts, such as a bold name, in place of {name}. */
 export function fill(text: string, parts: Record<string, ComponentChildren>): ComponentChildren[] {
@@ -206,7 +207,7 @@ export const controls = {
   order: "Order",
   largest: "largest first",
   smallest: "smallest first",
-  pattern: "Best pattern",
+  pattern: "Pattern",
   anyPattern: "any",
   score: "score",
   filter: "Filter",
@@ -227,7 +228,7 @@ export const cards = {
   hideLabel: "Hide what to look at first",
   open: "Open this head",
   openCell: "Open this head with this example selected",
-  match: (does: string, score: string, part: boolean) => `${part ? "partly " : ""}${does} (${score})`,
+  match: (does: string, score: string, degree: Degree) => `${degree && `${degree} `}${does} (${score})`,
   alone: (also: string) => ` (${also.replace(/^; /, "")})`,
   heads: {
     induction: () => "looks like an induction head",
@@ -248,8 +249,8 @@ export const cards = {
   showAll: (heads: number) => `Show only these ${whole(heads)} heads`,
   count: (heads: string, of: string, does: string) => `${heads} of ${of} ${of === "1" ? "head" : "heads"} ${does}`,
   counts: {
-    local: (one, unit) => `${one ? "comes" : "come"} closest to looking at nearby ${plural(2, unit)}`,
-    first: (one, unit) => `${one ? "comes" : "come"} closest to looking at the first ${unit} only`,
+    local: (one, unit) => `often ${one ? "looks" : "look"} at nearby ${plural(2, unit)}`,
+    first: (one, unit) => `often ${one ? "looks" : "look"} at the first ${unit}`,
     uniform: (one) => `${one ? "comes" : "come"} closest to an even spread`,
   } as Record<string, (one: boolean, unit: string) => string>,
   none: "No head matches a pattern clearly better than chance",
@@ -269,6 +270,7 @@ export const grid = {
   axes: "Rows of this view are layers, columns are heads. Hover over a number to mark its row or column.",
   layerTip: (name: string) => `All heads of ${name}`,
   headTip: (head: number) => `Head ${head} of every layer`,
+  showAll: "Show all",
   matching: (shown: number, all: number) => `${whole(shown)} of ${counted(all, "head")} match the filters.`,
   keys: "Arrow keys move between heads, Enter opens one. The framed head is the one that the tab One head shows.",
   map: "In a map each row is a query and each column a key; the scale of colours tells small weights from large ones.",
@@ -409,8 +411,11 @@ export const patterns: Record<string, (unit: string) => { kind: string; does: st
 };
 
 export const head = {
-  likeness: "Looks like {kind} (match {match}, from {rows}): {does}",
-  likenessPart: "Partly looks like {kind} (match {match}, from {rows}). In part: {does}",
+  likeness: {
+    "": "Looks like {kind} (match {match}, from {rows}): {does}",
+    mostly: "Mostly looks like {kind} (match {match}, from {rows}). For the most part: {does}",
+    partly: "Partly looks like {kind} (match {match}, from {rows}). In part: {does}",
+  },
   noPattern: "No known pattern.",
   noPatternHelp: "The best match is below 30 %. The statistics list it.",
   likenessHelp: "A pattern describes where a head looks, not what it is for.",
@@ -576,7 +581,7 @@ export const described = {
   size: (queries: number, keys: number) => `${whole(queries)} × ${whole(keys)} weights`,
   pooled: (rows: number, columns: number, queries: number, keys: number) => `${whole(queries)} × ${whole(keys)} weights in ${whole(rows)} × ${whole(columns)} cells`,
   bins: (rows: number, columns: number) => `${whole(rows)} × ${whole(columns)} cells`,
-  likeness: (kind: string, match: string, part: boolean) => `${part ? "partly " : ""}looks like ${kind} (${match})`,
+  likeness: (kind: string, match: string, degree: Degree) => `${degree && `${degree} `}looks like ${kind} (${match})`,
   noPattern: "no known pattern",
   strongest: (pairs: string) => `strongest: ${pairs}`,
   pair: (query: string, key: string, weight: string) => `${query} to ${key}, ${weight}`,

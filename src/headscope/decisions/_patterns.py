@@ -130,9 +130,10 @@ class Patterns(Decision):
 
     @property
     def also(self) -> tuple[PatternScore, ...]:
-        """Return the second pattern of each head that follows its best one partly, if chance does not explain it.
+        """Return the second pattern of each head with a name, if chance does not explain it.
 
-        It has the largest score of those of at least 0.1 that are 3 standard deviations from chance.
+        It has the largest score of those of at least 0.3 that are 3 standard deviations from chance. Beside a pattern
+        that the head follows partly, 0.1 suffices.
         """
         second = (second_name(best, others) for best, *others in self.ranked())
         return tuple(each for each in second if each is not None)

@@ -37,7 +37,7 @@ class SheetFigures:
         statistics: for each layer name -> one mean per head.
         rows: for each layer name -> the number of rows of each mean.
         patterns: for each layer the best-matching pattern of each head, with its score, or None.
-        also: for each layer the second pattern of each head that matches its pattern partly, or None.
+        also: for each layer the second pattern of each head that has one beyond chance, or None.
         trace: the steps of the forward pass, as ``Trace.to_dict()`` gives its rows.
         trace_title: the heading of the trace.
         footer: model, input, options, rows, versions: label -> text.

@@ -19,7 +19,7 @@ from headscope.report._texts import short_layers, visible
 from headscope.report.fixed_keys import FIXED_KEY, FixedKey, fixed_key_of_weights, fixed_keys
 from headscope.report.observed_model import ObservedModel
 from headscope.report.words import REGIONS, WEAK
-from headscope.stats import HeadStats, Match, Scored, name_in_words, second_name
+from headscope.stats import HeadStats, Match, Scored, deed_in_words, is_second_name, second_name
 
 __all__ = ["Highlight", "fixed_names", "recording_highlights", "sheet_highlights"]
 
@@ -44,7 +44,7 @@ class Highlight:
 
     Attributes:
         pattern: its name, a region of the image, or "" where nothing stands out.
-        heads: how many heads have this pattern.
+        heads: how many heads have this pattern as their name or their second name.
         of: how many heads there are.
         unit: what queries and keys are: "token" or "patch".
         layer, head: the number of the layer, and the head; None where the highlight counts heads.
@@ -54,7 +54,8 @@ class Highlight:
         cell: a query and a key that show the pattern, and the texts of both if they are known.
         weight: of the cell.
         texts: of the query and the key.
-        also: of a head that follows its pattern partly, the second pattern beyond chance, and its score.
+        also: the second pattern of the head beyond chance, and its score, if that is at least 0.3. Beside a pattern
+            that the head follows partly, 0.1 suffices.
 
     Examples:
         >>> from headscope.report.highlights import Highlight
@@ -97,7 +98,7 @@ class Highlight:
             return f"{self.name} puts {_percent(self.share)} of its attention on one {self.unit}{key}{more}"
         does = _HEAD_WORDS[self.pattern].format(unit=self.unit)
         example = f": {self.texts[0]} → {self.texts[1]}" if self.texts and self.pattern in _WITH_EXAMPLE else ""
-        does = name_in_words(does, self.score)
+        does = deed_in_words(does, self.score)
         return f"{self.name} {does} ({_percent(self.score)}{many}{also}){example}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,8 +122,8 @@ _HEAD_WORDS = {
     "self": "looks at the {unit} itself",
 }
 _COUNT_WORDS = {
-    "local": ("comes closest to looking at nearby {unit}s", "come closest to looking at nearby {unit}s"),
-    "first": ("comes closest to looking at the first {unit} only", "come closest to looking at the first {unit} only"),
+    "local": ("often looks at nearby {unit}s", "often look at nearby {unit}s"),
+    "first": ("often looks at the first {unit}", "often look at the first {unit}"),
     "uniform": ("comes closest to an even spread", "come closest to an even spread"),
 }
 _REGION_WORDS = {
@@ -300,6 +301,7 @@ def _texts(tokens: Sequence[str], query: int, key: int, *, blanks: bool = True) 
 def _select(named: Sequence[_Named], source: _Source) -> tuple[Highlight, ...]:
     """Return the best head of each informative pattern, then the numbers of the other heads."""
     counts = Counter(each.pattern for each in named)
+    counts.update(each.also.pattern for each in named if is_second_name(each.also))
     best: dict[str, _Named] = {}
     for each in named:
         if each.pattern not in COUNTED and (each.pattern not in best or each.score > best[each.pattern].score):

@@ -17,6 +17,7 @@ from rich.text import Text
 from headscope.report._ink import HIDDEN, SHADES, Ability, Ink, ability
 from headscope.report.sheet import Sheet
 from headscope.report.words import REGIONS, STATISTICS, strength
+from headscope.stats import join_names
 
 __all__ = ["image_picture", "map_picture", "statistics_table", "tokens_line"]
 
@@ -191,7 +192,8 @@ def _columns(sheet: Sheet, able: Ability) -> list[_Column]:
             columns.append(_figures(able.label(word.heading), figures, word.decimals))
         return columns
     matches = [sheet.patterns[layer][head] for layer, head in heads]
-    names = [(match and match.name) or "-" for match in matches]
+    second = [sheet.also[layer][head] if sheet.also else None for layer, head in heads]
+    names = [join_names((match and match.name) or "-", also) for match, also in zip(matches, second, strict=True)]
     columns += [_Column("best match", names, [strength(match and match.score) for match in matches], words=True)]
     columns += [_figures("score", [match and match.score for match in matches], 2)]
     for name in WORTH:

@@ -4,8 +4,11 @@ from headscope.stats._clear import CLEAR_SCORE, CLEAR_Z
 from headscope.stats._clear import PARTLY as PARTLY
 from headscope.stats._clear import WHOLE_SCORE as WHOLE_SCORE
 from headscope.stats._clear import Scored as Scored
+from headscope.stats._clear import deed_in_words as deed_in_words
 from headscope.stats._clear import is_name as is_name
 from headscope.stats._clear import is_part as is_part
+from headscope.stats._clear import is_second_name as is_second_name
+from headscope.stats._clear import join_names as join_names
 from headscope.stats._clear import name_in_words as name_in_words
 from headscope.stats._clear import second_name as second_name
 from headscope.stats._dense import (

@@ -6,7 +6,7 @@ Tables, sentences and the page take the words of a name from here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +24,17 @@ WHOLE_SCORE = 0.5
 PARTLY = "partly "
 """What precedes the name of such a pattern, and what such a head does."""
 
+MOST_SCORE = 0.8
+"""A head with a smaller score does mostly what its pattern describes, and sentences say so."""
+
+MOSTLY = "mostly "
+"""What precedes what such a head does."""
+
+ROUNDING = 0.005
+"""What whole per cent round up: "partly" never stands before a score that is shown as 50%."""
+
 ALSO_SCORE = 0.1
-"""The smallest score that is named beside that of a partly followed pattern."""
+"""The smallest score that sentences have beside that of a partly followed pattern; a name needs ``CLEAR_SCORE``."""
 
 MOST_PEAKS = 0.1
 """The largest share of rows with half of their weight on one key where the spread of a head is still even."""
@@ -59,8 +68,8 @@ def is_name(pattern: str, score: float, z: float, peaks: float) -> bool:
 
 
 def is_part(score: float | None) -> bool:
-    """Return whether a head with this score follows its pattern only partly."""
-    return score is not None and score < WHOLE_SCORE
+    """Return whether a head with this score, in whole per cent, follows its pattern only partly."""
+    return score is not None and score < WHOLE_SCORE - ROUNDING
 
 
 def name_in_words(pattern: str, score: float | None) -> str:
@@ -74,16 +83,43 @@ def name_in_words(pattern: str, score: float | None) -> str:
     return f"{PARTLY}{pattern}" if is_part(score) else pattern
 
 
-def second_name(best: Scored | None, others: Sequence[Each]) -> Each | None:
-    """Return what a head that follows its best pattern partly shows, too: the largest other score beyond chance.
+def deed_in_words(does: str, score: float | None) -> str:
+    """Return what a head does, in words that claim no more than its score: "partly" or "mostly" precedes.
 
-    The keys of "previous", "next" and "self" are near ones, so "local" adds nothing to these.
+    Examples:
+        >>> from headscope.stats._clear import deed_in_words
+        >>> [deed_in_words("looks at the first token", score) for score in (0.49, 0.5, 0.8)]
+        ['partly looks at the first token', 'mostly looks at the first token', 'looks at the first token']
     """
-    if best is None or not best.is_name or not is_part(best.score):
+    if is_part(score):
+        return f"{PARTLY}{does}"
+    return f"{MOSTLY}{does}" if score is not None and score < MOST_SCORE - ROUNDING else does
+
+
+def second_name(best: Scored | None, others: Sequence[Each]) -> Each | None:
+    """Return what a named head shows, too: the largest other score beyond chance.
+
+    A score of at least 0.3 is a second name. Beside a pattern that the head follows partly, one of at least 0.1 is
+    mentioned. The keys of "previous", "next" and "self" are near ones, so "local" adds nothing to these; "uniform" is
+    what chance gives.
+    """
+    if best is None or not best.is_name:
         return None
-    implied = (best.pattern, "local") if best.pattern in ("previous", "next", "self") else (best.pattern,)
-    shown = [each for each in others if each.pattern not in implied and each.score >= ALSO_SCORE and each.z >= CLEAR_Z]
+    least = ALSO_SCORE if is_part(best.score) else CLEAR_SCORE
+    near = ("local",) if best.pattern in ("previous", "next", "self") else ()
+    implied = (best.pattern, "uniform", *near)
+    shown = [each for each in others if each.pattern not in implied and each.score >= least and each.z >= CLEAR_Z]
     return max(shown, key=lambda each: each.score, default=None)
+
+
+def is_second_name(also: Scored | None) -> TypeGuard[Scored]:
+    """Return whether the second pattern of a head names it, too: short forms have it, and counts include it."""
+    return also is not None and also.score >= CLEAR_SCORE
+
+
+def join_names(name: str, also: Scored | None) -> str:
+    """Return both names of a head in short: "first · induction"."""
+    return f"{name} · {also.pattern}" if is_second_name(also) else name
 
 
 def share_of_peaks(largest: Tensor, keys: Tensor, rows: Tensor) -> Tensor:

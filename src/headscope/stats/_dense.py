@@ -260,7 +260,7 @@ def best_matches(scores: PatternScores) -> list[Match | None]:
 
 
 def second_matches(scores: PatternScores, best: Sequence[Match | None]) -> list[Match | None]:
-    """Return what heads that match their best pattern partly also match beyond chance; None for other heads."""
+    """Return what heads match beside their best pattern, beyond chance, see ``second_name``; None for other heads."""
     offered = _offered(scores) or [[] for _ in best]
     return [second_name(match, others) for match, others in zip(best, offered, strict=True)]
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 GUESSES = 5
 SCORES = (
     "score: 1 = exact match, 0 = no closer than chance; a name needs 0.3 and 3 standard deviations from chance; "
-    "partly: below 0.5; uniform needs few rows with half of their weight on one token"
+    "partly: below 0.5; also: a second name; uniform needs few rows with half of their weight on one token"
 )
 KEYS = "keys: effective keys, the number of tokens that a head spreads over"
 STATISTICS = (

@@ -13,7 +13,7 @@ from headscope.cli._shared.observation import Choice, is_clear
 from headscope.report import Sheet
 from headscope.report.terminal import statistics_table
 from headscope.report.words import strength
-from headscope.stats import PARTLY, is_part
+from headscope.stats import PARTLY, is_part, is_second_name
 
 PLACE = 9  # characters of a cell, with the gap to the next
 SHORT = {"duplicate": "duplic.", "induction": "induct."}  # names that are longer than a cell
@@ -49,7 +49,7 @@ class HeadGrid:
                 yield line
 
     def _text(self) -> dict[str, Figure]:
-        """Return the lines of a cell for a text: best-matching pattern, whether partly, score, and effective keys."""
+        """Return the lines of a cell for a text: best-matching pattern, whether partly, score, second name, keys."""
 
         def pattern(layer: int, head: int) -> Text:
             match = self.sheet.patterns[layer][head]
@@ -65,10 +65,14 @@ class HeadGrid:
             match = self.sheet.patterns[layer][head]
             return _number(None if match is None else match.score, 2)
 
+        def also(layer: int, head: int) -> Text:
+            second = self.sheet.also[layer][head] if self.sheet.also else None
+            return Text(SHORT.get(second.pattern, second.pattern) if is_second_name(second) else "", "dim")
+
         def keys(layer: int, head: int) -> Text:
             return _number(self.sheet.statistics[layer]["effective_keys"][head], 1)
 
-        return {"pattern": pattern, "match": partly, "score": score, "keys": keys}
+        return {"pattern": pattern, "match": partly, "score": score, "also": also, "keys": keys}
 
     def _image(self) -> dict[str, Figure]:
         """Return the lines of a cell for an image: the region that the page names, and its ratio to chance."""

@@ -14,7 +14,7 @@ from headscope.cli._shared.console import few
 from headscope.cli._shared.headings import CAVEAT, heading, meanings, show_highlights
 from headscope.cli._shared.segment_view import make_sections, show_segments
 from headscope.report.words import PATTERNS, strength
-from headscope.stats import PARTLY
+from headscope.stats import PARTLY, join_names, second_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,17 +114,17 @@ def _cells(result: WatchResult) -> list[tuple[str, ...]]:
 
     stats = result.recording.stats
     names, _ = short_layers(stats.layers)
-    best = {(each.layer, each.head): each for each in result.patterns.best}
+    ranked = {(each[0].layer, each[0].head): each for each in result.patterns.ranked()}
     fixed = fixed_names(stats, skips_first=not _has_only_patches(result))
     streams = {} if result.streaming is None else {(each.layer, each.head): each for each in result.streaming.heads}
     shares = {(each.layer, each.name): each.kept for each in result.budget.heads}
     lines: list[tuple[str, ...]] = []
     for layer, part in stats.parts.items():
         for head in range(part.heads):
-            match, stream = best.get((layer, head)), streams.get((layer, head))
+            matches, stream = ranked.get((layer, head), []), streams.get((layer, head))
             key = fixed.get((layer, head))
-            score = key.match if key else match
-            name = (score and score.name) or "–"
+            score = key.match if key else next(iter(matches), None)
+            name = join_names((score and score.name) or "–", second_name(score, matches))
             window = None if stream is None else stream.window
             figures = (
                 decimal(float(part.moments[name].mean[head])) if name in part.moments else "–"
@@ -146,7 +146,8 @@ def _table(cells: list[tuple[str, ...]], result: WatchResult) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    gap = 1 if any(" · " in line[COLUMNS.index("pattern")] for line in cells) else 2  # two names need the room
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
     for name in COLUMNS:
         title = f"top {result.budget.budgets[0]:,}" if name == TOP else name.replace(" ", "\n")
         table.add_column(title, justify="left" if name in TEXTS else "right", no_wrap=name != "layer", overflow="fold")
@@ -179,7 +180,7 @@ def _reading(result: WatchResult, cells: list[tuple[str, ...]]) -> object:
     from rich.text import Text
 
     _, note = short_layers(result.recording.layers)
-    matched = {line[COLUMNS.index("pattern")].removeprefix(PARTLY) for line in cells}
+    matched = {name for line in cells for name in line[COLUMNS.index("pattern")].removeprefix(PARTLY).split(" · ")}
     explained = meanings((name for name in PATTERNS if name in matched), PATTERNS)
     most = result.budget.budgets[0]
     top = f"top {most:,}: mass on the {_keys(most)} that {'receives' if most == 1 else 'receive'} the most"

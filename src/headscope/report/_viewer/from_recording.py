@@ -178,7 +178,7 @@ def _comparable(part: LayerStats, numbers: Numbers, heads: int) -> dict[str, Any
 def _patterns(
     recording: ObservedModel, unit: str
 ) -> tuple[list[list[list[Scored]]], list[list[tuple[str, float] | None]]]:
-    """Return the patterns of each layer and head, the best match first; and what a partial match shows, too."""
+    """Return the patterns of each layer and head, the best match first; and what the head shows, too."""
     if "chance" not in recording.stats.names:  # without it no pattern can be scored
         return [], [[None] * part.heads for part in recording.stats.parts.values()]
     scored = decisions.patterns(recording.stats)
