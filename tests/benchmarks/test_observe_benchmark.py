@@ -18,7 +18,7 @@ from support.paths import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
 
-from observe_parts import attention, models, report, timing
+from observe_parts import attention, details, models, report, timing
 from observe_parts.timing import Row
 
 import observe as driver  # pyright: ignore[reportMissingImports]
@@ -34,11 +34,21 @@ def of(*rows: Row, command: str = "python benchmarks/observe.py") -> report.Repo
 
 def test_the_cases_are_those_of_the_issue() -> None:
     names = report.every()
-    assert len(names) == len(set(names)) == 6 + 8 + 6 + 2 + 8
+    assert len(names) == len(set(names)) == 6 + 8 + 4 + 6 + 2 + 4 + 8
     assert {("attention", "16384 causal"), ("memory", "32768"), ("long", "131072"), ("models", "Llama 8192")} < {*names}
     assert [case[:2] for case in driver.chosen(driver.parse([]))] == names
     some = driver.parse(["--only", "attention,models", "--cases", "1024*", "--cases", "text 128"])
     assert [name for _, name, _ in driver.chosen(some)] == ["1024", "1024 causal", "text 128"]
+
+
+def test_segments_and_chosen_heads_are_measured_beside_defaults() -> None:
+    row = details.measure_segments(attention.Case(32, True, heads=3), seconds=1e-9, least=1)
+    assert [*row.seconds] == ["rows, received", "with 16 segments"]
+    assert "| 32 causal |" in report.segments_table([row])
+    row = details.measure_chosen(17, seconds=1e-9, least=1)
+    assert [*row.seconds] == ["no weights", "10 heads", "all heads"]
+    row.seconds = {"no weights": [1.0], "10 heads": [2.0], "all heads": [13.0]}
+    assert report.chosen_table([row]).endswith("| 17 | 1000 | 2000 | 13000 | 1.20 |")
 
 
 def test_a_short_call_is_measured_beside_attending() -> None:
@@ -211,7 +221,10 @@ def test_a_run_of_some_cases(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "sideways"], "--only: got 'sideways', expected some of: attention, short, memory, long, models"),
+        (
+            ["--only", "sideways"],
+            "--only: got 'sideways', expected some of: attention, short, segments, memory, long, chosen heads, models",
+        ),
         (["--cases", "GPT*"], "--cases: no case matches GPT*; they are called '1024 causal', 'text 128', ..."),
         (["--seconds", "0"], "--seconds: got 0.0, expected a number above 0 and up to 600"),
         (["--rounds", "0"], "--rounds: got 0, expected at least 1"),

@@ -139,7 +139,7 @@ _STILL = """(quiet) => new Promise((done) => {
   let timer = 0;
   const wait = () => {
     clearTimeout(timer);
-    timer = setTimeout(() => { observer.disconnect(); requestIdleCallback(done); }, quiet);
+    timer = setTimeout(() => { observer.disconnect(); requestIdleCallback(done, { timeout: 500 }); }, quiet);
   };
   const observer = new MutationObserver(wait);
   observer.observe(document, { subtree: true, childList: true, characterData: true, attributes: true });
