@@ -29,11 +29,6 @@ settings.register_profile("long", parent=settings.get_profile("headscope"), dera
 settings.load_profile("headscope")
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One process more than there are cores: many tests wait for a program that they start, or for a browser."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long runs may take as long as they take."""
     for item in items:
