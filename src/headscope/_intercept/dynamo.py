@@ -74,6 +74,11 @@ def say_original(call: Callable[..., Any]) -> None:
             vars(sys.modules[name])["unpatched_nn_module_call"] = call
 
 
+def loaded_wrapper() -> type[nn.Module] | None:
+    """Return the class that ``torch.compile`` wraps a module in; None: dynamo is not loaded."""
+    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+
+
 def inside(module: nn.Module) -> nn.Module | None:
     """Return the module that this one of ``torch.compile`` runs, past ``nn.Module.__call__``; None for any other."""
     optimized: Any = module if type(module).__module__ == "torch._dynamo.eval_frame" else None

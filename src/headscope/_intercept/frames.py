@@ -134,6 +134,7 @@ class Unfollowed:
 
 
 QKV = tuple[Tensor, Tensor, Tensor]
+"""q, k and v of a call."""
 
 Entries = tuple[tuple[Watcher, str], ...]
 """The watchers of a module, and its name in each."""

@@ -110,7 +110,7 @@ def _sdpa(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     qkv, like = _like_sdpa(args, kwargs)
     out = frame.attend_again(qkv, like) if frame.accelerate and qkv and not dropout else None
     if out is not None:
-        return frame.scaled(out, -3, out)  # [B, H, Q, Dv]
+        return out  # nothing scales heads: the watcher is the only active one
     if frame.accelerate:
         with frame.quietly():
             out = intercepted_call.attend(intercepted_call.sdpa(args, kwargs, frame.converted), dropout)

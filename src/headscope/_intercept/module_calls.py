@@ -6,7 +6,6 @@ of modules inherit it; and all modules that are not watched, such as each linear
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch import nn
 ModuleCall = Callable[..., Any]
 
 _replaced: dict[type[Any], ModuleCall] = {}  # class -> its replacement
-_inherited: set[type[Any]] = set()  # those of them without a ``__call__`` of their own
-_originals: dict[type[Any], ModuleCall] = {}  # that of the others
+_originals: dict[type[Any], ModuleCall] = {}  # that of those with a ``__call__`` of their own
 
 
 def original() -> ModuleCall:
@@ -48,8 +46,6 @@ def replace_call(kind: type[Any], to_replacement: Callable[[ModuleCall], ModuleC
 
 
 def _replace(kind: type[Any], call: ModuleCall) -> None:
-    if kind not in _originals:
-        _inherited.add(kind)
     _replaced[kind] = call
     kind.__call__ = call
 
@@ -65,15 +61,9 @@ def restore_calls() -> None:
     while _replaced:
         each, call = next(iter(_replaced.items()))
         if vars(each).get("__call__") is call:
-            if each in _inherited:
-                del each.__call__
-            else:
+            if each in _originals:
                 each.__call__ = _originals[each]
-        _inherited.discard(each)
+            else:
+                del each.__call__
         _originals.pop(each, None)
         del _replaced[each]  # last: an interrupted call can then start again
-
-
-def loaded_wrapper() -> type[nn.Module] | None:
-    """Return the class that ``torch.compile`` wraps a module in; None: dynamo is not loaded."""
-    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)

@@ -62,7 +62,8 @@ def open_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
                 torch.overrides.has_torch_function = function_mode.has_torch_function
                 for install, _ in patches:
                     install()
-            _replace_calls(modules, call)
+            module_calls.replace_calls(modules.values(), call)
+            _refuse_compiled()
             for name, module in modules.items():
                 frames.watched[id(module)] = (*frames.watched.get(id(module), ()), (watcher, name))
             dynamo.set_aside(watcher, modules.values())
@@ -71,9 +72,9 @@ def open_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
         raise
 
 
-def _replace_calls(modules: Mapping[str, nn.Module], call: Callable[..., Any]) -> None:
-    module_calls.replace_calls(modules.values(), call)
-    wrapper = module_calls.loaded_wrapper()
+def _refuse_compiled() -> None:
+    """Refuse calls of watched modules that ``torch.compile`` has wrapped, if dynamo is loaded."""
+    wrapper = dynamo.loaded_wrapper()
     if wrapper is not None:
         module_calls.replace_call(wrapper, _refusing_call)
 
@@ -102,6 +103,7 @@ def _dynamo_has_come() -> None:
     with _lock:
         if _open:
             module_calls.exchange_calls(_call, call)
+            _refuse_compiled()
             dynamo.say_original(module_calls.original())
 
 
@@ -148,7 +150,7 @@ def _close(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``nn.Module.__call__`` while a watch is open."""
+    """Replace ``__call__`` of the classes of watched modules while a watch is open."""
     original = module_calls.original()
     entries = frames.watched.get(id(self))
     if entries is None:

@@ -118,7 +118,7 @@ def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]
     if frame.accelerate and not dropout:
         out = frame.attend_again(qkv, like)
         if out is not None:
-            return frame.scaled(out.transpose(1, 2).contiguous(), -2, qkv[0]), None  # [B, Q, H, Dv]
+            return out.transpose(1, 2).contiguous(), None  # nothing scales heads: the watcher is the only active one
     with frame.quietly():  # its own call of SDPA is this call
         if not frame.accelerate:
             result = _called(attend, request)
