@@ -61,6 +61,12 @@ struct Cancellation {
 
 struct Statistics;
 
+// The place of a call within a larger one, [B, heads, queries, K], whose weights it drops: its first head, query and key
+// there. No heads: the call is not part of another.
+struct DropoutPlace {
+    std::int64_t heads = 0, queries = 0, first_head = 0, first_query = 0, first_key = 0;
+};
+
 struct Forward {
     std::int64_t batch, heads, kv_heads, queries, keys, head_dim, v_head_dim;
     Tensor4 q, k, v;              // [B, H, Q, D], [B, Hkv, K, D], [B, Hkv, K, Dv]; the last stride is 1
@@ -75,6 +81,7 @@ struct Forward {
     double softcap = 0;  // 0: none
     double dropout = 0;  // probability of dropping a weight
     std::uint64_t seed = 0;
+    DropoutPlace dropout_place;
     // Every row is summed in one order, whatever rows follow it: no products for few rows, no splits of keys, blocks of
     // rows that depend on their numbers alone.
     bool uniform = false;

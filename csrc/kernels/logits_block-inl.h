@@ -4,7 +4,7 @@ template <class T, int QV, class Op = Fma<T>>
 struct LogitsBlock : MaskedRowBlock<T, QV, Op> {
     using Base = MaskedRowBlock<T, QV, Op>;
     using Base::f, Base::b, Base::p, Base::q, Base::count, Base::group, Base::all_visible, Base::converted_k, Base::L,
-        Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query, Base::flat_row;
+        Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query, Base::query_index, Base::flat_row;
     using Base::MaskedRowBlock;
     using typename Base::Word;
 
@@ -147,15 +147,23 @@ struct LogitsBlock : MaskedRowBlock<T, QV, Op> {
     NOINLINE void compute_dropout_factors(std::int64_t j0, int keys, T* factor) const {
         const std::uint32_t limit = std::uint32_t(f.dropout * 4294967296.0);
         const T inverse_rate = T(1 / (1 - f.dropout));
+        const std::int64_t first_key = f.dropout_place.first_key;
         for (int r = 0; r < ROWS; r++) {
             const std::uint64_t start =
-                f.seed + 0x9e3779b97f4a7c15u * std::uint64_t(flat_row(r < count ? r : count - 1) + 1);
+                f.seed + 0x9e3779b97f4a7c15u * std::uint64_t(dropout_row(r < count ? r : count - 1) + 1);
             for (int j = 0; j < keys; j++) {
-                std::uint64_t x = start ^ (std::uint64_t(j0 + j) * 0xbf58476d1ce4e5b9u);
+                std::uint64_t x = start ^ (std::uint64_t(first_key + j0 + j) * 0xbf58476d1ce4e5b9u);
                 x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
                 x = (x ^ x >> 27) * 0x94d049bb133111ebu;
                 factor[j * ROWS + r] = std::uint32_t((x ^ x >> 31) >> 32) >= limit ? inverse_rate : T(0);
             }
         }
+    }
+
+    // The number of a row among those of the call whose weights are dropped.
+    std::int64_t dropout_row(int r) const {
+        const DropoutPlace& place = f.dropout_place;
+        if (!place.heads) return flat_row(r);
+        return (b * place.heads + place.first_head + head(r)) * place.queries + place.first_query + query_index(r);
     }
 };

@@ -50,7 +50,8 @@ void bind_attention(nb::module_& m) {
                             std::uintptr_t k, Axes k_stride, std::uintptr_t v, Axes v_stride, std::uintptr_t bias,
                             Axes bias_stride, std::uintptr_t sinks, std::uintptr_t spans,
                             std::array<std::int64_t, 3> spans_at, const std::vector<RuleArguments>& rules, double scale,
-                            double softcap, double dropout, std::uint64_t seed, Axes out_stride, bool uniform) {
+                            double softcap, double dropout, std::uint64_t seed,
+                            std::array<std::int64_t, 5> dropout_place, Axes out_stride, bool uniform) {
             new (f) Forward();
             f->batch = sizes[0];
             f->heads = sizes[1];
@@ -78,6 +79,7 @@ void bind_attention(nb::module_& m) {
             f->softcap = softcap;
             f->dropout = dropout;
             f->seed = seed;
+            f->dropout_place = {dropout_place[0], dropout_place[1], dropout_place[2], dropout_place[3], dropout_place[4]};
             f->uniform = uniform;
         });
     // Returns whether all of out is finite.

@@ -8,6 +8,7 @@ from functools import partial
 from headscope._attend import nonfinite
 from headscope._attend.backends import blocked, reference
 from headscope._attend.call import Call
+from headscope._attend.dropout import Seed
 from headscope._attend.interface import Attend, Backend, Inputs, OperatorBackend, Result, full_precision
 from headscope._support.precision import exact_products
 from headscope.masks import Plan
@@ -21,7 +22,7 @@ def attend_on_backend(backend: Backend, call: Call, plan: Plan | None, inputs: I
 
 
 def attend_on_backend_seeded(
-    backend: OperatorBackend, call: Call, plan: Plan | None, inputs: Inputs, seed: int
+    backend: OperatorBackend, call: Call, plan: Plan | None, inputs: Inputs, seed: Seed
 ) -> Result:
     """Attend with a backend that accepts a dropout seed."""
     return _attend_with(backend, partial(backend.attend, seed=seed), call, plan, inputs)

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from headscope._attend.call import Call
+from headscope._attend.dropout import Seed
 from headscope._support.autograd import Function
 from headscope.masks import Plan
 
@@ -58,7 +59,7 @@ class ForwardPass(NamedTuple):
 
     call: Call
     plan: Plan | None
-    seed: int
+    seed: Seed
 
 
 Result = tuple[Tensor, Tensor | None]
@@ -129,7 +130,7 @@ class Backend(Protocol):
 class SeededAttend(Protocol):
     """``Attend`` with a dropout seed; None draws one from torch's generator."""
 
-    def __call__(self, call: Call, plan: Plan | None, inputs: Inputs, /, seed: int | None = None) -> Result: ...
+    def __call__(self, call: Call, plan: Plan | None, inputs: Inputs, /, seed: Seed | None = None) -> Result: ...
 
 
 class OperatorBackend(Backend, Protocol):

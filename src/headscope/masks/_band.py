@@ -95,6 +95,11 @@ class Band(Mask):
     def reverse_queries(self, queries: int, keys: int) -> Mask:
         return ReversedBand(self.at(queries, keys), queries)
 
+    def block(self, i: slice, j: slice, h: slice | None = None) -> Band:
+        shift, offset = i.start - j.start, 0 if self.offset is None else self.offset
+        moved = tuple(n + shift for n in offset) if isinstance(offset, tuple) else offset + shift
+        return Band(self.left, self.right, moved)
+
     def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
         codes += [Code.BAND, reach(self.left), reach(self.right)]
         if self.offset is None:

@@ -85,6 +85,19 @@ class Mask(ABC):
         """Return the same mask for queries in reverse order; None if only a filled Q x K matrix could express it."""
         return None
 
+    def block(self, i: slice, j: slice, h: slice | None = None) -> Mask:
+        """Return the mask of some queries, keys and heads, counted from the first of each; all heads by default.
+
+        Positions that depend on the sizes must be explicit: see ``at``.
+
+        Examples:
+            >>> from headscope import masks
+            >>> masks.causal().at(6, 6).block(slice(3, 5), slice(2, 6)).dense(1, 1, 2, 4)[0, 0].long()
+            tensor([[1, 1, 0, 0],
+                    [1, 1, 1, 0]])
+        """
+        return Block(self, i.start, j.start, 0 if h is None else h.start)
+
     def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
         """Append this mask as codes and tensors, which ``mask_from_codes`` reads: by default Q x K booleans."""
         codes += [Code.DENSE]
@@ -180,6 +193,22 @@ def _operand(other: object) -> Mask:
 
 
 @dataclass(frozen=True)
+class Block(Mask):
+    """A block of a mask of a caller's own class, from a query, key and head on; see ``Mask.block``."""
+
+    whole: Mask
+    i: int
+    j: int
+    h: int
+
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        return self.whole.allows(b, h + self.h, i + self.i, j + self.j)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.whole.tensors()
+
+
+@dataclass(frozen=True)
 class _Pair(Mask):
     """A combination of two masks."""
 
@@ -202,6 +231,9 @@ class _Pair(Mask):
     def reverse_queries(self, queries: int, keys: int) -> Mask | None:
         first, second = (part.reverse_queries(queries, keys) for part in (self.first, self.second))
         return None if first is None or second is None else type(self)(first, second)
+
+    def block(self, i: slice, j: slice, h: slice | None = None) -> Mask:
+        return type(self)(self.first.block(i, j, h), self.second.block(i, j, h))
 
     def _encode(self, code: int, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
         self.first.encode(sizes, device, codes, parts)
@@ -407,5 +439,5 @@ def make_plan(mask: Mask, sizes: Sizes) -> Plan:
     )
 
 
-for _class in (Mask, And, Or, Plan):
+for _class in (Mask, And, Or, Block, Plan):
     _class.__module__ = "headscope.masks"  # their public path

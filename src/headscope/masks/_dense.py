@@ -55,6 +55,9 @@ class Dense(Mask):
     def reverse_queries(self, queries: int, keys: int) -> Mask:
         return Dense(self.tensor.flip(-2)) if self.tensor.ndim > 1 else self
 
+    def block(self, i: slice, j: slice, h: slice | None = None) -> Mask:
+        return Dense(cut(self.tensor, i, j, h))
+
     def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
         codes += [Code.DENSE]
         parts += [self.tensor]
@@ -70,6 +73,14 @@ class Dense(Mask):
 
     def _four_axes(self) -> Tensor:
         return self.tensor[(None,) * (4 - self.tensor.ndim)]
+
+
+def cut(tensor: Tensor, i: slice, j: slice, h: slice | None = None) -> Tensor:
+    """Return some queries, keys and heads of a tensor that broadcasts to [B, H, Q, K]; axes of size 1 stay."""
+    for axis, part in ((-3, h), (-2, i), (-1, j)):
+        if part is not None and tensor.ndim >= -axis and tensor.shape[axis] != 1:
+            tensor = tensor.narrow(axis, part.start, part.stop - part.start)
+    return tensor
 
 
 Dense.__module__ = "headscope.masks"  # its public path

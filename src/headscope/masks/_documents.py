@@ -101,6 +101,9 @@ class Documents(Mask):
     def reverse_queries(self, queries: int, keys: int) -> Mask:
         return Documents(self.q_ids.flip(-1), self.k_ids)
 
+    def block(self, i: slice, j: slice, h: slice | None = None) -> Mask:
+        return Documents(self.q_ids[:, i], self.k_ids[:, j])
+
     def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
         codes += [Code.DOCUMENTS]
         parts += [self.q_ids, self.k_ids]

@@ -49,6 +49,9 @@ class Prefix(Mask):
     def reverse_queries(self, queries: int, keys: int) -> Mask:
         return self
 
+    def block(self, i: slice, j: slice, h: slice | None = None) -> Mask:
+        return Prefix(min(max(self.n - j.start, 0), j.stop - j.start))
+
     def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
         codes += [Code.PREFIX, self.n]
 
@@ -101,6 +104,9 @@ class KeyLengths(Mask):
 
     def reverse_queries(self, queries: int, keys: int) -> Mask:
         return self
+
+    def block(self, i: slice, j: slice, h: slice | None = None) -> Mask:
+        return KeyLengths((self.lengths - j.start).clamp(0, j.stop - j.start))
 
     def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
         codes += [Code.LENGTHS]

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from headscope._attend.blocks import block_sizes, slices, visible_keys
 from headscope._attend.call import Call
-from headscope._attend.dropout import draw_seed
+from headscope._attend.dropout import DropoutPlace, Seed, draw_seed, dropout_factors
 from headscope._attend.interface import (
     ForwardPass,
     Inputs,
@@ -46,7 +46,7 @@ def refuses(call: Call) -> list[str]:
     return []
 
 
-def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
+def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: Seed | None = None) -> tuple[Tensor, Tensor | None]:
     """Return out and lse, block by block. Without ``seed``, torch's generator draws the dropout seed."""
     if call.in_compiled_func:
         return _attend_plainly(call, plan, inputs)
@@ -152,10 +152,14 @@ def _sink_rows(call: Call, block: Block, sinks: Tensor) -> Tensor:
     return rows.expand(-1, -1, block.i.stop - block.i.start).flatten(1)[..., None]  # [h, g * i, 1]
 
 
-def _keep(call: Call, block: Block, seed: int, like: Tensor) -> Tensor:
+def _keep(call: Call, block: Block, seed: Seed, like: Tensor) -> Tensor:
     """Return the dropout factors of a block, 0 or 1 / (1 - p); the same in both passes."""
     if like.device.type == "meta":
         return torch.empty_like(like)
+    if isinstance(seed, DropoutPlace):
+        at = (block.b, block.heads(call.group), block.i, block.j)
+        factors = dropout_factors(seed, call.dropout, *at, like.device)  # [b, H, i, j]
+        return factors.to(like.dtype).unflatten(1, (-1, call.group)).flatten(2, 3)  # [b, h, g * i, j]
     generator = torch.Generator(like.device).manual_seed(seed + block.number)
     retained = torch.rand(like.shape, generator=generator, device=like.device) >= call.dropout
     return retained.to(like.dtype).mul_(1 / (1 - call.dropout))
@@ -188,7 +192,7 @@ class _Attend(Function[tuple[Tensor, Tensor]]):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, plan: Plan | None, seed: int,
+        ctx: Any, call: Call, plan: Plan | None, seed: Seed,
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         inputs = Inputs(q, k, v, bias, sinks)
@@ -256,7 +260,7 @@ def _like(total: Tensor | None, tensor: Tensor | None) -> Tensor | None:
     return None if total is None or tensor is None else total.to(tensor.dtype)
 
 
-def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: int) -> tuple[Tensor, Tensor]:
+def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: Seed) -> tuple[Tensor, Tensor]:
     """Return out [b, h, g * i, Dv] and lse [b, h, g * i, 1] of one block, in the accumulating dtype."""
     if block.j.start == block.j.stop:
         return _nothing_seen(call, block, inputs)
@@ -327,7 +331,7 @@ class _Backward:
     inputs: Inputs
     grad_out: Tensor
     grad_lse: Tensor
-    seed: int
+    seed: Seed
 
 
 def _backward(a: _Backward, sums: Inputs) -> None:

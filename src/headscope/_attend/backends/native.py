@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headscope._attend.call import MOST_RULES, Call
-from headscope._attend.dropout import draw_seed
+from headscope._attend.dropout import DropoutPlace, Seed, draw_seed
 from headscope._attend.interface import (
     ForwardPass,
     Inputs,
@@ -68,7 +68,7 @@ def refuses(call: Call) -> list[str]:
     return reasons
 
 
-def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
+def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: Seed | None = None) -> tuple[Tensor, Tensor | None]:
     """Return out, and lse if requested. Without ``seed``, torch's generator draws the dropout seed."""
     if seed is None:
         seed = int(draw_seed().item()) if call.dropout else 0
@@ -87,7 +87,7 @@ def attend_finite(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor
 
 
 def _tied(
-    call: Call, plan: Plan | None, inputs: Inputs, seed: int, out: Tensor, lse: Tensor | None
+    call: Call, plan: Plan | None, inputs: Inputs, seed: Seed, out: Tensor, lse: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return out and lse with their gradients, if the call has any."""
     if not (call.grad or call.bias_grad) or lse is None:
@@ -277,7 +277,7 @@ class _KernelCall:
 
 
 def run_forward(
-    call: Call, plan: Plan | None, inputs: Inputs, seed: int, need_lse: bool
+    call: Call, plan: Plan | None, inputs: Inputs, seed: Seed, need_lse: bool
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Return out, lse, and whether all of out is finite."""
     out = rows_like(call, call.queries, call.heads, call.v_head_dim)
@@ -301,7 +301,7 @@ def row_strides(length: int, heads: int, width: int) -> tuple[int, int, int, int
     return (length * heads * width, width, heads * width, 1)
 
 
-def to_kernel_call(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _KernelCall:
+def to_kernel_call(call: Call, plan: Plan | None, inputs: Inputs, seed: Seed = 0) -> _KernelCall:
     """Return a call in the form of the extension."""
     q, k, v = (unit_stride(x) for x in inputs[:3])
     dtype = accumulate_dtype(call.dtype)
@@ -317,10 +317,11 @@ def to_kernel_call(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0)
         if plan.rest is not None:
             plan.rest.write_rules(rules, (call.batch, call.heads, call.queries, call.keys))
     sizes = (call.batch, call.heads, call.kv_heads, call.queries, call.keys, call.head_dim, call.v_head_dim)
+    number, place = (seed.seed, seed[1:]) if isinstance(seed, DropoutPlace) else (seed, (0, 0, 0, 0, 0))
     call_of_kernels = extension.Forward(
         sizes, CODES[call.dtype], q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
         address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.program,
-        call.scale, call.softcap or 0.0, call.dropout, seed, row_strides(call.queries, call.heads, call.v_head_dim),
+        call.scale, call.softcap or 0.0, call.dropout, number, place, row_strides(call.queries, call.heads, call.v_head_dim),
         call.uniform,
     )  # fmt: skip
     return _KernelCall(call_of_kernels, (q, k, v, bias, sinks, spans, *rules.tensors))

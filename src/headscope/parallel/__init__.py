@@ -1,0 +1,6 @@
+"""Attention over several processes: sequences split over ranks."""
+
+from headscope.parallel._context_attention import context_attention
+from headscope.parallel._places import Places
+
+__all__ = ["Places", "context_attention"]

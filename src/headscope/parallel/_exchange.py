@@ -1,0 +1,171 @@
+"""The exchanges between the ranks of a group: parts of a sequence, and heads for rows. Each is differentiable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headscope._support.autograd import Function
+
+Result = TypeVar("Result")
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Return the number of ranks of a group; 1 without torch.distributed."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """Return the number of this process in a group, from 0.
+
+    Raises:
+        ValueError: it does not belong to the group.
+    """
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    if rank < 0:
+        raise ValueError("group: this process does not belong to it; call within the processes of the group only")
+    return rank
+
+
+def answered(exchange: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
+    """Run an exchange; if a rank has ended, raise an error that says so.
+
+    Raises:
+        RuntimeError: a rank did not answer within the timeout of the group.
+    """
+    try:
+        return exchange()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {group_rank(group)} of {group_size(group)}: another rank of the group has ended, or did not answer "
+            f"within the group's timeout; see the first error among the ranks. torch: {error}"
+        ) from error
+
+
+def join_parts(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Return the parts of all ranks along axis 0, in the order of the ranks."""
+    if len(lengths) == 1:
+        return x
+    return _Join.apply(x, tuple(lengths), group)
+
+
+class _Join(Function[Tensor]):
+    """``join_parts``; the gradient of a part is the sum over ranks, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup | None) -> Tensor:
+        ctx.lengths, ctx.group = lengths, group
+        return gather(x, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return sum_parts(grad, ctx.lengths, ctx.group), None, None
+
+
+def gather(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Return the parts of all ranks along axis 0, without a gradient."""
+    longest = max(lengths)
+    mine = x.contiguous()
+    if len(x) < longest:  # parts of one size, as every backend can gather
+        mine = torch.cat([mine, mine.new_zeros(longest - len(x), *x.shape[1:])])
+    parts = [torch.empty_like(mine) for _ in lengths]
+    answered(lambda: dist.all_gather(parts, mine, group), group)
+    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+
+def sum_parts(whole: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Return the sum over ranks of this rank's part along axis 0, summed in the order of the ranks."""
+    own, rest = lengths[group_rank(group)], whole.shape[1:]
+    row = math.prod(rest)
+    got = swap(whole, [length * row for length in lengths], [own * row] * len(lengths), group)
+    return torch.stack([part.view(own, *rest) for part in got.split(own * row)] if own * row else [
+        whole.new_zeros(own, *rest)
+    ]).sum(0)  # fmt: skip
+
+
+def swap(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Send so many numbers of x to each rank, and return those of each rank, on one axis."""
+    flat, got = x.contiguous().view(-1), x.new_empty(sum(received))
+    answered(lambda: dist.all_to_all_single(got, flat, received, sent, group), group)
+    return got
+
+
+def pass_on(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup | None) -> Transfer:
+    """Start to send tensors to the next rank and to receive those of the one before, of these shapes."""
+    return Transfer(tensors, shapes, group)
+
+
+class Transfer:
+    """Tensors on their way around the ring."""
+
+    def __init__(
+        self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup | None
+    ) -> None:
+        rank, ranks = group_rank(group), group_size(group)
+        into, after = ((rank + step) % ranks for step in (-1, 1))
+        self.group = group
+        self.sent = [x.contiguous() for x in tensors]  # alive until they have been sent
+        self.got = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
+        sends = [dist.P2POp(dist.isend, x, group=group, group_peer=after) for x in self.sent]
+        receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=into) for x in self.got]
+        self.works = answered(lambda: dist.batch_isend_irecv([*sends, *receives]), group)
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors of the rank before."""
+        for work in self.works:
+            answered(work.wait, self.group)
+        return self.got
+
+
+class HeadsForRows(Function[Tensor]):
+    """Rows [B, H, own, D] of every head -> all rows [B, H / ranks, total, D] of a part of the heads, by rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup | None) -> Tensor:
+        ctx.lengths, ctx.group = lengths, group
+        return heads_for_rows(x, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return rows_for_heads(grad, ctx.lengths, ctx.group), None, None
+
+
+class RowsForHeads(Function[Tensor]):
+    """The inverse of ``HeadsForRows``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup | None) -> Tensor:
+        ctx.lengths, ctx.group = lengths, group
+        return rows_for_heads(x, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return heads_for_rows(grad, ctx.lengths, ctx.group), None, None
+
+
+def heads_for_rows(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Return all rows, those of rank 0 first, of this rank's heads."""
+    batch, heads, own, width = x.shape
+    part = heads // len(lengths)
+    sent = x.transpose(0, 1)  # [H, B, own, D]: the heads of each rank together
+    sizes = [part * batch * length * width for length in lengths]
+    got = swap(sent, [part * batch * own * width] * len(lengths), sizes, group)
+    rows = [
+        each.view(part, batch, length, width) for each, length in zip(got.split(sizes), lengths, strict=True)
+    ]
+    return torch.cat(rows, 2).transpose(0, 1)  # [B, H / ranks, total, D]
+
+
+def rows_for_heads(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Return this rank's rows of all heads, from all rows of its heads."""
+    batch, part, _, width = x.shape
+    own = lengths[group_rank(group)]
+    pieces = [piece.transpose(0, 1).reshape(-1) for piece in x.split(list(lengths), 2)]
+    sizes = [part * batch * length * width for length in lengths]
+    got = swap(torch.cat(pieces), sizes, [part * batch * own * width] * len(lengths), group)
+    return got.view(len(lengths) * part, batch, own, width).transpose(0, 1)  # [B, H, own, D]
