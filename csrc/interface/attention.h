@@ -76,6 +76,10 @@ struct Forward {
     const std::int64_t* row_queries =
         nullptr;  // the query of each of the Q rows, [B or 1, H or 1, Q]; null: 0, 1, 2, …
     std::int64_t row_queries_stride[2] = {0, 0};
+    // Only these queries are needed, as pairs of the first and the last + 1, ascending: blocks of rows with none of them
+    // are skipped, and the others computed whole, so that a row has the bits that it has with all queries. Null: all.
+    const std::int64_t* needed_queries = nullptr;
+    std::int64_t needed_ranges = 0;
     const Statistics* statistics = nullptr;  // to compute for each row; or null
     double scale = 1;
     double softcap = 0;  // 0: none

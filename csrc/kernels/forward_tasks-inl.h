@@ -65,6 +65,17 @@ bool uses_pairs([[maybe_unused]] const Forward& f) {
 }
 // In the backward pass, pairs of dout and v run along Dv.
 [[maybe_unused]] bool gradient_uses_pairs(const Forward& f) { return uses_pairs(f) && f.v_head_dim % 2 == 0; }
+// Whether a row block has a query that is needed.
+template <class T>
+bool is_needed(const Forward& f, std::int64_t number) {
+    const std::int64_t group = f.heads / f.kv_heads;
+    const RowRange rows = rows_of_block<T>(f, number);
+    const std::int64_t first = rows.first / group, last = (rows.first + rows.count - 1) / group;
+    for (std::int64_t n = 0; n < f.needed_ranges; n++)
+        if (last >= f.needed_queries[2 * n] && first < f.needed_queries[2 * n + 1]) return true;
+    return false;
+}
+
 // Calls body.operator()<Op>() with the multiply-add of the products.
 template <class T, class Body>
 decltype(auto) with_multiply_add([[maybe_unused]] bool pairs, const Body& body) {
@@ -157,8 +168,9 @@ void run_forward(const Forward& f, std::int64_t task, void* scratch) {
             block = task / splits;
             partial = static_cast<T*>(f.partial_results) + task * partial_size<T>(f);
         }
-        const std::int64_t blocks = row_block_count<T>(f);
-        with_forward_block<T>(f, block / blocks, blocks - 1 - block % blocks, scratch,
+        const std::int64_t blocks = row_block_count<T>(f), number = blocks - 1 - block % blocks;
+        if (f.needed_queries && !is_needed<T>(f, number)) return;
+        with_forward_block<T>(f, block / blocks, number, scratch,
                               [&](auto&& attend, std::int64_t first, int count) {
                                   attend.attend_rows(first, count, split, splits, partial);
                               });
@@ -168,6 +180,7 @@ void merge_splits(const Forward& f, std::int64_t block, void* scratch) {
     with_accumulation_type(f, [&]<class T>() {
         const std::int64_t blocks = row_block_count<T>(f), splits = key_splits(f), size = partial_size<T>(f);
         const T* partial = static_cast<const T*>(f.partial_results) + block * splits * size;
+        if (f.needed_queries && !is_needed<T>(f, blocks - 1 - block % blocks)) return;
         with_forward_block<T>(f, block / blocks, blocks - 1 - block % blocks, scratch,
                               [&](auto&& attend, std::int64_t first, int count) {
                                   attend.merge_splits(first, count, splits, partial, size);

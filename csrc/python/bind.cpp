@@ -51,7 +51,8 @@ void bind_attention(nb::module_& m) {
                             Axes bias_stride, std::uintptr_t sinks, std::uintptr_t spans,
                             std::array<std::int64_t, 3> spans_at, const std::vector<RuleArguments>& rules, double scale,
                             double softcap, double dropout, std::uint64_t seed,
-                            std::array<std::int64_t, 5> dropout_place, Axes out_stride, bool uniform) {
+                            std::array<std::int64_t, 5> dropout_place, Axes out_stride, bool uniform,
+                            std::uintptr_t needed_queries, std::int64_t needed_ranges) {
             new (f) Forward();
             f->batch = sizes[0];
             f->heads = sizes[1];
@@ -81,6 +82,8 @@ void bind_attention(nb::module_& m) {
             f->seed = seed;
             f->dropout_place = {dropout_place[0], dropout_place[1], dropout_place[2], dropout_place[3], dropout_place[4]};
             f->uniform = uniform;
+            f->needed_queries = reinterpret_cast<const std::int64_t*>(needed_queries);
+            f->needed_ranges = needed_ranges;
         });
     // Returns whether all of out is finite.
     m.def("forward", [](const Forward& call, std::uintptr_t out, std::uintptr_t lse, int threads) {

@@ -62,6 +62,8 @@ class Call:
             are traced or intercepted (see ``is_traced``); "mapped" and "transformed": as traced, by torch.func within
             torch.compile, with a first gradient at most, or any derivative; "subclass": the tensors are of a subclass.
         uniform: whether each row is summed in one order, whatever rows follow it: backend="reproducible".
+        needed: the only queries that are needed, as ascending ranges, or None = all. The native kernels skip blocks of
+            rows without them: rows that they skip are 0, the others have the bits that they have with all queries.
     """
 
     lead: tuple[int, ...]
@@ -87,6 +89,7 @@ class Call:
     grad: bool
     form: Form
     uniform: bool = False
+    needed: tuple[tuple[int, int], ...] | None = None
 
     @property
     def in_compiled_func(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headscope._attend.backends import blocked
 from headscope._attend.interface import accumulate_dtype, once, refuse_batched, refuse_tangents
 from headscope._support.autograd import Function
 from headscope.parallel._exchange import gather, pass_on, sum_parts
@@ -103,12 +104,34 @@ def _pairs_of_rows(task: Task, local: Local, k: Tensor, v: Tensor) -> Iterator[t
 
 
 def _over_all_keys(task: Task, local: Local) -> tuple[Tensor, Tensor]:
-    """Each row is attended to at once: by the native kernels it has the bits that it has in one process."""
     k, v = (whole_keys(task.places, x) for x in (local.k, local.v))
+    result = _as_in_one_process(task, local, k, v)
+    if result is not None:
+        return result
     out, lse = _nothing(local, local.q.dtype)
     for rows, call in _pairs_of_rows(task, local, k, v):
         out[:, :, rows], lse[:, :, rows] = attend_pair(call)
     return out, lse
+
+
+def _as_in_one_process(task: Task, local: Local, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return out and lse with the bits of one process: of its call, the blocks of rows that this rank needs.
+
+    None if the native kernels do not support the call, or the bias has rows: those of other ranks are not here.
+    """
+    places, length = task.places, task.options.length
+    if not places.runs or not local.q.is_cpu or (local.bias is not None and local.bias.shape[2] > 1):
+        return None
+    everything = slice(0, length)
+    q = local.q.new_zeros(*local.q.shape[:2], length, local.q.shape[3])  # pages that nobody writes take no memory
+    for rows, i in rows_of(places):
+        q[:, :, i] = local.q[:, :, rows]
+    call = prepare_pair(task.options, Pair(q, k, v, local.bias, local.sinks, everything, everything))
+    if call.prepared.backend.name == blocked.name:
+        return None
+    needed = tuple(sorted((run.start, run.stop) for run in places.runs))
+    out, lse = attend_pair(call._replace(prepared=replace(call.prepared, call=replace(call.prepared.call, needed=needed))))
+    return places.shard(out, 2), places.shard(lse, 2)
 
 
 def _gradients_over_all_keys(task: Task, local: Local, rows: Rows, sums: _Sums) -> None:

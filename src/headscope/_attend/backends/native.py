@@ -284,7 +284,8 @@ def run_forward(
     lse = None
     if need_lse:
         rows = (call.batch, call.heads, call.queries)
-        lse = torch.empty(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
+        make = torch.empty if call.needed is None else torch.zeros
+        lse = make(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
     kernel_call = to_kernel_call(call, plan, inputs, seed)  # a name, so the tensors behind its addresses stay alive
     finite = extension.forward(kernel_call.call, out.data_ptr(), address(lse), torch.get_num_threads())
     return out, lse, finite
@@ -293,6 +294,8 @@ def run_forward(
 def rows_like(call: Call, length: int, heads: int, width: int) -> Tensor:
     """Return an empty [B, heads, length, width] strided as [B, length, heads, width], so merging heads is free."""
     sizes = (call.batch, heads, length, width)
+    if call.needed is not None:  # pages of zeros that nobody writes take no memory
+        return torch.zeros((call.batch, length, heads, width), dtype=call.dtype, device="cpu").transpose(1, 2)
     return torch.empty_strided(sizes, row_strides(length, heads, width), dtype=call.dtype, device="cpu")
 
 
@@ -317,14 +320,15 @@ def to_kernel_call(call: Call, plan: Plan | None, inputs: Inputs, seed: Seed = 0
         if plan.rest is not None:
             plan.rest.write_rules(rules, (call.batch, call.heads, call.queries, call.keys))
     sizes = (call.batch, call.heads, call.kv_heads, call.queries, call.keys, call.head_dim, call.v_head_dim)
+    needed = None if call.needed is None else torch.tensor(call.needed, dtype=torch.int64, device="cpu")
     number, place = (seed.seed, seed[1:]) if isinstance(seed, DropoutPlace) else (seed, (0, 0, 0, 0, 0))
     call_of_kernels = extension.Forward(
         sizes, CODES[call.dtype], q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
         address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.program,
         call.scale, call.softcap or 0.0, call.dropout, number, place, row_strides(call.queries, call.heads, call.v_head_dim),
-        call.uniform,
+        call.uniform, address(needed), 0 if needed is None else len(needed),
     )  # fmt: skip
-    return _KernelCall(call_of_kernels, (q, k, v, bias, sinks, spans, *rules.tensors))
+    return _KernelCall(call_of_kernels, (q, k, v, bias, sinks, spans, needed, *rules.tensors))
 
 
 class _Rules:
