@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headscope._attend import torch_operator_kernels, torch_operators
+from headscope._attend import context, torch_operator_kernels, torch_operators
 from headscope._attend.backend_call import attend_on_backend
 from headscope._attend.call import ORDINARY
 from headscope._attend.interface import Inputs, Result
@@ -20,6 +20,8 @@ def run_attention(
     scale: float | None, softcap: float | None, dropout: float, lse: bool, backend: str | None,
 ) -> Result:  # fmt: skip
     """Return out [..., H, Q, Dv] and, if ``lse`` is True, the log-sum-exp of each row [..., H, Q]."""
+    if context.active is not None:
+        return context.active.attend(q, k, v, mask, bias, sinks, scale, softcap, dropout, backend)
     prepared = prepare(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
     repeat = prepared.repeat
     if repeat is not None:

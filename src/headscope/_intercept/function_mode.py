@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from headscope import nn_compat
+from headscope._attend import context
 from headscope._attend.attention import run_attention
 from headscope._dataflow import is_followed
 from headscope._intercept import frames, fused, intercepted_call, softmax, torch_modules
@@ -269,7 +270,7 @@ def attention_interceptor(
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
         kind = "self" if torch_modules.same(frame.argument("query", 0), frame.argument("key", 1)) else "cross"
     cache = frame.argument("cache", 2) if isinstance(frame.module, MultiHeadAttention) else None
-    simple = bias is None and sinks is None and not lse and cache is None
+    simple = bias is None and sinks is None and not lse and cache is None and context.active is None
     like = _like(q, k, v, mask, kind, scale, softcap, backend) if simple else None
     out, row_lse = None if dropout else frame.attend_again((q, k, v), like), None
     if out is None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from headscope._attend import context
 from headscope._observe.differentiable import measure_with_gradients
 from headscope._observe.measure import SELF, Positions, measure
 from headscope.masks import Mask
@@ -19,6 +20,12 @@ def observe_call(
     positions: Positions = SELF, differentiable: tuple[str, ...] = (),
 ) -> HeadStats:  # fmt: skip
     """Measure the weights of a call; the arguments are those of ``headscope.observe``."""
+    if context.active is not None:
+        if differentiable:
+            raise ValueError(
+                "differentiable: expected none under context parallelism, where each rank holds a part of the keys"
+            )
+        return context.active.measure(q, k, v, mask, bias, sinks, scale, softcap, lse, what, positions)
     if differentiable:
         return _observe_with_gradients(
             q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, what, differentiable, positions

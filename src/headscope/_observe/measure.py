@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 from torch._subclasses import FakeTensor
 
+from headscope._attend import context
 from headscope._attend.backends import native
 from headscope._attend.interface import is_lazy
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
@@ -96,8 +97,10 @@ def attend_and_observe(
     """Attend and observe in one pass; return out, lse and the statistics.
 
     Returns None if that is not possible: dropout, a gradient, ``rows``, a backend other than the native one, an option
-    that ``native_observer`` does not support, or a row that is not finite.
+    that ``native_observer`` does not support, or a row that is not finite; or context parallelism.
     """
+    if context.active is not None:
+        return None
     prepared = prepare(q, k, v, mask, bias, sinks, scale, softcap, dropout, True, backend)
     repeat = steps.repeater_of(prepared, what)
     if repeat is not None and bias is None and sinks is None:

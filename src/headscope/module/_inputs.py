@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from headscope._attend.context import Context
 from headscope._linear import Linear, is_plain
 from headscope._support.arguments import check_layout, check_type, kind, shapes
 from headscope._support.tensor_classes import check_has_numbers
@@ -117,4 +118,35 @@ def check_place(
         raise ValueError(
             "cache: this module has NTK(original_length=...), which rotates earlier keys again as the length "
             "grows; NTK(factor) alone does not"
+        )
+
+
+def positions_in_part(
+    parallel: Context, x: Tensor, positions: Tensor | None, located: bool, others: dict[str, object]
+) -> Tensor | None:
+    """Return the positions of x, which is this rank's part of a sequence; None if the module does not use any.
+
+    Raises:
+        ValueError: an argument that context parallelism does not support.
+    """
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: expected None under context parallelism, where x is a part of one sequence that attends to "
+                "itself; call the module outside of parallel.context for that"
+            )
+    if isinstance(cast("object", x), Tensor) and x.is_nested:
+        raise ValueError(
+            "x: is a nested tensor, expected this rank's part of one sequence under context parallelism; pack the rows "
+            "and pass mask=masks.Documents(...)"
+        )
+    return parallel.positions(x.device) if positions is None and located else positions
+
+
+def check_no_weights(need_weights: bool) -> None:
+    """Raise if a module under context parallelism is to return its weights."""
+    if need_weights:
+        raise ValueError(
+            "need_weights: expected False under context parallelism, where each rank holds a part of the rows; watch "
+            "the module, or gather q and k (places.join) and call headscope.functional.weights"
         )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import functional
+from headscope._attend import context as parallel
 from headscope._layouts import convert_module, convert_state, export_state
 from headscope._linear import (
     QKV,
@@ -30,10 +31,12 @@ from headscope.module._bias_kv import add_own_value, own_share
 from headscope.module._inputs import (
     check_context,
     check_input,
+    check_no_weights,
     check_place,
     check_self_attention,
     check_sliced,
     input_sources,
+    positions_in_part,
     shape_error,
 )
 from headscope.module._nested import forward_nested
@@ -299,6 +302,12 @@ class MultiHeadAttention(nn.Module):
         Raises:
             TypeError, ValueError: an input, mask or bias that does not fit; the message names it and its axis.
         """
+        if parallel.active is not None:
+            dynamic = self.rotary if self.rotary is not None and self.rotary.dynamic else None
+            others: dict[str, object] = {"context": context, "cache": cache, "NTK(original_length=...)": dynamic}
+            located = self.rotary is not None or self.position_bias is not None
+            positions = positions_in_part(parallel.active, x, positions, located, others)
+            check_no_weights(need_weights)
         if getattr(x, "is_nested", False) is True:
             return self._of_nested(
                 x, context, mask, bias=bias, need_weights=need_weights, positions=positions, cache=cache

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headscope._attend import context
 from headscope._support.torch_state import is_traced
 from headscope.cache import Staged
 from headscope.masks import Band, Mask, ReversedBand, as_mask
@@ -65,6 +66,8 @@ def add_distance_bias(
             of_own = None if placement.q_of_own is None else placement.q_of_own.flip(-2)
             return placement._replace(q=q.flip(-2), q_of_own=of_own, mask=known, bias=bias, reversed=True)
     q_at = k_at = positions
+    if context.active is not None and positions is not None:  # q are this rank's part, and the keys those of all ranks
+        k_at = context.active.positions_of_keys(positions)
     if q_at is None or k_at is None:
         k_at = torch.arange(first, start + queries, device=q.device)
         q_at = k_at[start - first :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,47 +13,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headscope.masks import Mask
-from headscope.parallel._exchange import answered, group_rank, group_size
+from headscope.parallel._exchange import answered, gather_into, group_rank, group_size
 
 
-def check_agreement(name: str, values: Mapping[str, object], seed: int, group: dist.ProcessGroup | None) -> int:
+def check_agreement(
+    name: str, values: Mapping[str, object] | Exception, seed: int, group: dist.ProcessGroup | None
+) -> int:
     """Compare the arguments of all ranks, by one small exchange; return the seed of rank 0.
 
     Args:
         name: the function that is called.
-        values: argument -> its value, as text or as something whose text is equal if and only if it is.
+        values: argument -> its value, as something whose text is equal if and only if it is; or the error of this
+            rank's arguments, which then reaches every rank, so that none waits for this one.
         seed: of this rank.
         group: the ranks.
 
     Raises:
-        ValueError: two ranks differ; the message names them and the argument, on every rank.
+        Exception: that of this rank's arguments.
+        ValueError: another rank has an error, or two ranks differ; the message names them and the argument.
     """
     ranks = group_size(group)
     if ranks == 1:
+        if isinstance(values, Exception):
+            raise values
         return seed
-    texts = {argument: str(value) for argument, value in values.items()}
-    digests = [zlib.crc32(text.encode()) for text in texts.values()]
-    own = torch.tensor([seed, *digests], dtype=torch.int64, device=device_of(group))
+    texts = {} if isinstance(values, Exception) else {argument: str(value) for argument, value in values.items()}
+    text = "\n".join((name, *(f"{argument}: {value}" for argument, value in texts.items())))
+    own = torch.tensor([seed, 0 if texts else -1, zlib.crc32(text.encode())], device=device_of(group))
     every = [torch.empty_like(own) for _ in range(ranks)]
-    answered(lambda: dist.all_gather(every, own, group), group)
+    gather_into(every, own, group)
     rows = [each.tolist() for each in every]
-    differing = [n for n, column in enumerate(zip(*rows, strict=True)) if n > 0 and len({*column}) > 1]
-    if differing:
-        raise _disagreement(name, list(texts), differing, texts, rows, group)
+    if any(row[1:] != rows[0][1:] for row in rows) or isinstance(values, Exception):
+        raise _disagreement(name, values if isinstance(values, Exception) else texts, ranks, group)
     return rows[0][0]
 
 
 def _disagreement(
-    name: str, arguments: list[str], differing: list[int], texts: Mapping[str, str], rows: list[list[int]],
-    group: dist.ProcessGroup | None,
-) -> ValueError:  # fmt: skip
-    argument = arguments[differing[0] - 1]
-    every: list[Any] = [None] * len(rows)
-    dist.all_gather_object(every, texts[argument], group)
-    other = next(rank for rank, text in enumerate(every) if text != every[0])
+    name: str, own: Mapping[str, str] | Exception, ranks: int, group: dist.ProcessGroup | None
+) -> Exception:
+    """Return the error of this rank: it exchanges the texts, of which only digests were compared."""
+    every: list[Any] = [None] * ranks
+    sent = f"{type(own).__name__}: {own}" if isinstance(own, Exception) else dict(own)
+    answered(partial(dist.all_gather_object, every, sent, group), group)
+    if isinstance(own, Exception):
+        return own
+    here = f"this is rank {group_rank(group)}"
+    for rank, other in enumerate(every):
+        if isinstance(other, str):
+            return ValueError(f"rank {rank} did not call {name}, because its arguments are wrong ({here}): {other}")
+    first, other = next((n, rank) for rank in range(ranks) for n in every[0] if every[rank].get(n) != every[0][n])
     return ValueError(
-        f"{argument}: rank 0 has {every[0]}, rank {other} has {every[other]}; expected {name} with the same arguments "
-        f"on every rank of the group (this is rank {group_rank(group)})"
+        f"{first}: rank 0 has {every[0][first]}, rank {other} has {every[other].get(first)}; expected {name} with the "
+        f"same arguments on every rank of the group ({here})"
     )
 
 
@@ -69,7 +81,7 @@ def describe_mask(mask: Mask | None) -> str:
 
 def _describe(value: object) -> str:
     if isinstance(value, Tensor):
-        values = f" {zlib.crc32(value.contiguous().numpy()):08x}" if value.is_cpu else ""
+        values = f" {zlib.crc32(value.detach().contiguous().numpy().tobytes()):08x}" if value.is_cpu else ""
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{values}"
     if isinstance(value, Mask) and is_dataclass(value):
         parts = (f"{each.name}={_describe(getattr(value, each.name))}" for each in fields(value))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headscope._attend.call import check_call
 from headscope._attend.call import Options as CallOptions
+from headscope._attend.call import check_call
 from headscope._attend.dropout import draw_seed
 from headscope._attend.torch_operators import OPERATOR_BACKENDS
 from headscope._support.arguments import check_type, shapes
@@ -33,8 +34,8 @@ def context_attention(
     k: Tensor,
     v: Tensor,
     *,
-    places: Places,
     group: dist.ProcessGroup | None = None,
+    places: Places,
     how: How = "gather",
     mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
@@ -52,8 +53,8 @@ def context_attention(
 
     Args:
         q, k, v: of this rank's positions, in the order of ``places``.
+        group: the process group; by default that of ``places``.
         places: which positions of the sequence each rank holds.
-        group: the process group; by default that of ``places``, which must be the same one.
         how: "gather": each rank gets all keys and values, once in each pass. "ring": they go from rank to rank, and
             memory is that of one part. "heads": each rank gets all rows of a part of the heads; the number of ranks
             divides H, and Hkv or is its multiple.
@@ -90,16 +91,38 @@ def context_attention(
         torch.Size([1, 2, 6, 8])
     """
     check_type("places", places, Places, "headscope.parallel.Places")
-    if group is not None and group is not places.group:
-        raise ValueError("group: got another group than that of places; expected places made with group=group")
-    if how not in get_args(How):
-        raise ValueError(f'how: got {how!r}, expected "gather", "ring" or "heads"')
+    places = in_group(places, group)
+    check_how(how)
     if observe is not None:
         check_type("observe", observe, Observe, "a headscope.Observe or None")
     result = attend_parts(
         (q, k, v), mask, bias, sinks, scale, softcap, dropout, backend, places=places, how=how, observe=observe
     )
     return Attended(*result)
+
+
+def check_how(how: How) -> How:
+    """Return ``how``.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    if how not in get_args(How):
+        raise ValueError(f'how: got {how!r}, expected "gather", "ring" or "heads"')
+    return how
+
+
+def in_group(places: Places, group: dist.ProcessGroup | None) -> Places:
+    """Return the places of a group.
+
+    Raises:
+        ValueError: they are of another group.
+    """
+    if group is None or group is places.group:
+        return places
+    if places.group is not None:
+        raise ValueError("group: got another group than that of places; expected the group that places were made with")
+    return replace(places, group=group)
 
 
 def attend_parts(
@@ -113,17 +136,14 @@ def attend_parts(
             "context parallelism: within torch.compile or torch.export, which cannot trace the exchanges between "
             "ranks; expected eager mode: mark the layer with torch.compiler.disable"
         )
-    local, options = _checked(qkv, mask, bias, sinks, (scale, softcap, dropout, backend), places)
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in local)
+    try:
+        local, options = check_parts(qkv, mask, bias, sinks, (scale, softcap, dropout, backend), places)
+    except (TypeError, ValueError) as error:
+        check_agreement("context_attention", error, 0, places.group)
+        raise
     seed = int(draw_seed()) if options.dropout else 0
-    agreed = {
-        "q, k, v": f"{_sizes(local)}, {str(local.q.dtype).removeprefix('torch.')}", "places": places.parts, "how": how,
-        "mask": describe_mask(options.mask), "bias": local.bias is not None, "sinks": local.sinks is not None,
-        "scale": options.scale, "softcap": options.softcap, "dropout": options.dropout, "backend": options.backend,
-        "requires_grad": grad, "observe": observe is not None,
-    }  # fmt: skip
-    seed = check_agreement("context_attention", agreed, seed, places.group)
-    options = Options(**{**_fields(options), "seed": seed})
+    seed = check_agreement("context_attention", _agreed(local, options, places, how, observe), seed, places.group)
+    options = replace(options, seed=seed)
     if how == "heads":
         out, lse = attend_heads(options, places, local)
     else:
@@ -134,7 +154,18 @@ def attend_parts(
     return out, lse, stats
 
 
-def _checked(
+def _agreed(local: Local, options: Options, places: Places, how: How, observe: Observe | None) -> dict[str, object]:
+    """Return what must be the same on every rank."""
+    return {
+        "q, k, v": f"{_sizes(local)}, {str(local.q.dtype).removeprefix('torch.')}", "places": places, "how": how,
+        "mask": describe_mask(options.mask), "bias": local.bias is not None, "sinks": local.sinks is not None,
+        "scale": options.scale, "softcap": options.softcap, "dropout": options.dropout, "backend": options.backend,
+        "requires_grad": [torch.is_grad_enabled() and x is not None and x.requires_grad for x in local],
+        "observe": observe is not None,
+    }  # fmt: skip
+
+
+def check_parts(
     qkv: tuple[Tensor, Tensor, Tensor], mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     options: tuple[float | None, float | None, float, str | None], places: Places,
 ) -> tuple[Local, Options]:  # fmt: skip
@@ -161,9 +192,9 @@ def _checked(
             )
     if backend not in (None, *OPERATOR_BACKENDS):
         raise ValueError(f"backend: got {backend!r}, expected one of {', '.join(OPERATOR_BACKENDS)}, or None to choose")
-    all_keys = [x[..., :1, :].expand(*x.shape[:-2], length, x.shape[-1]) if own else x for x in (k, v)]
+    keys, values = (x[..., :1, :].expand(*x.shape[:-2], length, x.shape[-1]) if own else x for x in (k, v))
     unplanned = CallOptions(None, scale, softcap, dropout, True, planned=False)
-    call = check_call(q, *all_keys, bias, sinks, unplanned) if own else check_call(q, k, v, None, sinks, unplanned)
+    call = check_call(q, keys, values, bias if own else None, sinks, unplanned)
     if call.form != "plain":
         raise TypeError("q, k, v: are of a subclass of Tensor, or within torch.func; expected ordinary tensors")
     request = as_mask(mask)
@@ -181,7 +212,3 @@ def _checked(
 def _sizes(local: Local) -> str:
     (batch, heads, _, width), (_, kv_heads, _, v_width) = local.q.shape, local.v.shape
     return f"B {batch}, H {heads}, Hkv {kv_heads}, D {width}, Dv {v_width}"
-
-
-def _fields(options: Options) -> dict[str, object]:
-    return {name: getattr(options, name) for name in options.__dataclass_fields__}

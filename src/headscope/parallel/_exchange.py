@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -74,8 +75,14 @@ def gather(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -
     if len(x) < longest:  # parts of one size, as every backend can gather
         mine = torch.cat([mine, mine.new_zeros(longest - len(x), *x.shape[1:])])
     parts = [torch.empty_like(mine) for _ in lengths]
-    answered(lambda: dist.all_gather(parts, mine, group), group)
+    gather_into(parts, mine, group)
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+
+def gather_into(parts: list[Tensor], own: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Gather tensors of one size from all ranks."""
+    exchange: Callable[[], object] = partial(dist.all_gather, parts, own, group)
+    answered(exchange, group)
 
 
 def sum_parts(whole: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
@@ -91,7 +98,8 @@ def sum_parts(whole: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | 
 def swap(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """Send so many numbers of x to each rank, and return those of each rank, on one axis."""
     flat, got = x.contiguous().view(-1), x.new_empty(sum(received))
-    answered(lambda: dist.all_to_all_single(got, flat, received, sent, group), group)
+    exchange: Callable[[], object] = partial(dist.all_to_all_single, got, flat, received, sent, group)
+    answered(exchange, group)
     return got
 
 
@@ -113,7 +121,7 @@ class Transfer:
         self.got = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
         sends = [dist.P2POp(dist.isend, x, group=group, group_peer=after) for x in self.sent]
         receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=into) for x in self.got]
-        self.works = answered(lambda: dist.batch_isend_irecv([*sends, *receives]), group)
+        self.works = answered(partial(dist.batch_isend_irecv, [*sends, *receives]), group)
 
     def wait(self) -> list[Tensor]:
         """Return the tensors of the rank before."""
@@ -155,9 +163,7 @@ def heads_for_rows(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup |
     sent = x.transpose(0, 1)  # [H, B, own, D]: the heads of each rank together
     sizes = [part * batch * length * width for length in lengths]
     got = swap(sent, [part * batch * own * width] * len(lengths), sizes, group)
-    rows = [
-        each.view(part, batch, length, width) for each, length in zip(got.split(sizes), lengths, strict=True)
-    ]
+    rows = [each.view(part, batch, length, width) for each, length in zip(got.split(sizes), lengths, strict=True)]
     return torch.cat(rows, 2).transpose(0, 1)  # [B, H / ranks, total, D]
 
 

@@ -16,27 +16,29 @@ from headscope.stats import HeadStats, Observe, merge
 
 
 def observe_rows(
-    options: Options, places: Places, local: Local, lse: Tensor | None, what: Observe
+    options: Options, places: Places, local: Local, lse: Tensor | None, what: Observe, *, has_values: bool = True
 ) -> HeadStats:
     """Return the statistics of this rank's rows; they merge over ranks to those of the whole sequence.
+
+    Every rank calls it, because keys and values are gathered. Without values there is no ``value_norm``.
 
     Raises:
         ValueError: an option whose rows cannot be placed, or that does not fit.
     """
     if what.selected is not None and not callable(what.selected):
         raise ValueError(
-            "observe: got selected=, whose rows are those of the whole sequence; expected a function of layer, q and k, "
-            "or none under context parallelism"
+            "observe: got selected=, whose rows are those of the whole sequence; expected a function of layer, q and "
+            "k, or none under context parallelism"
         )
     with torch.no_grad():
         k, v = (whole_keys(places, x.detach()) for x in (local.k, local.v))
         runs = list(rows_of(places)) or [(slice(0, 0), slice(0, 0))]
-        parts = [_observe_run(options, local, (k, v), lse, what, run) for run in runs]
+        parts = [_observe_run(options, local, (k, v if has_values else None), lse, what, run) for run in runs]
     return merge(*parts)
 
 
 def _observe_run(
-    options: Options, local: Local, keys: tuple[Tensor, Tensor], lse: Tensor | None, what: Observe,
+    options: Options, local: Local, keys: tuple[Tensor, Tensor | None], lse: Tensor | None, what: Observe,
     run: tuple[slice, slice],
 ) -> HeadStats:  # fmt: skip
     rows, i = run

@@ -26,10 +26,13 @@ class Places:
         parts: for each rank of the group, its runs of consecutive positions, in the order in which it holds them.
         group: the process group; None = the default one.
 
+    Raises:
+        ValueError: a position of the sequence is on no rank, or on more than one.
+
     Examples:
         >>> from headscope.parallel import Places
-        >>> Places(((slice(0, 2), slice(6, 8)), (slice(2, 6),))).length
-        8
+        >>> print(Places(((slice(0, 2), slice(6, 8)), (slice(2, 6),))))
+        rank 0: 0 to 1 and 6 to 7; rank 1: 2 to 5
     """
 
     parts: tuple[tuple[Run, ...], ...]
@@ -39,11 +42,9 @@ class Places:
         runs = sorted((run.start, run.stop) for part in self.parts for run in part)
         for (_, stop), (start, _) in pairwise([(0, 0), *runs]):
             if start != stop:
-                what = f"{stop} to {start - 1} is" if start > stop else f"{start} to {stop - 1} is"
-                where = "on no rank" if start > stop else "on more than one"
-                raise ValueError(
-                    f"places: position {what} {where}; expected each position of the sequence on exactly one rank"
-                )
+                low, high, where = (stop, start, "no rank") if start > stop else (start, stop, "more than one rank")
+                what = f"position {low}" if high == low + 1 else f"positions {low} to {high - 1}"
+                raise ValueError(f"places: {what} on {where}; expected each position of the sequence on exactly one")
 
     @classmethod
     def contiguous(cls, length: int, group: dist.ProcessGroup | None = None) -> Places:
@@ -66,21 +67,31 @@ class Places:
 
     @classmethod
     def of(cls, positions: Tensor, group: dist.ProcessGroup | None = None) -> Places:
-        """Return places by the positions that this rank holds, integers [its length]; every rank of the group calls it.
+        """Return places by their positions: those of every rank, integers [ranks, own]; or those of this rank, [own].
+
+        Positions of this rank alone are exchanged: every rank of the group must call it then.
 
         Raises:
             TypeError: they are not integers.
-            ValueError: they are not on one axis, or some position of the sequence is on no rank or on several.
+            ValueError: they have other axes, or some position of the sequence is on no rank or on several.
         """
         check_type("positions", positions, Tensor, "a torch.Tensor")
         if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
             raise TypeError(f"positions: dtype is {kind(positions)}, expected integers")
-        if positions.ndim != 1:
-            raise ValueError(f"positions: is {list(positions.shape)}, expected [length]: those of this rank")
-        own = positions.tolist()
-        every: list[Any] = [None] * group_size(group)
-        dist.all_gather_object(every, own, group)
+        if positions.ndim not in (1, 2):
+            raise ValueError(
+                f"positions: is {list(positions.shape)}, expected [own], those of this rank, or [ranks, own]"
+            )
+        every: list[Any] = positions.tolist() if positions.ndim == 2 else [None] * group_size(group)
+        if positions.ndim == 1 and len(every) > 1:
+            dist.all_gather_object(every, positions.tolist(), group)
+        elif positions.ndim == 1:
+            every = [positions.tolist()]
         return cls(tuple(_runs(each) for each in every), group)
+
+    def __str__(self) -> str:
+        parts = (" and ".join(f"{run.start} to {run.stop - 1}" for run in part) or "none" for part in self.parts)
+        return "; ".join(f"rank {rank}: {part}" for rank, part in enumerate(parts))
 
     @property
     def length(self) -> int:

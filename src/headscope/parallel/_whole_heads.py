@@ -20,9 +20,8 @@ def attend_heads(options: Options, places: Places, local: Local) -> tuple[Tensor
     ranks, rank, everything = len(places.parts), places.rank, slice(0, options.length)
     part = options.heads // ranks
     h = slice(rank * part, (rank + 1) * part)
-    q, k, v = (
-        _whole_sequence(x, places) for x in (local.q, *(_with_heads(x, options.heads, ranks) for x in (local.k, local.v)))
-    )
+    kv = (_with_heads(x, options.heads, ranks) for x in (local.k, local.v))
+    q, k, v = (_whole_sequence(x, places) for x in (local.q, *kv))
     bias = local.bias
     if bias is not None:
         if bias.shape[2] > 1:  # a bias without an axis of rows is that of every rank
@@ -39,8 +38,8 @@ def _with_heads(x: Tensor, heads: int, ranks: int) -> Tensor:
     kv_heads = x.shape[1]
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError(
-            f'how: "heads" gives each rank a part of the heads, but {ranks} ranks do not divide {heads} query heads and '
-            f'{kv_heads} key/value heads; use how="gather" or "ring"'
+            f'how: "heads" gives each rank a part of the heads, but {ranks} ranks do not divide {heads} query heads '
+            f'and {kv_heads} key/value heads; use how="gather" or "ring"'
         )
     return x if kv_heads % ranks == 0 else x.repeat_interleave(ranks // kv_heads, 1)
 

@@ -130,7 +130,9 @@ def _as_in_one_process(task: Task, local: Local, k: Tensor, v: Tensor) -> tuple[
     if call.prepared.backend.name == blocked.name:
         return None
     needed = tuple(sorted((run.start, run.stop) for run in places.runs))
-    out, lse = attend_pair(call._replace(prepared=replace(call.prepared, call=replace(call.prepared.call, needed=needed))))
+    out, lse = attend_pair(
+        call._replace(prepared=replace(call.prepared, call=replace(call.prepared.call, needed=needed)))
+    )
     return places.shard(out, 2), places.shard(lse, 2)
 
 
@@ -265,5 +267,3 @@ class _Sums:
         return tuple(
             None if total is None or x is None else total.to(x.dtype) for total, x in zip(sums, local, strict=True)
         )
-
-

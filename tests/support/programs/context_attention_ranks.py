@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import headscope
-from headscope import Observe, masks
+from headscope import Observe, masks, parallel, positions
 from headscope.masks import Band, Dense, Documents, KeyLengths, Prefix, causal, window
 from headscope.parallel import Places, context_attention
 
@@ -104,11 +107,12 @@ def parts(
 
 
 def error(got: Tensor, expected: Tensor) -> float:
-    """Return the largest difference; equal infinities differ by nothing."""
+    """Return the largest difference over the largest number, at least 1; equal infinities differ by nothing."""
+    got, expected = got.detach(), expected.detach()
     if got.numel() == 0:
         return 0.0
-    difference = (got - expected).abs()
-    return float(torch.where(got == expected, 0.0, difference).max())
+    difference = torch.where(got == expected, 0.0, (got - expected).abs())
+    return float(difference.max()) / max(1.0, float(expected[expected.isfinite()].abs().max()))
 
 
 def compare_all(length: int) -> dict[str, Any]:
@@ -127,13 +131,147 @@ def compare_all(length: int) -> dict[str, Any]:
     return errors
 
 
+MODULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped, sinks, softcap": {"kv_heads": 2, "sinks": True, "softcap": 5.0},
+    "rotary, norm": {"rotary": positions.Rotary(4), "qk_norm": "rms"},
+    "norm of all, gate": {"qk_norm": "rms_all", "gate": True},
+    "alibi": {"position_bias": positions.ALiBi(H)},
+    "relative": {"position_bias": positions.T5Buckets(8, 16)},
+    "bias_kv": {"bias_kv": True},
+    "reproducible": {"reproducible": True, "kv_heads": 2},
+}
+
+
+def compare_modules(length: int) -> dict[str, Any]:
+    """Return the errors of modules within ``parallel.context``, and of what a watch records."""
+    errors: dict[str, Any] = {}
+    for number, (name, options) in enumerate(MODULES.items()):
+        torch.manual_seed(number)
+        module = headscope.MultiHeadAttention(16, H, **options)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.normal_(std=0.3)
+        x, grad = torch.randn(2, B, length, 16)
+        tokens = torch.randint(0, 5, (B, length))
+        what = Observe(map=4, edges=3, tokens=tokens, windows=(2,))
+        with headscope.watch(module, what=what) as seen:
+            out = module(x, mask=causal())
+        (out * grad).sum().backward()
+        expected = {"out": out.detach()}
+        expected |= {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        for how in HOW:
+            places = places_of("head_tail", length)
+            module.zero_grad()
+            with parallel.context(None, places, how=how), headscope.watch(module, what=what) as part:
+                mine = module(places.shard(x, 1), mask=causal())
+            (mine * places.shard(grad, 1)).sum().backward()
+            found = {"out": places.join(mine.detach(), 1)}
+            for n, p in module.named_parameters():
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
+                    found[n] = p.grad
+            assert {*found} == {*expected}
+            case = errors[f"{name}, {how}"] = {each: error(found[each], expected[each]) for each in found}
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, part.stats)
+            joined = headscope.HeadStats.merge(*every)
+            case["statistics"] = compare_statistics(joined, seen.stats)
+    return errors
+
+
+def compare_statistics(got: headscope.HeadStats, expected: headscope.HeadStats) -> float:
+    """Return the largest difference of any statistic."""
+    assert got.layers == expected.layers
+    assert got.names == expected.names, (got.names, expected.names)
+    largest = 0.0
+    for layer in expected.layers:
+        one, other = got[layer], expected[layer]
+        assert torch.equal(one.rows, other.rows), (one.rows, other.rows)
+        assert torch.equal(one.eligible, other.eligible)
+        largest = max(largest, error(one.received, other.received))
+        for a, b in ((one.map.mean, other.map.mean), (one.map.max, other.map.max)):
+            largest = max(largest, error(a.nan_to_num(nan=-1), b.nan_to_num(nan=-1)))
+        assert torch.equal(one.edges.at[..., 1:], other.edges.at[..., 1:])
+    for (*at, a), (*there, b) in zip(got.summaries(), expected.summaries(), strict=True):
+        assert at == there
+        assert a.count == b.count, (at, a, b)
+        for name in ("mean", "std", "min", "max"):
+            x, y = getattr(a, name), getattr(b, name)
+            largest = max(largest, 0.0 if x == y or (x != x and y != y) else abs(x - y))
+    return largest
+
+
+def raised(run: Callable[[], Any]) -> str:
+    """Return the error of a call, or "returned"."""
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "returned"
+
+
+def errors_of_wrong_calls(length: int) -> dict[str, str]:
+    """Return what calls raise whose arguments differ between ranks, or do not fit."""
+    places, rank = Places.head_tail(length), dist.get_rank()
+    own = places.lengths[rank]
+    q, k, v = torch.randn(3, 1, H, own, D)
+    module, x = headscope.MultiHeadAttention(16, H, rotary=positions.Rotary(4)), torch.randn(1, own, 16)
+    other: dict[str, dict[str, Any]] = {
+        "dropout": {"dropout": 0.5 * (rank == 1)},
+        "softcap": {"softcap": 1.0 + rank},
+        "mask": {"mask": window(3 + rank)},
+        "documents": {"mask": Documents(torch.arange(length)[None] // (2 + rank))},
+        "how": {"how": "ring" if rank else "gather"},
+        "sinks": {"sinks": torch.zeros(H) if rank else None},
+    }
+    found: dict[str, str] = {}
+    for name, options in other.items():
+        found[name] = raised(partial(context_attention, q, k, v, **{"places": places, **options}))
+    found["length on one rank"] = raised(lambda: context_attention(q[:, :, rank:], k, v, places=places))
+    found["length"] = raised(lambda: context_attention(q[:, :, 1:], k, v, places=places))
+    found["mask of the rows"] = raised(
+        lambda: context_attention(q, k, v, places=places, mask=Dense(torch.ones(own, length, dtype=torch.bool)))
+    )
+    found["heads"] = raised(lambda: context_attention(*(t[:, :3] for t in (q, k, v)), places=places, how="heads"))
+    found["selected"] = raised(
+        lambda: context_attention(q, k, v, places=places, observe=Observe(selected=torch.zeros(1, dtype=torch.long)))
+    )
+    found["second derivative"] = raised(lambda: second_derivative(q, k, v, places))
+    found["on no rank"] = raised(lambda: Places(((slice(0, 2),), (slice(3, 4),))))
+    found["on two ranks"] = raised(lambda: Places.of(torch.arange(4)))
+    with parallel.context(None, places):
+        found["cache"] = raised(lambda: module(x, cache=headscope.cache.GrowingCache()))
+        found["context"] = raised(lambda: headscope.MultiHeadAttention(16, H)(x, x[:, :1]))
+        found["need_weights"] = raised(lambda: module(x, need_weights=True))
+        found["nested"] = raised(lambda: module(torch.nested.nested_tensor([x[0]], layout=torch.jagged)))
+        found["traced"] = raised(lambda: make_fx(lambda q, k, v: headscope.attention(q, k, v))(q, k, v))
+        found["cross"] = raised(lambda: headscope.observe(q, k, v, kind="cross"))
+    found["after"] = raised(lambda: headscope.attention(q, k, v))
+    return found
+
+
+def second_derivative(q: Tensor, k: Tensor, v: Tensor, places: Places) -> None:
+    q = q.clone().requires_grad_()
+    out = context_attention(q, k, v, places=places).out
+    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    gradient.sum().backward()
+
+
 def main() -> None:
     rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    found = {"errors": compare_all(int(sys.argv[4]))}
+    length = int(sys.argv[4])
+    found = {"errors": compare_all(length), "modules": compare_modules(length), "raised": errors_of_wrong_calls(length)}
+    places = Places.contiguous(length)
+    q = torch.randn(1, H, places.lengths[rank], D)
+    dist.barrier()
+    if rank == world - 1:
+        print(json.dumps(found), flush=True)
+        os._exit(0)  # as if it were killed
+    found["a rank ended"] = raised(lambda: context_attention(q, q, q, places=places, how="ring"))
     print(json.dumps(found))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -325,8 +325,9 @@ def to_kernel_call(call: Call, plan: Plan | None, inputs: Inputs, seed: Seed = 0
     call_of_kernels = extension.Forward(
         sizes, CODES[call.dtype], q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
         address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.program,
-        call.scale, call.softcap or 0.0, call.dropout, number, place, row_strides(call.queries, call.heads, call.v_head_dim),
-        call.uniform, address(needed), 0 if needed is None else len(needed),
+        call.scale, call.softcap or 0.0, call.dropout, number, place,
+        row_strides(call.queries, call.heads, call.v_head_dim), call.uniform, address(needed),
+        0 if needed is None else len(needed),
     )  # fmt: skip
     return _KernelCall(call_of_kernels, (q, k, v, bias, sinks, spans, needed, *rules.tensors))
 
