@@ -16,7 +16,7 @@
 from headscope._observe.differentiable import check_differentiable
 from headscope._observe.entry import observe_call
 from headscope._observe.inputs import Continued
-from headscope._observe.measure import Positions, attend_and_observe, measure
+from headscope._observe.measure import Positions, attend_and_observe, measure_call
 from headscope._observe.scene import sample
 from headscope._observe.steps import Repetition, options_of, repetition_of
 
@@ -26,7 +26,7 @@ __all__ = [
     "Repetition",
     "attend_and_observe",
     "check_differentiable",
-    "measure",
+    "measure_call",
     "observe_call",
     "options_of",
     "repetition_of",

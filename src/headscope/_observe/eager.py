@@ -10,7 +10,7 @@ from headscope._observe import measure as _measure
 from headscope._support.compiler import disable_compiler
 
 measure = disable_compiler(
-    _measure.measure, reason="headscope: observe reads values, which a compiled graph does not have"
+    _measure.measure_call, reason="headscope: observe reads values, which a compiled graph does not have"
 )
 measure_with_gradients = disable_compiler(
     _differentiable.measure_with_gradients,

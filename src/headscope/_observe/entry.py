@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from headscope._attend import context
 from headscope._observe.differentiable import measure_with_gradients
-from headscope._observe.measure import SELF, Positions, measure
+from headscope._observe.measure import SELF, Positions, measure_call
 from headscope.masks import Mask
 from headscope.stats import HeadStats, Observe
 
@@ -35,7 +35,7 @@ def observe_call(
         from headscope._observe import eager  # this import loads torch's compiler
 
         return eager.measure(*arguments)
-    return measure(*arguments)
+    return measure_call(*arguments)
 
 
 def _observe_with_gradients(*arguments: Any) -> HeadStats:

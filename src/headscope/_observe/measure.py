@@ -44,7 +44,7 @@ class Positions:
 SELF = Positions()
 
 
-def measure(
+def measure_call(
     q: Tensor, k: Tensor, v: Tensor | None, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     scale: float | None, softcap: float | None, dropout: float, lse: Tensor | None, what: Observe,
     positions: Positions = SELF,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headscope._observe import Positions, measure, sample
+from headscope._observe import Positions, measure_call, sample
 from headscope.masks import Mask
 from headscope.parallel._pairs import Options, cut_bias
 from headscope.parallel._places import Places
@@ -44,7 +44,7 @@ def _observe_run(
     rows, i = run
     everything = slice(0, options.length)
     mask: Mask | None = None if options.mask is None else options.mask.block(i, everything)
-    return measure(
+    return measure_call(
         local.q[:, :, rows].detach(), *keys, mask, cut_bias(local.bias, rows, everything), local.sinks,
         options.scale, options.softcap, 0.0, None if lse is None else lse[:, :, rows],
         replace(what, rows=_rows_within(what.rows, i, options.length)),
