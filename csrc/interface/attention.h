@@ -61,8 +61,8 @@ struct Cancellation {
 
 struct Statistics;
 
-// The place of a call within a larger one, [B, heads, queries, K], whose weights it drops: its first head, query and key
-// there. No heads: the call is not part of another.
+// The place of a call within a larger one, [B, heads, queries, K], whose weights it drops: its first head, query and
+// key there. No heads: the call is not part of another.
 struct DropoutPlace {
     std::int64_t heads = 0, queries = 0, first_head = 0, first_query = 0, first_key = 0;
 };
@@ -76,8 +76,9 @@ struct Forward {
     const std::int64_t* row_queries =
         nullptr;  // the query of each of the Q rows, [B or 1, H or 1, Q]; null: 0, 1, 2, …
     std::int64_t row_queries_stride[2] = {0, 0};
-    // Only these queries are needed, as pairs of the first and the last + 1, ascending: blocks of rows with none of them
-    // are skipped, and the others computed whole, so that a row has the bits that it has with all queries. Null: all.
+    // Only these queries are needed, as pairs of the first and the last + 1, ascending: blocks of rows with none of
+    // them are skipped, and the others computed whole, so that a row has the bits that it has with all queries. Null:
+    // all.
     const std::int64_t* needed_queries = nullptr;
     std::int64_t needed_ranges = 0;
     const Statistics* statistics = nullptr;  // to compute for each row; or null

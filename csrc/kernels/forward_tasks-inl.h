@@ -170,10 +170,9 @@ void run_forward(const Forward& f, std::int64_t task, void* scratch) {
         }
         const std::int64_t blocks = row_block_count<T>(f), number = blocks - 1 - block % blocks;
         if (f.needed_queries && !is_needed<T>(f, number)) return;
-        with_forward_block<T>(f, block / blocks, number, scratch,
-                              [&](auto&& attend, std::int64_t first, int count) {
-                                  attend.attend_rows(first, count, split, splits, partial);
-                              });
+        with_forward_block<T>(f, block / blocks, number, scratch, [&](auto&& attend, std::int64_t first, int count) {
+            attend.attend_rows(first, count, split, splits, partial);
+        });
     });
 }
 void merge_splits(const Forward& f, std::int64_t block, void* scratch) {

@@ -46,45 +46,47 @@ constexpr double MAX_LOCKED_OPERATIONS = 4e6;
 void bind_attention(nb::module_& m) {
     // (B, H, Hkv, Q, K, D, Dv), dtype of q, k, v; each tensor as its address and its strides in elements; 0 = none
     nb::class_<Forward>(m, "Forward")
-        .def("__init__", [](Forward* f, std::array<std::int64_t, 7> sizes, int dtype, std::uintptr_t q, Axes q_stride,
-                            std::uintptr_t k, Axes k_stride, std::uintptr_t v, Axes v_stride, std::uintptr_t bias,
-                            Axes bias_stride, std::uintptr_t sinks, std::uintptr_t spans,
-                            std::array<std::int64_t, 3> spans_at, const std::vector<RuleArguments>& rules, double scale,
-                            double softcap, double dropout, std::uint64_t seed,
-                            std::array<std::int64_t, 5> dropout_place, Axes out_stride, bool uniform,
-                            std::uintptr_t needed_queries, std::int64_t needed_ranges) {
-            new (f) Forward();
-            f->batch = sizes[0];
-            f->heads = sizes[1];
-            f->kv_heads = sizes[2];
-            f->queries = sizes[3];
-            f->keys = sizes[4];
-            f->head_dim = sizes[5];
-            f->v_head_dim = sizes[6];
-            f->q = make_tensor(q, q_stride, dtype);
-            f->k = make_tensor(k, k_stride, dtype);
-            f->v = make_tensor(v, v_stride, dtype);
-            f->bias = make_tensor(bias, bias_stride, dtype);  // its numbers are of the accumulation type
-            f->sinks = reinterpret_cast<const void*>(sinks);
-            f->mask.spans = make_spans(spans, spans_at);
-            if (rules.size() > MAX_RULES) throw std::invalid_argument("mask: more parts than there is room for");
-            for (const auto& [kind, first, stride, second, second_stride] : rules) {
-                Rule& rule = f->mask.rules[f->mask.rule_count++];
-                rule.kind = static_cast<Rule::Kind>(kind);
-                if (rule.kind == Rule::spans) rule.key_spans = make_spans(first, {stride[0], stride[1], stride[2]});
-                rule.q = make_tensor(first, stride, 0);
-                rule.k = make_tensor(second, second_stride, 0);
-            }
-            for (int n = 0; n < 3; n++) f->out_stride[n] = out_stride[n];
-            f->scale = scale;
-            f->softcap = softcap;
-            f->dropout = dropout;
-            f->seed = seed;
-            f->dropout_place = {dropout_place[0], dropout_place[1], dropout_place[2], dropout_place[3], dropout_place[4]};
-            f->uniform = uniform;
-            f->needed_queries = reinterpret_cast<const std::int64_t*>(needed_queries);
-            f->needed_ranges = needed_ranges;
-        });
+        .def("__init__",
+             [](Forward* f, std::array<std::int64_t, 7> sizes, int dtype, std::uintptr_t q, Axes q_stride,
+                std::uintptr_t k, Axes k_stride, std::uintptr_t v, Axes v_stride, std::uintptr_t bias, Axes bias_stride,
+                std::uintptr_t sinks, std::uintptr_t spans, std::array<std::int64_t, 3> spans_at,
+                const std::vector<RuleArguments>& rules, double scale, double softcap, double dropout,
+                std::uint64_t seed, std::array<std::int64_t, 5> dropout_place, Axes out_stride, bool uniform,
+                std::uintptr_t needed_queries, std::int64_t needed_ranges) {
+                 new (f) Forward();
+                 f->batch = sizes[0];
+                 f->heads = sizes[1];
+                 f->kv_heads = sizes[2];
+                 f->queries = sizes[3];
+                 f->keys = sizes[4];
+                 f->head_dim = sizes[5];
+                 f->v_head_dim = sizes[6];
+                 f->q = make_tensor(q, q_stride, dtype);
+                 f->k = make_tensor(k, k_stride, dtype);
+                 f->v = make_tensor(v, v_stride, dtype);
+                 f->bias = make_tensor(bias, bias_stride, dtype);  // its numbers are of the accumulation type
+                 f->sinks = reinterpret_cast<const void*>(sinks);
+                 f->mask.spans = make_spans(spans, spans_at);
+                 if (rules.size() > MAX_RULES) throw std::invalid_argument("mask: more parts than there is room for");
+                 for (const auto& [kind, first, stride, second, second_stride] : rules) {
+                     Rule& rule = f->mask.rules[f->mask.rule_count++];
+                     rule.kind = static_cast<Rule::Kind>(kind);
+                     if (rule.kind == Rule::spans)
+                         rule.key_spans = make_spans(first, {stride[0], stride[1], stride[2]});
+                     rule.q = make_tensor(first, stride, 0);
+                     rule.k = make_tensor(second, second_stride, 0);
+                 }
+                 for (int n = 0; n < 3; n++) f->out_stride[n] = out_stride[n];
+                 f->scale = scale;
+                 f->softcap = softcap;
+                 f->dropout = dropout;
+                 f->seed = seed;
+                 f->dropout_place = {dropout_place[0], dropout_place[1], dropout_place[2], dropout_place[3],
+                                     dropout_place[4]};
+                 f->uniform = uniform;
+                 f->needed_queries = reinterpret_cast<const std::int64_t*>(needed_queries);
+                 f->needed_ranges = needed_ranges;
+             });
     // Returns whether all of out is finite.
     m.def("forward", [](const Forward& call, std::uintptr_t out, std::uintptr_t lse, int threads) {
         Forward f = call;

@@ -38,11 +38,17 @@ def test_every_mask_and_option_agrees_with_one_process_in_all_three_ways(ranks: 
 
 
 def test_gathered_keys_and_exchanged_heads_give_the_bits_of_one_process(ranks: list[dict[str, Any]]) -> None:
-    other = ("bias, ", "bias of rows, ", "blocked, ")  # a bias that has rows, and torch's products
+    other = (
+        "bias, ",
+        "bias of rows, ",
+        "blocked, ",
+        "dropout, blocked, ",
+    )  # a bias that has rows, and torch's products
     errors = {
         case: found
         for case, found in ranks[0]["errors"].items()
-        if (", gather, " in case and not case.startswith(other)) or (", heads, " in case and len(ranks) == 2)
+        if (", gather, " in case and not case.startswith(other))
+        or (", heads, " in case and len(ranks) == 2 and not case.startswith("dropout, blocked"))
     }  # 4 ranks have 2 key/value heads twice: other heads are computed together
     assert len(errors) > 20
     assert too_large(errors, {"out", "lse"}, 0.0) == {}

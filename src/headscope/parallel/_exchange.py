@@ -70,6 +70,8 @@ class _Join(Function[Tensor]):
 
 def gather(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
     """Return the parts of all ranks along axis 0, without a gradient."""
+    if len(lengths) == 1:
+        return x
     longest = max(lengths)
     mine = x.contiguous()
     if len(x) < longest:  # parts of one size, as every backend can gather
@@ -98,6 +100,8 @@ def sum_parts(whole: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | 
 def swap(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """Send so many numbers of x to each rank, and return those of each rank, on one axis."""
     flat, got = x.contiguous().view(-1), x.new_empty(sum(received))
+    if len(sent) == 1:
+        return flat
     exchange: Callable[[], object] = partial(dist.all_to_all_single, got, flat, received, sent, group)
     answered(exchange, group)
     return got
