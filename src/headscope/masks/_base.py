@@ -85,6 +85,10 @@ class Mask(ABC):
         """Return the same mask for queries in reverse order; None if only a filled Q x K matrix could express it."""
         return None
 
+    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
+        """Return the mask of some batch entries and heads of [B, H]; the result numbers them from 0."""
+        return self if entries.start == heads.start == 0 else Moved(self, entries.start, heads.start)
+
     def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
         """Append this mask as codes and tensors, which ``mask_from_codes`` reads: by default Q x K booleans."""
         codes += [Code.DENSE]
@@ -172,6 +176,27 @@ class Mask(ABC):
         return {name: value for name, value in self.__dict__.items() if name != "_plans"}
 
 
+@dataclass(frozen=True)
+class Moved(Mask):
+    """A caller's own mask from a batch entry and a head on: the result of ``Mask.part``."""
+
+    mask: Mask
+    first_entry: int
+    first_head: int
+
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        return self.mask.allows(b + self.first_entry, h + self.first_head, i, j)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.mask.tensors()
+
+    def at(self, queries: int, keys: int) -> Mask:
+        return Moved(self.mask.at(queries, keys), self.first_entry, self.first_head)
+
+    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
+        return Moved(self.mask, self.first_entry + entries.start, self.first_head + heads.start)
+
+
 def _operand(other: object) -> Mask:
     if isinstance(other, Mask):
         return other
@@ -198,6 +223,9 @@ class _Pair(Mask):
 
     def at(self, queries: int, keys: int) -> Mask:
         return type(self)(self.first.at(queries, keys), self.second.at(queries, keys))
+
+    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
+        return type(self)(self.first.part(entries, heads, whole), self.second.part(entries, heads, whole))
 
     def reverse_queries(self, queries: int, keys: int) -> Mask | None:
         first, second = (part.reverse_queries(queries, keys) for part in (self.first, self.second))
