@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from headscope._attend.sharding_rules import register_rules
 from headscope._linear import check_own_parameters, unknown_projections
 from headscope._support.arguments import kind
 from headscope._support.tensor_classes import is_distributed
@@ -65,6 +66,7 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
         _check_module(name or "the module", each, mesh.size())
     _check_shared(module, found)
     _check_agreement(found, mesh)
+    register_rules()
     for each in found.values():
         _split(each, mesh)
     return module
