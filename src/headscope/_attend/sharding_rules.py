@@ -15,6 +15,7 @@ import torch
 from headscope._attend.dtensors import refuse
 from headscope.masks import Band, mask_from_codes
 
+_CODES = 5  # the place of ``codes`` among the arguments
 Placements = list[Any]
 Rule = tuple[Placements, Placements]  # of the results, of the arguments; None for one that is not a tensor
 
@@ -22,10 +23,19 @@ Rule = tuple[Placements, Placements]  # of the results, of the arguments; None f
 @cache
 def register_rules() -> None:
     """Register the rules with torch, once. This loads ``torch.distributed.tensor``."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor.experimental import register_sharding
 
-    register_sharding(torch.ops.headscope.attend_forward.default)(_forward_rules)
-    register_sharding(torch.ops.headscope.attend_backward.default)(_backward_rules)
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    operators = torch.ops.headscope
+    for operator, rules in (
+        (operators.attend_forward.default, _forward_rules),
+        (operators.attend_backward.default, _backward_rules),
+    ):
+        register_sharding(operator)(rules)
+        # torch caches the choice of a rule by the tensors, and by the arguments from here on: the codes of the mask
+        propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(_CODES, needs_pytree=True)
 
 
 def _forward_rules(q: Any, k: Any, v: Any, bias: Any, sinks: Any, codes: Any, parts: Any, *rest: Any) -> list[Rule]:

@@ -1,21 +1,13 @@
-"""Two or four processes that attend with DTensors; started by a test.
-
-python dtensor_ranks.py RANK WORLD STORE
-
-Each prints, as JSON: case -> how far out, lse and gradients are from those of ordinary tensors, or the error.
-"""
+"""Attention of DTensors in several processes, compared with that of ordinary tensors."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from tensor_parallel_ranks import (  # pyright: ignore[reportMissingImports]  # a program beside this one
+from tensor_parallel_cases import (  # pyright: ignore[reportMissingImports]  # a program beside this one
     EveryOtherHead,
     attempt,
     difference,
@@ -25,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from headscope import attend, masks
-from headscope._attend.sharding_rules import register_rules
 
 BATCH, HEADS, QUERIES, KEYS, WIDTH = 4, 8, 5, 7, 6
 WHOLE, ENTRIES, IN_HEADS = Replicate(), Shard(0), Shard(1)
@@ -164,19 +155,82 @@ def compare(case: Case, world: int) -> float | str:
     return difference(call(parts, {**numbers, **own}, {**parts, **own}), expected)
 
 
-def main(rank: int, world: int, store: str) -> None:
-    """Run every case."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+@dataclass
+class Operator:
+    """A call of the operators themselves.
+
+    Attributes:
+        placement: of q, k and v.
+        mask: encoded.
+        expected: the placement of out and lse.
+        bias: the sizes of a bias; None = none.
+        kv_heads: the heads of k and v.
+    """
+
+    placement: Any
+    mask: masks.Mask | None
+    expected: Any
+    bias: tuple[int, ...] | None = None
+    kv_heads: int = HEADS
+
+
+TABLE = masks.Dense(torch.ones(BATCH, HEADS, QUERIES, KEYS).tril(1) > 0)
+OPERATORS: dict[str, Operator] = {
+    "heads": Operator(IN_HEADS, masks.causal(), IN_HEADS),
+    "batch": Operator(ENTRIES, masks.window(3), ENTRIES),
+    "replicated": Operator(WHOLE, None, WHOLE),
+    "heads, bias": Operator(IN_HEADS, None, IN_HEADS, (1, HEADS, QUERIES, KEYS)),
+    "heads, bias of all heads": Operator(IN_HEADS, None, IN_HEADS, (1, 1, QUERIES, KEYS)),
+    "batch, bias": Operator(ENTRIES, None, ENTRIES, (BATCH, 1, QUERIES, KEYS)),
+    "batch, bias of all entries": Operator(ENTRIES, None, ENTRIES, (1, 1, QUERIES, KEYS)),
+    "heads, table": Operator(IN_HEADS, TABLE, IN_HEADS),
+    "heads, lengths": Operator(IN_HEADS, masks.KeyLengths(torch.tensor([3, 7, 0, 5])), IN_HEADS),
+    "batch, lengths": Operator(ENTRIES, masks.KeyLengths(torch.tensor([3, 7, 0, 5])), WHOLE),
+    "batch, offsets": Operator(ENTRIES, masks.Band(None, 0, offset=(0, 1, 2, 2)), WHOLE),
+    "one kv head": Operator(IN_HEADS, masks.causal(), WHOLE, kv_heads=1),
+    "sequence": Operator(Shard(2), None, WHOLE),
+}
+
+
+def compare_operator(case: Operator, mesh: DeviceMesh) -> float | str:
+    """Return how far the operators on DTensors are from those on ordinary tensors, forward and backward."""
+    kv = (BATCH, case.kv_heads, KEYS)
+    whole = {
+        name: torch.randn(size, requires_grad=True)
+        for name, size in (("q", (BATCH, HEADS, QUERIES, WIDTH)), ("k", (*kv, WIDTH)), ("v", (*kv, 3)))
+    }
+    whole["sinks"] = torch.randn(HEADS, requires_grad=True)
+    if case.bias is not None:
+        whole["bias"] = torch.randn(case.bias, requires_grad=True)
+    codes: list[int] = []
+    tensors: list[Tensor] = []
+    if case.mask is not None:
+        case.mask.encode((BATCH, HEADS, QUERIES, KEYS), torch.device("cpu"), codes, tensors)
+
+    def run(x: dict[str, Any], tensors: list[Any]) -> tuple[dict[str, Any], Any]:
+        arguments = (x["q"], x["k"], x["v"], x.get("bias"), x["sinks"], codes, tensors, 0.4, 0.0, 0.0, None, "blocked")
+        out, lse = torch.ops.headscope.attend_forward(*arguments)
+        (out.square().sum() + lse.sin().sum()).backward()
+        found: dict[str, Any] = {"out": out, "lse": lse, **{f"gradient of {n}": each.grad for n, each in x.items()}}
+        return {n: (y.full_tensor() if isinstance(y, DTensor) else y).detach() for n, y in found.items()}, out
+
+    expected, _ = run(whole, tensors)
+    placed = {n: [case.placement if n in "qkv" else WHOLE] for n in whole}
+    parts = {n: distribute_tensor(x.detach(), mesh, placed[n]).requires_grad_() for n, x in whole.items()}
+    found, out = run(parts, [distribute_tensor(x, mesh, [WHOLE]) for x in tensors])
+    if out.placements != (case.expected,):
+        return f"out is placed as {out.placements}"
+    return difference(found, expected)
+
+
+def run_all(world: int) -> dict[str, Any]:
+    """Return, for each case, how far its results are from those of ordinary tensors, or the error."""
     results: dict[str, Any] = {}
     for name, case in {**CASES, **REFUSED}.items():
         torch.manual_seed(0)
         results[name] = attempt(lambda case=case: compare(case, world))
-    register_rules()
-    print(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    mesh = init_device_mesh("cpu", (world,))
+    for name, operator in OPERATORS.items():
+        torch.manual_seed(0)
+        results[f"operator: {name}"] = attempt(lambda operator=operator: compare_operator(operator, mesh))
+    return results
