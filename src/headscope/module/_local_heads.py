@@ -117,6 +117,19 @@ def check_splits_evenly(name: str, module: Any, ranks: int) -> None:
         raise ValueError(f"reproducible: {NOT_REPRODUCIBLE}")
 
 
+def check_not_split(module: nn.Module) -> None:
+    """Raise if a rank holds only part of a module's parameters.
+
+    Raises:
+        ValueError: some are DTensors.
+    """
+    if any(map(is_distributed, module.parameters())):
+        raise ValueError(
+            "module: is split over ranks; expected a whole one: load the full state dict of "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict into a module of one process"
+        )
+
+
 def kv_range(heads: range, num_heads: int, kv_heads: int) -> range:
     """Return the key/value heads that serve consecutive query heads.
 
@@ -267,7 +280,7 @@ def whole_heads(name: str, x: Tensor, width: int) -> int:
     Raises:
         ValueError: its width is not that of whole heads.
     """
-    if x.shape[-1] % width:
+    if x.shape[-1] % width or x.shape[-1] == 0:
         raise ValueError(
             f"{name}: returned a width of {x.shape[-1]}, which is not a multiple of {width}, the width of a head; "
             f"expected whole heads on each rank, so a number of ranks that divides them; {shapes(output=x)}"

@@ -34,7 +34,7 @@ from headscope.module._inputs import (
     check_sliced,
     input_sources,
 )
-from headscope.module._local_heads import LocalHeads, refuse_part, whole_heads
+from headscope.module._local_heads import LocalHeads, check_not_split, refuse_part, whole_heads
 from headscope.module._nested import forward_nested
 from headscope.module._options import (
     QKNorm,
@@ -227,6 +227,7 @@ class MultiHeadAttention(nn.Module):
 
     def to_state_dict(self, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
         """Return copies of the weights under the keys of a layout. See ``layouts.to_state_dict``."""
+        check_not_split(self)
         return export_state(self, layout, prefix, MultiHeadAttention)
 
     def projection(self, name: str) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscope._linear import QKV, Linear, check_own_parameters, is_plain, weight_and_bias
+from headscope._linear import QKV, Linear, check_own_parameters, is_linear, is_plain, weight_and_bias
 
 
 def unpack(module: Any) -> Any:
@@ -21,10 +21,8 @@ def unpack(module: Any) -> Any:
     packed = module.qkv_proj
     check_own_parameters(module, packed)
     if not is_plain(packed) or packed._backward_hooks or packed._backward_pre_hooks:
-        raise ValueError(
-            f"qkv_proj: is a {type(packed).__name__} with hooks or of another class than nn.Linear, which three "
-            "projections would not keep; unpack the module first"
-        )
+        what = "has hooks" if is_linear(packed) else f"is a {type(packed).__name__}"
+        raise ValueError(f"qkv_proj: {what}, which three projections would not keep; unpack the module first")
     weight, bias = weight_and_bias(packed)
     weights = weight.detach().split(module.splits)
     biases: tuple[Tensor | None, ...] = (None,) * 3 if bias is None else bias.detach().split(module.splits)

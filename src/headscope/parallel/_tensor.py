@@ -63,7 +63,7 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
     if not found:
         raise ValueError(f"module: expected a MultiHeadAttention, or a model that contains some; got {kind(module)}")
     for name, each in found.items():
-        _check_module(name or "the module", each, mesh.size())
+        _check_module(name or "MultiHeadAttention", each, mesh.size())
     _check_shared(module, found)
     _check_agreement(found, mesh)
     register_rules()
@@ -110,22 +110,22 @@ def _check_shared(module: nn.Module, found: dict[str, MultiHeadAttention]) -> No
 
 def _check_agreement(found: dict[str, MultiHeadAttention], mesh: DeviceMesh) -> None:
     """Raise on every rank if the modules of two ranks differ in sizes or options."""
-    own = {
-        name: f"{each.extra_repr()}; {[(key, list(x.shape), str(x.dtype)) for key, x in each.named_parameters()]}"
-        for name, each in found.items()
-    }
+    own = {name or "MultiHeadAttention": _described(each) for name, each in found.items()}
     ranks: list[Any] = [None] * mesh.size()
     dist.all_gather_object(ranks, own, group=mesh.get_group())
     for rank, other in enumerate(ranks):
-        if other == ranks[0]:
-            continue
-        name = next((n for n in ranks[0] if other.get(n) != ranks[0][n]), None)
-        if name is None:
-            raise ValueError(f"module: rank {rank} has attention at {[*other]}, rank 0 at {[*ranks[0]]}")
-        raise ValueError(
-            f"module: {name or 'the module'} differs between ranks; rank {rank} has {other.get(name, 'none')}, rank 0 "
-            f"has {ranks[0][name]}"
-        )
+        if [*other] != [*ranks[0]]:
+            raise ValueError(f"module: ranks differ; rank {rank} has attention at {[*other]}, rank 0 at {[*ranks[0]]}")
+        for name, first in ranks[0].items():
+            for got, expected in zip(other[name], first, strict=False):
+                if got != expected:
+                    raise ValueError(f"module: ranks differ in {name}; rank {rank} has ({got}), rank 0 ({expected})")
+
+
+def _described(module: MultiHeadAttention) -> list[str]:
+    """Return a module's options, and each parameter."""
+    parameters = [f"{name} {list(x.shape)} {x.dtype}" for name, x in module.named_parameters()]
+    return [module.extra_repr(), *parameters, "end"]
 
 
 def _split(module: MultiHeadAttention, mesh: DeviceMesh) -> None:
