@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from headscope._attend.call import check_qkv, fold_mask
 from headscope._attend.dropout import draw_seed
 from headscope._attend.interface import Result
+from headscope._attend.sharding_rules import refuse, register_rules
 from headscope._support.arguments import check_broadcast
 from headscope._support.tensor_classes import check_distributed, is_distributed
 from headscope.masks import Mask, as_mask, check_mask
-
-REMEDY = (
-    "expected Replicate(), or shards of the batch (axis 0 of four) or of the heads (axis -3), because a rank would "
-    "attend to its part as if it were the whole: .redistribute() it"
-)
-
 
 def attend_parts(
     handler: Callable[..., Result], q: Any, k: Any, v: Any, mask: Mask | Tensor | None, bias: Any, sinks: Any,
@@ -39,6 +35,8 @@ def attend_parts(
         TypeError: ordinary tensors and DTensors are combined.
         ValueError: a tensor is sharded on another axis, or the heads do not divide among the ranks.
     """
+    if not is_dynamo_compiling():
+        register_rules()
     check_distributed({"q": q, "k": k, "v": v}, {"bias": bias, "sinks": sinks})
     lead = check_qkv(q, k, v)
     if isinstance(mask, Tensor) and q.ndim > 4:
@@ -123,7 +121,7 @@ class _Split:
 
     def ranks(self, divided: int) -> int:
         """Return among how many ranks the batch or the heads are divided."""
-        return math.prod(self.mesh.size(at) for at, each in enumerate(self.by) if each == divided)
+        return math.prod([self.mesh.size(at) for at, each in enumerate(self.by) if each == divided])
 
     def own(self, divided: int, size: int) -> range:
         """Return this rank's part of an axis; DTensor cuts as ``torch.chunk``: the last parts may be shorter."""
@@ -176,7 +174,7 @@ class _Split:
 
         placements = [Replicate() if each is None else Shard(self.axes[each]) for each in self.by]
         x = x.contiguous()
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        strides = tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])  # a compiler traces no generator
         return DTensor.from_local(x, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
@@ -190,17 +188,6 @@ def _divided(name: str, x: Any, placement: Any) -> int | None:
     if hasattr(placement, "split_factor") or (axis != x.ndim - 3 and not (axis == 0 and x.ndim > 3)):
         refuse(name, x.ndim, placement)
     return 1 if axis == x.ndim - 3 else 0
-
-
-def refuse(name: str, ndim: int, placement: Any) -> NoReturn:
-    """Raise for a tensor that is sharded on its sequence or its width.
-
-    Raises:
-        ValueError: always.
-    """
-    axis = placement.dim % ndim
-    letter = {ndim - 2: "Q" if name == "q" else "K", ndim - 1: "Dv" if name == "v" else "D"}.get(axis, "B")
-    raise ValueError(f"{name}: is sharded on axis {axis} ({letter}), {placement}; {REMEDY}")
 
 
 def _check_whole(mask: Mask) -> None:

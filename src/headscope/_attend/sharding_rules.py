@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from headscope._attend.dtensors import refuse
 from headscope.masks import Band, mask_from_codes
 
 _CODES = 5  # the place of ``codes`` among the arguments
 Placements = list[Any]
 Rule = tuple[Placements, Placements]  # of the results, of the arguments; None for one that is not a tensor
+
+
+_REMEDY = (
+    "expected Replicate(), or shards of the batch (axis 0 of four) or of the heads (axis -3), because a rank would "
+    "attend to its part as if it were the whole: .redistribute() it"
+)
+
 
 
 @cache
@@ -92,6 +98,17 @@ def _divides_batch(q: Any, codes: Any, parts: Any) -> bool:
     mask = mask_from_codes(list(codes), [])
     leaves = () if mask is None else tuple(mask.leaves())
     return not any(isinstance(leaf, Band) and isinstance(leaf.offset, tuple) for leaf in leaves)
+
+
+def refuse(name: str, ndim: int, placement: Any) -> NoReturn:
+    """Raise for a tensor that is sharded on its sequence or its width.
+
+    Raises:
+        ValueError: always.
+    """
+    axis = placement.dim % ndim
+    letter = {ndim - 2: "Q" if name == "q" else "K", ndim - 1: "Dv" if name == "v" else "D"}.get(axis, "B")
+    raise ValueError(f"{name}: is sharded on axis {axis} ({letter}), {placement}; {_REMEDY}")
 
 
 def _each(tensors: Any, placement: Any) -> Placements:
