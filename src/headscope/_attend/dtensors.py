@@ -19,6 +19,7 @@ from headscope._support.arguments import check_broadcast
 from headscope._support.tensor_classes import check_distributed, is_distributed
 from headscope.masks import Mask, as_mask, check_mask
 
+
 def attend_parts(
     handler: Callable[..., Result], q: Any, k: Any, v: Any, mask: Mask | Tensor | None, bias: Any, sinks: Any,
     scale: float | None, softcap: float | None, dropout: float, lse: bool, backend: str | None,
@@ -96,10 +97,14 @@ class _Split:
                 if by[at] is None and (divided != 0 or (x.ndim == q.ndim and x.shape[0] == q.shape[0])):
                     by[at] = divided
         if 0 in by and len({x.ndim for x in tensors.values()}) > 1:
-            raise ValueError("q, k, v: have different numbers of axes; expected equally many where the batch is sharded")
+            raise ValueError(
+                "q, k, v: have different numbers of axes; expected equally many where the batch is sharded"
+            )
         found = cls(mesh, tuple(by), (0, q.ndim - 3), (q.shape[0], q.shape[-3]))
         if q.shape[-3] % (ranks := found.ranks(1)):
-            raise ValueError(f"q: its {q.shape[-3]} heads are sharded over {ranks} ranks; expected a divisor of the heads")
+            raise ValueError(
+                f"q: its {q.shape[-3]} heads are sharded over {ranks} ranks; expected a divisor of the heads"
+            )
         return found
 
     @property
@@ -142,8 +147,8 @@ class _Split:
         group = total // there  # query heads for each of these heads
         if group % len(heads):
             raise ValueError(
-                f"{name}: its {there} heads serve {total} query heads over {ranks} ranks; expected a number of ranks that "
-                "divides them, or a multiple of it"
+                f"{name}: its {there} heads serve {total} query heads over {ranks} ranks; expected a number of ranks "
+                "that divides them, or a multiple of it"
             )
         return self._parts(x, {0: 0} if self.batch and axis > 0 else {}).narrow(axis, heads.start // group, 1)
 

@@ -1,7 +1,7 @@
 """Sharding rules of the operators for DTensors: whole, by batch, or by heads.
 
-``headscope.attention`` of DTensors attends on each rank's ordinary tensors (``_attend.dtensors``). The rules serve graphs
-and other callers that pass DTensors to the operators themselves.
+``headscope.attention`` of DTensors attends on each rank's ordinary tensors (``_attend.dtensors``). The rules serve
+graphs and other callers that pass DTensors to the operators themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ _REMEDY = (
     "expected Replicate(), or shards of the batch (axis 0 of four) or of the heads (axis -3), because a rank would "
     "attend to its part as if it were the whole: .redistribute() it"
 )
-
 
 
 @cache

@@ -53,8 +53,9 @@ class Dense(Mask):
         return full[tuple(slice(None) if n == 1 else at for n, at in zip(full.shape, (b, h, i, j), strict=True))]
 
     def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
-        check_broadcast("mask", self.tensor, whole[:1], (whole[1], *self._four_axes().shape[2:]))
-        return Dense(narrow(narrow(self._four_axes(), 0, entries), 1, heads))
+        full = self._four_axes()
+        check_broadcast("mask", self.tensor, whole[:1], (whole[1], full.shape[2], full.shape[3]))
+        return Dense(narrow(narrow(full, 0, entries), 1, heads))
 
     def reverse_queries(self, queries: int, keys: int) -> Mask:
         return Dense(self.tensor.flip(-2)) if self.tensor.ndim > 1 else self

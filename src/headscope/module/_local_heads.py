@@ -109,8 +109,8 @@ def check_splits_evenly(name: str, module: Any, ranks: int) -> None:
     """
     if module.num_heads % ranks:
         raise ValueError(
-            f"mesh: has {ranks} ranks, which do not divide the {module.num_heads} heads of {name}; expected a divisor of "
-            f"{module.num_heads}"
+            f"mesh: has {ranks} ranks, which do not divide the {module.num_heads} heads of {name}; expected a divisor "
+            f"of {module.num_heads}"
         )
     kv_range(range(module.num_heads // ranks), module.num_heads, module.kv_heads)
     if module.reproducible:
@@ -152,6 +152,7 @@ class LocalHeads:
 
     Attributes:
         ranks: the ranks that share the heads.
+        v_head_dim: the width of each value head.
         sinks: [heads of this rank].
         bias_k: [key/value heads of this rank, D].
         bias_v: [key/value heads of this rank, Dv].
@@ -159,6 +160,7 @@ class LocalHeads:
     """
 
     ranks: Ranks
+    v_head_dim: int
     sinks: Tensor | None
     bias_k: Tensor | None
     bias_v: Tensor | None
@@ -173,11 +175,11 @@ class LocalHeads:
         out = module.out_proj._parameters.get("weight")
         if not is_distributed(out):
             raise ValueError(f"out_proj: expected the columns of this rank's heads; split it as well: {_PLAN}")
-        own = {"sinks": ranks.heads, "bias_k": ranks.kv_heads, "bias_v": ranks.kv_heads}
-        parts = {
-            name: None if (x := getattr(module, name)) is None else ranks.own(name, x, 0, at) for name, at in own.items()
-        }
-        return cls(ranks, position_bias=_own_position_bias(module.position_bias, ranks), **parts)
+        sinks, bias_k, bias_v = (
+            None if (x := getattr(module, name)) is None else ranks.own(name, x, 0, at)
+            for name, at in (("sinks", ranks.heads), ("bias_k", ranks.kv_heads), ("bias_v", ranks.kv_heads))
+        )
+        return cls(ranks, module.v_head_dim, sinks, bias_k, bias_v, _own_position_bias(module.position_bias, ranks))
 
     def select(
         self, module: Any, heads: tuple[Tensor, Tensor, Tensor], mask: Mask | Tensor | None, bias: Tensor | None
@@ -199,12 +201,13 @@ class LocalHeads:
         own = None if whole is None else whole.part(range(batch), self.ranks.heads, (batch, module.num_heads))
         return q, k, v, own, None if bias is None else self._own_bias(bias, module.num_heads)
 
-    def gate(self, numbers: Tensor, width: int) -> Tensor:
-        """Return the numbers that gate this rank's heads, [B, Q, heads of this rank * width]."""
-        columns = len(self.ranks.heads) * width
+    def gate(self, numbers: Tensor) -> Tensor:
+        """Return the numbers that gate this rank's heads, [B, Q, heads of this rank * Dv], from those or all."""
+        columns = len(self.ranks.heads) * self.v_head_dim
         if numbers.shape[-1] == columns:
             return numbers
-        return sum_gradients(numbers, self.ranks.group).narrow(-1, self.ranks.heads.start * width, columns)
+        start = self.ranks.heads.start * self.v_head_dim
+        return sum_gradients(numbers, self.ranks.group).narrow(-1, start, columns)
 
     def gather(self, weights: Tensor) -> Tensor:
         """Return the weights of all heads, from those of this rank's, [B, heads of this rank, Q, K]."""
@@ -263,18 +266,35 @@ class LocalHeads:
             return bias
         if bias.shape[-3] not in (1, num_heads):
             raise ValueError(
-                f"bias: axis {bias.ndim - 3} (H) is {bias.shape[-3]}, expected {num_heads} or 1: the bias of all heads, "
-                f"also where they are split over ranks; {shapes(bias=bias)}"
+                f"bias: axis {bias.ndim - 3} (H) is {bias.shape[-3]}, expected {num_heads} or 1: the bias of all "
+                f"heads, also where they are split over ranks; {shapes(bias=bias)}"
             )
         return narrow(bias, -3, self.ranks.heads)
 
 
 NOT_REPRODUCIBLE = (
-    "expected False where the heads are split over ranks, because the sum over the ranks has an order of its own; got True"
+    "expected False where the heads are split over ranks, because their sum has an order of its own; got True"
 )
 
 
-def whole_heads(name: str, x: Tensor, width: int) -> int:
+def heads_of(module: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the heads of projections [B, length, H * D]: all, or in a module that is split over ranks this rank's.
+
+    Raises:
+        ValueError: a width that is not that of whole heads, or k and v of different numbers of heads.
+    """
+    width, v_width, splits = module.head_dim, module.v_head_dim, module.splits
+    heads, kv_heads = module.num_heads, module.kv_heads
+    if q.shape[-1] != splits[0]:
+        heads = _whole_heads("q_proj", q, width)
+    if k.shape[-1] != splits[1] or v.shape[-1] != splits[2]:
+        kv_heads = _whole_heads("k_proj", k, width)
+        if kv_heads != _whole_heads("v_proj", v, v_width):
+            raise ValueError(f"v_proj: expected as many heads as k_proj, {kv_heads}; {shapes(k=k, v=v)}")
+    return split_heads(q, heads, width), split_heads(k, kv_heads, width), split_heads(v, kv_heads, v_width)
+
+
+def _whole_heads(name: str, x: Tensor, width: int) -> int:
     """Return how many heads a projection returned.
 
     Raises:

@@ -18,10 +18,8 @@ from headscope._linear import (
     in_heads,
     merge_heads,
     reproducible_linear,
-    split_heads,
     weight_and_bias,
 )
-from headscope._support.arguments import shapes
 from headscope._support.scalar_options import check_dropout, check_scale, check_softcap
 from headscope.cache import Cache
 from headscope.masks import Mask
@@ -34,7 +32,7 @@ from headscope.module._inputs import (
     check_sliced,
     input_sources,
 )
-from headscope.module._local_heads import LocalHeads, check_not_split, refuse_part, whole_heads
+from headscope.module._local_heads import LocalHeads, check_not_split, heads_of, refuse_part
 from headscope.module._nested import forward_nested
 from headscope.module._options import (
     QKNorm,
@@ -320,17 +318,18 @@ class MultiHeadAttention(nn.Module):
                 x, context, mask, bias=bias, need_weights=need_weights, positions=positions, cache=cache
             )
         q, k, v = self.project(x, context)
-        parts: MultiHeadAttention | LocalHeads = self
+        parts: Any = self  # or those of this rank
         if self.is_split or q.shape[-3] != self.num_heads:
             parts = LocalHeads.of(self, q)
             q, k, v, mask, bias = parts.select(self, (q, k, v), mask, bias)
         q_of_own, reverse, staged = None, False, None
         if cache is not None or positions is not None or not self.plain:
-            placement = self._prepare_heads((q, k, v), mask, bias, positions, cache, cross=context is not None, of=parts)
+            options = (mask, bias, positions, cache)
+            placement = self._prepare_heads((q, k, v), *options, cross=context is not None, parts=parts)
             q, k, v, mask, bias, q_of_own, reverse, staged = placement
         scale, softcap, sinks, dropout = self.scale, self.softcap, parts.sinks, self.dropout if self.training else 0.0
         own: Tensor | None = None
-        if dropout and isinstance(parts, LocalHeads):
+        if dropout and parts is not self:
             parts.skip_seeds(after=False)
         if parts.bias_k is None or parts.bias_v is None:
             heads = functional.attention(
@@ -343,19 +342,18 @@ class MultiHeadAttention(nn.Module):
             )
             own = own_share(q if q_of_own is None else q_of_own, parts.bias_k, rest.lse, scale, softcap)
             heads = add_own_value(rest.out, own, parts.bias_v, dropout)
-        if dropout and isinstance(parts, LocalHeads):
+        if dropout and parts is not self:
             parts.skip_seeds(after=True)
         merged = merge_heads(heads.flip(-2) if reverse else heads)
         if self.gate_proj is not None:
             numbers = self.gate_proj(x)
-            numbers = parts.gate(numbers, self.v_head_dim) if isinstance(parts, LocalHeads) else numbers
-            merged = merged * gate_of(numbers, self.reproducible)
+            merged = merged * gate_of(numbers if parts is self else parts.gate(numbers), self.reproducible)
         out, weights = self.out_proj(merged), None
         if need_weights:
             weights = functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
             weights = weights if own is None else weights * (1 - own)
             weights = weights.flip(-2) if reverse else weights
-            weights = parts.gather(weights) if isinstance(parts, LocalHeads) else weights
+            weights = weights if parts is self else parts.gather(weights)
         if cache is not None and staged is not None:
             cache._commit(staged)
         return out if weights is None else (out, weights)
@@ -391,15 +389,7 @@ class MultiHeadAttention(nn.Module):
                 q, k, v = map(reproducible_linear if self.reproducible else F.linear, sources, weights, biases)
             else:  # called, so that their wrappers and hooks run
                 q, k, v = (getattr(self, f"{name}_proj")(source) for name, source in zip(QKV, sources, strict=True))
-        width, v_width = self.head_dim, self.v_head_dim
-        heads, kv_heads = self.num_heads, self.kv_heads
-        if q.shape[-1] != self.splits[0]:  # this rank's, in a module that is split over ranks
-            heads = whole_heads("q_proj", q, width)
-        if k.shape[-1] != self.splits[1] or v.shape[-1] != self.splits[2]:
-            kv_heads = whole_heads("k_proj", k, width)
-            if kv_heads != whole_heads("v_proj", v, v_width):
-                raise ValueError(f"v_proj: expected as many heads as k_proj, {kv_heads}; {shapes(k=k, v=v)}")
-        return split_heads(q, heads, width), split_heads(k, kv_heads, width), split_heads(v, kv_heads, v_width)
+        return heads_of(self, q, k, v)
 
     def _packed(self, x: Tensor) -> Tensor:
         """Return the output of the packed projection, [..., sum(self.splits)]."""
@@ -408,13 +398,13 @@ class MultiHeadAttention(nn.Module):
 
     def _prepare_heads(
         self, heads: tuple[Tensor, Tensor, Tensor], mask: Mask | Tensor | None, bias: Tensor | None,
-        positions: Tensor | None, cache: Cache | None, *, cross: bool, of: MultiHeadAttention | LocalHeads | None = None,
+        positions: Tensor | None, cache: Cache | None, *, cross: bool, parts: Any = None,
     ) -> Placement:  # fmt: skip
         """Normalise q and k, rotate them to their positions, add the cache, and the bias by distance."""
         q, k, v = heads
         staged = None
-        parts = self if of is None else of
-        if self.q_norm is not None and self.k_norm is not None and not isinstance(parts, LocalHeads):  # which are
+        parts = self if parts is None else parts
+        if self.q_norm is not None and self.k_norm is not None and parts is self:  # those of a rank are normalised
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
         q_of_own = None if self.bias_k is None else q
         check_place(self.rotary, self.position_bias, positions, cache, cross=cross)

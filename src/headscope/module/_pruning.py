@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from headscope._linear import check_own_parameters, unknown_projections, weight_and_bias
-
 from headscope._support.arguments import as_whole, check_type, kind
 from headscope.module._local_heads import check_not_split
 from headscope.positions import ALiBi, RelativeBias

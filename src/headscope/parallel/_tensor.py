@@ -22,7 +22,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
-    """Split the heads of every ``MultiHeadAttention`` in a module over the ranks of a mesh, in place; return the module.
+    """Split the heads of every ``MultiHeadAttention`` in a module over the ranks of a mesh, in place, and return it.
 
     Each rank projects to its own heads, attends in them, and multiplies them by its columns of ``out_proj``; the sum
     over the ranks is the output. Inputs and outputs are whole on every rank, as in one process: the same x, mask, bias
@@ -42,10 +42,11 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
         TypeError: ``mesh`` is not a ``DeviceMesh``.
         ValueError: no attention in it; a number of ranks that does not divide the query heads, or neither divides the
             key/value heads nor is a multiple of them; ``reproducible=True``; a module that is split already, or that
-            shares a parameter with another; a projection that is not a linear, or has hooks; ranks whose modules differ.
+            shares a parameter with another; a projection that is not a linear, or has hooks; ranks whose modules
+            differ.
 
-    Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-    section 3.
+    Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+    Parallelism", section 3.
 
     Examples:
         >>> import torch, torch.distributed as dist
@@ -190,7 +191,7 @@ def _replicate(linear: nn.Linear, mesh: DeviceMesh) -> None:
 
 
 def _to_distributed(mesh: DeviceMesh, module: nn.Module, inputs: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Make x and context DTensors: the gradients of their uses are then summed over the ranks once, not for each use."""
+    """Make x and context DTensors, so the gradients of their uses are summed over the ranks once, not for each use."""
     made: dict[int, Any] = {}
 
     def distributed(x: Any) -> Any:

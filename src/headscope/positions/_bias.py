@@ -142,7 +142,7 @@ class RelativeBias(nn.Module):
         nn.init.zeros_(self.weight)
 
     def with_table(self, table: Tensor) -> RelativeBias:
-        """Return a bias over another table [num_buckets, heads], which is not a parameter of it: some of these heads."""
+        """Return a bias over another table [num_buckets, heads], which is not a parameter: of some of these heads."""
         part = RelativeBias.__new__(RelativeBias)
         nn.Module.__init__(part)
         part.num_heads, part.buckets = table.shape[1], self.buckets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -149,9 +149,7 @@ def compare(case: Case, world: int) -> float | str:
     if case.placed == "mask":
         numbers = {"mask": masks.Dense(distribute_tensor(numbers["mask"], mesh, [WHOLE]))}
     if isinstance(parts["q"], DTensor) and case.q == Partial():
-        return difference(
-            {"out": attend(**parts).out.full_tensor()}, {"out": expected["out"]}
-        )
+        return difference({"out": attend(**parts).out.full_tensor()}, {"out": expected["out"]})
     return difference(call(parts, {**numbers, **own}, {**parts, **own}), expected)
 
 

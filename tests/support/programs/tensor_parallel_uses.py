@@ -288,7 +288,9 @@ def refusals(mesh: Mesh) -> dict[str, Any]:
         "exported": lambda: split.to_state_dict("torch"),
         "mask of this rank's heads": lambda: split(x, mask=torch.ones(HEADS // mesh.size(), 1, 1) > 0),
         "bias of this rank's heads": lambda: split(x, bias=torch.zeros(HEADS // mesh.size(), 1, 1)),
-        "packed plan": lambda: with_plan(filled(), mesh, {"qkv_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}),
+        "packed plan": lambda: with_plan(
+            filled(), mesh, {"qkv_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
+        ),
         "plan without out_proj": lambda: by_columns(mesh),
         "plan within heads": lambda: by_plan("q_proj", "k_proj", "v_proj")(filled(kv_heads=1), mesh)(x),
     }
