@@ -33,6 +33,7 @@ REFUSED = {
     "disagreement": "ranks differ in MultiHeadAttention; rank 1 has (24, 8, softcap=2.0), rank 0 (24, 8, softcap=1.0)",
     "other layers": "ValueError: module: ranks differ; rank 1 has attention at ['layer 1'], rank 0 at ['layer 0']",
     "pruned": "ValueError: module: is split over ranks; expected a whole one",
+    "traced": "ValueError: module: is split over ranks; expected a whole one",
     "exported": "ValueError: module: is split over ranks; expected a whole one",
     "mask of this rank's heads": "ValueError: mask: axis 0 (H) is {heads}, expected 8 or 1",
     "bias of this rank's heads": "ValueError: bias: axis 0 (H) is {heads}, expected 8 or 1: the bias of all heads",

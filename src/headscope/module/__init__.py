@@ -3,6 +3,7 @@
 from headscope.module._bias_kv import add_own_value as add_own_value
 from headscope.module._bias_kv import own_share as own_share
 from headscope.module._inputs import check_place as check_place
+from headscope.module._local_heads import check_not_split as check_not_split
 from headscope.module._local_heads import check_splits_evenly as check_splits_evenly
 from headscope.module._multi_head import MultiHeadAttention
 from headscope.module._options import QKNorm as QKNorm

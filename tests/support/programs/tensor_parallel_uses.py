@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from headscope import MultiHeadAttention, ablate, masks, positions, watch
+from headscope import MultiHeadAttention, ablate, masks, positions, trace, watch
 from headscope.cache import GrowingCache, StaticCache
 from headscope.parallel import tensor_parallel
 
@@ -285,6 +285,7 @@ def refusals(mesh: Mesh) -> dict[str, Any]:
         "disagreement": lambda: tensor_parallel(filled(softcap=float(rank + 1)), mesh),
         "other layers": lambda: tensor_parallel(nn.ModuleDict({f"layer {rank}": filled()}), mesh),
         "pruned": lambda: split.prune_heads([0]),
+        "traced": lambda: trace(split, x),
         "exported": lambda: split.to_state_dict("torch"),
         "mask of this rank's heads": lambda: split(x, mask=torch.ones(HEADS // mesh.size(), 1, 1) > 0),
         "bias of this rank's heads": lambda: split(x, bias=torch.zeros(HEADS // mesh.size(), 1, 1)),
