@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -10,12 +11,14 @@ from torch import Tensor
 from headscope._attend import hook
 from headscope._attend.attention import run_attention
 from headscope._attend.backends import reference
+from headscope._attend.dtensors import attend_parts
 from headscope._attend.interface import full_precision
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
 from headscope._observe import Positions, attend_and_observe, check_differentiable, observe_call
 from headscope._support.arguments import check_type, shapes, whole
 from headscope._support.arguments import kind as _kind
 from headscope._support.precision import exact_products
+from headscope._support.tensor_classes import ORDINARY, is_distributed
 from headscope.masks import Mask
 from headscope.stats import HeadStats, Observe
 
@@ -101,6 +104,8 @@ def attention(
     """
     interceptor = hook.interceptor  # read once: another thread may end its watch
     handler = run_attention if interceptor is None else interceptor
+    if type(q) not in ORDINARY and is_distributed(q):
+        handler = partial(attend_parts, handler)
     return handler(q, k, v, mask, bias, sinks, scale, softcap, dropout, False, backend)[0]
 
 
@@ -144,6 +149,8 @@ def attend(
     names = check_differentiable(differentiable, observe) if differentiable != () else ()
     interceptor = hook.interceptor  # read once: another thread may end its watch
     handler = run_attention if interceptor is None else interceptor
+    if type(q) not in ORDINARY and is_distributed(q):
+        handler = partial(attend_parts, handler)
     if observe is not None and handler is run_attention and not names:
         result = attend_and_observe(q, k, v, mask, bias, sinks, scale, softcap, dropout, backend, observe)
         if result is not None:

@@ -293,11 +293,14 @@ DTENSORS: dict[str, str | None] = {
     "q, k and v": None,
     "q alone": "k: is an ordinary tensor, q is a DTensor; expected q, k and v all",
     "k alone": "q: is an ordinary tensor, k is a DTensor; expected q, k and v all",
-    "all, and a window": "mask: expected None, because DTensors attend without",
-    "all, and lengths": "mask (KeyLengths): expected None, because DTensors attend",
-    "all, and a table of DTensors": "mask (Dense): expected None, because DTensors attend",
-    "all, and a bias": "bias: expected None, because DTensors attend without",
-    "all, and sinks": "sinks: expected None, because DTensors attend without",
+    "all, and a window": None,
+    "all, and lengths": None,
+    "all, and a table": None,
+    "all, and a bias": None,
+    "all, and sinks": None,
+    "all, and a table of DTensors": "mask (Dense): is a DTensor; expected an ordinary tensor, whole on each rank",
+    "all, and an ordinary bias": "bias: is an ordinary tensor, q, k and v are DTensors; expected a DTensor over their",
+    "all, and ordinary sinks": "sinks: is an ordinary tensor, q, k and v are DTensors; expected a DTensor over their",
     "a bias alone": "bias: is a DTensor, q, k and v are ordinary; expected an ordinary tensor: use .to_local()",
     "sinks alone": "sinks: is a DTensor, q, k and v are ordinary; expected an ordinary tensor: use .to_local()",
     "lengths alone": "mask (KeyLengths): is a DTensor, q, k and v are ordinary",
@@ -318,20 +321,25 @@ def test_dtensors_are_right_or_refused_by_name(distribute: Callable[[Tensor], Te
     inputs = [
         distribute(x) if all_of_them or case == f"{name} alone" else x for name, x in zip("qkv", (q, k, v), strict=True)
     ]
-    apart = case.endswith("alone")
-    options: dict[str, dict[str, Any]] = {
-        "window": {"mask": window(3)}, "lengths": {"mask": KeyLengths(distribute(lengths) if apart else lengths)},
-        "table": {"mask": Dense(distribute(table))}, "bias": {"bias": distribute(bias) if apart else bias},
-        "sinks": {"sinks": distribute(sinks) if apart else sinks},
+    ordinary: dict[str, dict[str, Any]] = {
+        "window": {"mask": window(3)}, "lengths": {"mask": KeyLengths(lengths)}, "table": {"mask": Dense(table)},
+        "bias": {"bias": bias}, "sinks": {"sinks": sinks},
     }  # fmt: skip
-    said = next((each for word, each in options.items() if word in case), {})
+    distributed: dict[str, dict[str, Any]] = {
+        "window": {"mask": window(3)},
+        "lengths": {"mask": KeyLengths(distribute(lengths) if case.endswith("alone") else lengths)},
+        "table": {"mask": Dense(distribute(table) if "DTensors" in case else table)},
+        "bias": {"bias": bias if "ordinary" in case else distribute(bias)},
+        "sinks": {"sinks": sinks if "ordinary" in case else distribute(sinks)},
+    }
+    option = next((word for word in ordinary if word in case), None)
     refusal = DTENSORS[case]
     if refusal is not None:
         with pytest.raises(TypeError, match=re.escape(refusal)):
-            headscope.attention(*inputs, **said)
+            headscope.attention(*inputs, **(distributed[option] if option else {}))
         return
-    out: Any = headscope.attention(*inputs, **said)
-    torch.testing.assert_close(out.full_tensor(), headscope.attention(q, k, v))
+    out: Any = headscope.attention(*inputs, **(distributed[option] if option else {}))
+    torch.testing.assert_close(out.full_tensor(), headscope.attention(q, k, v, **(ordinary[option] if option else {})))
 
 
 def test_of_two_masks_of_a_class_the_dtensor_is_named(distribute: Callable[[Tensor], Tensor]) -> None:

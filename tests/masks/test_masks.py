@@ -229,6 +229,27 @@ def test_allows_is_the_predicate(sizes: tuple[int, int, int, int]) -> None:
             assert bool(got) == pair.sees(b, h, i, j), f"{name} at {(b, h, i, j)} of {sizes}"
 
 
+class OddSum(Mask):
+    """A mask of one's own that differs between batch entries and heads."""
+
+    def allows(self, b: _base.Index, h: _base.Index, i: _base.Index, j: _base.Index) -> Tensor:
+        return torch.as_tensor((b + h + i + j) % 2 == 1)
+
+
+def test_a_part_of_a_mask_is_that_part_of_its_matrix() -> None:
+    sizes = (3, 5, 4, 7)
+    masks = {name: pair.mask for name, pair in primitives(sizes).items()}
+    masks |= {"own": OddSum(), "turned": causal().reverse_queries(4, 7), "both": OddSum() & masks["dense"] | Prefix(1)}
+    for name, mask in masks.items():
+        whole = mask.dense(*sizes)
+        for entries, heads in ((range(1, 3), range(2, 5)), (range(3), range(1, 2)), (range(2, 3), range(5))):
+            part = mask.part(entries, heads, sizes[:2])
+            own = (len(entries), len(heads), *sizes[2:])
+            expected = whole[entries.start : entries.stop, heads.start : heads.stop]
+            torch.testing.assert_close(part.dense(*own), expected, msg=f"dense of {name}")
+            torch.testing.assert_close(of_plan(part.plan(*own), own), expected, msg=f"plan of {name}")
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_plan_of_each(sizes: tuple[int, int, int, int]) -> None:
     for name, pair in primitives(sizes).items():

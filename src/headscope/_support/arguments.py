@@ -107,6 +107,11 @@ def check_broadcast(name: str, tensor: Tensor, lead: tuple[int, ...], last: tupl
             )
 
 
+def narrow(tensor: Tensor, axis: int, at: range) -> Tensor:
+    """Return part of a tensor along an axis that it may broadcast over."""
+    return tensor if tensor.shape[axis] == 1 else tensor.narrow(axis, at.start, len(at))
+
+
 def type_name(value: object) -> str:
     """Return the name of the type of a value."""
     return type(value).__name__

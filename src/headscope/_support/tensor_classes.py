@@ -77,10 +77,10 @@ def check_distributed(tensors: Mapping[str, Tensor | None], beside: Mapping[str,
 
     Args:
         tensors: q, k and v, of which either all or none are DTensors.
-        beside: the tensors that must be sharded likewise: a mask, a bias, sinks; None = absent.
+        beside: the tensors that are multiplied with them: a mask, a bias, sinks; None = absent.
 
     Raises:
-        TypeError: an ordinary tensor together with a DTensor, or a DTensor together with ordinary q, k and v.
+        TypeError: some are DTensors and some are ordinary tensors.
     """
     distributed = [name for name, x in tensors.items() if is_distributed(x)]
     inside = [name for name, x in beside.items() if is_distributed(x)]
@@ -92,10 +92,10 @@ def check_distributed(tensors: Mapping[str, Tensor | None], beside: Mapping[str,
         raise TypeError(
             f"{inside[0]}: is a DTensor, q, k and v are ordinary; expected an ordinary tensor: use .to_local()"
         )
-    if distributed and (present := [name for name, x in beside.items() if x is not None]):
+    if distributed and (ordinary := [name for name, x in beside.items() if x is not None and name not in inside]):
         raise TypeError(
-            f"{present[0]}: expected None, because DTensors attend without mask, bias and sinks; pass the local "
-            "parts of q, k and v: .to_local()"
+            f"{ordinary[0]}: is an ordinary tensor, q, k and v are DTensors; expected a DTensor over their mesh: "
+            "distribute_tensor(..., [Replicate()])"
         )
 
 

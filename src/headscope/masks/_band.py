@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,14 @@ class Band(Mask):
         low = i + _shifted(offset, -left) if left < UNBOUNDED else torch.zeros_like(rows)
         high = i + _shifted(offset, right + 1) if right < UNBOUNDED else torch.full_like(rows, keys)
         return clip_span(low, high, keys), None
+
+    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Band:
+        offset = self.offset
+        each = isinstance(offset, tuple) or (isinstance(offset, Tensor) and offset.ndim > 0)
+        if not each or len(entries) == whole[0]:
+            return self
+        rows: Any = offset
+        return Band(self.left, self.right, rows[entries.start : entries.stop])
 
     def reverse_queries(self, queries: int, keys: int) -> Mask:
         return ReversedBand(self.at(queries, keys), queries)
@@ -180,6 +189,9 @@ class ReversedBand(Mask):
 
     def to_spans(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
         return self.band.to_spans(sizes, device)[0].flip(1), None
+
+    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
+        return ReversedBand(self.band.part(entries, heads, whole), self.queries)
 
     def reverse_queries(self, queries: int, keys: int) -> Mask:
         return self.band

@@ -96,7 +96,11 @@ class Mask(ABC):
             tensor([[1, 1, 0, 0],
                     [1, 1, 1, 0]])
         """
-        return Block(self, i.start, j.start, 0 if h is None else h.start)
+        return Moved(self, head=0 if h is None else h.start, query=i.start, key=j.start)
+
+    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
+        """Return the mask of some batch entries and heads of [B, H]; the result numbers them from 0."""
+        return self if entries.start == heads.start == 0 else Moved(self, entries.start, heads.start)
 
     def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
         """Append this mask as codes and tensors, which ``mask_from_codes`` reads: by default Q x K booleans."""
@@ -193,19 +197,30 @@ def _operand(other: object) -> Mask:
 
 
 @dataclass(frozen=True)
-class Block(Mask):
-    """A block of a mask of a caller's own class, from a query, key and head on; see ``Mask.block``."""
+class Moved(Mask):
+    """A mask of a caller's own class, from a batch entry, head, query and key on: of ``Mask.part`` and ``block``."""
 
-    whole: Mask
-    i: int
-    j: int
-    h: int
+    mask: Mask
+    entry: int = 0
+    head: int = 0
+    query: int = 0
+    key: int = 0
 
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
-        return self.whole.allows(b, h + self.h, i + self.i, j + self.j)
+        return self.mask.allows(b + self.entry, h + self.head, i + self.query, j + self.key)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.whole.tensors()
+        return self.mask.tensors()
+
+    def at(self, queries: int, keys: int) -> Mask:
+        return replace(self, mask=self.mask.at(queries, keys))
+
+    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
+        return replace(self, entry=self.entry + entries.start, head=self.head + heads.start)
+
+    def block(self, i: slice, j: slice, h: slice | None = None) -> Mask:
+        head = self.head + (0 if h is None else h.start)
+        return replace(self, head=head, query=self.query + i.start, key=self.key + j.start)
 
 
 @dataclass(frozen=True)
@@ -227,6 +242,9 @@ class _Pair(Mask):
 
     def at(self, queries: int, keys: int) -> Mask:
         return type(self)(self.first.at(queries, keys), self.second.at(queries, keys))
+
+    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
+        return type(self)(self.first.part(entries, heads, whole), self.second.part(entries, heads, whole))
 
     def reverse_queries(self, queries: int, keys: int) -> Mask | None:
         first, second = (part.reverse_queries(queries, keys) for part in (self.first, self.second))
@@ -439,5 +457,5 @@ def make_plan(mask: Mask, sizes: Sizes) -> Plan:
     )
 
 
-for _class in (Mask, And, Or, Block, Plan):
+for _class in (Mask, And, Or, Moved, Plan):
     _class.__module__ = "headscope.masks"  # their public path

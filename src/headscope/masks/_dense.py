@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headscope._support.arguments import check_broadcast
+from headscope._support.arguments import check_broadcast, narrow
 from headscope.masks._base import Index, Mask, Sizes
 from headscope.masks._codes import Code, RuleWriter
 from headscope.masks._parameters import describe_wrong_dtype, to_tensor
@@ -51,6 +51,11 @@ class Dense(Mask):
     def tile(self, b: slice, h: slice, i: slice, j: slice, device: torch.device) -> Tensor:
         full = self._four_axes()
         return full[tuple(slice(None) if n == 1 else at for n, at in zip(full.shape, (b, h, i, j), strict=True))]
+
+    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
+        full = self._four_axes()
+        check_broadcast("mask", self.tensor, whole[:1], (whole[1], full.shape[2], full.shape[3]))
+        return Dense(narrow(narrow(full, 0, entries), 1, heads))
 
     def reverse_queries(self, queries: int, keys: int) -> Mask:
         return Dense(self.tensor.flip(-2)) if self.tensor.ndim > 1 else self

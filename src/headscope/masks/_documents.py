@@ -98,6 +98,15 @@ class Documents(Mask):
         unbroken = unbroken and bool(((last + 1 - first == stop - start) | ~visible).all())
         return spans, None if unbroken else self
 
+    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
+        if len(entries) == whole[0]:
+            return self
+        rows = slice(entries.start, entries.stop)
+        q_ids = self.q_ids if len(self.q_ids) == 1 else self.q_ids[rows]
+        if self.k_ids is self.q_ids:
+            return Documents(q_ids)
+        return Documents(q_ids, self.k_ids if len(self.k_ids) == 1 else self.k_ids[rows])
+
     def reverse_queries(self, queries: int, keys: int) -> Mask:
         return Documents(self.q_ids.flip(-1), self.k_ids)
 

@@ -46,6 +46,9 @@ class Prefix(Mask):
     def to_spans(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
         return first_keys(self.n, sizes[3], device), None
 
+    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
+        return self
+
     def reverse_queries(self, queries: int, keys: int) -> Mask:
         return self
 
@@ -101,6 +104,9 @@ class KeyLengths(Mask):
     def to_spans(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
         lengths = self.lengths[:, None]
         return clip_span(torch.zeros_like(lengths), lengths, sizes[3]), None
+
+    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
+        return KeyLengths(self.lengths[entries.start : entries.stop]) if len(entries) < whole[0] else self
 
     def reverse_queries(self, queries: int, keys: int) -> Mask:
         return self

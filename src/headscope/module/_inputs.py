@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope._attend.context import Context
-from headscope._linear import Linear, is_plain
+from headscope._linear import QKV, Linear, check_kind, is_plain
 from headscope._support.arguments import check_layout, check_type, kind, shapes
 from headscope._support.tensor_classes import check_has_numbers
 from headscope.cache import Cache
@@ -44,6 +44,32 @@ def _check_pair(context: object) -> None:
         got = kind(context)
     hint = "; pass a mask by name, mask=" if isinstance(context, Mask) else ""
     raise TypeError(f"context: got {got}, expected a torch.Tensor, or a pair (for the keys, for the values){hint}")
+
+
+def check_inputs(module: Any, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
+    """Raise unless a module can project these tensors."""
+    check_input(x)
+    if k_from is x and module.packed and x.ndim in (2, 3) and x.shape[-1] == module.embed_dim:
+        return
+    expected = (("x", x, module.embed_dim), ("context", k_from, module.kdim), ("context", v_from, module.vdim))
+    for name, tensor, width in expected:
+        check_type(name, tensor, Tensor, "a torch.Tensor")
+        if tensor.is_nested and not x.is_nested:
+            raise ValueError(f"{name}: is nested, x is an ordinary tensor of {x.ndim} axes; expected x nested as well")
+        if tensor.shape[-1:] != (width,) or tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
+            raise shape_error(name, tensor, width, x)
+    if k_from is not x or v_from is not x:
+        check_context(x, k_from, v_from)
+
+
+def check_kinds(module: Any, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
+    """Check dtypes and devices; separate from the sizes, which a trace checks alone."""
+    if k_from is x and module.packed:
+        check_kind("x", x, module.qkv_proj)
+        return
+    for part, source in zip(QKV, (x, k_from, v_from), strict=True):
+        linear: nn.Module = module.qkv_proj if module.packed else getattr(module, f"{part}_proj")
+        check_kind("x" if source is x else "context", source, linear)
 
 
 def check_context(x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
@@ -122,13 +148,15 @@ def check_place(
 
 
 def positions_in_part(
-    parallel: Context, x: Tensor, positions: Tensor | None, located: bool, others: dict[str, object]
+    parallel: Context, module: Any, x: Tensor, positions: Tensor | None, others: dict[str, object]
 ) -> Tensor | None:
     """Return the positions of x, which is this rank's part of a sequence; None if the module does not use any.
 
     Raises:
-        ValueError: an argument that context parallelism does not support.
+        ValueError: an argument or option that context parallelism does not support.
     """
+    rotary = module.rotary
+    others |= {"NTK(original_length=...)": rotary if rotary is not None and rotary.dynamic else None}
     for name, value in others.items():
         if value is not None:
             raise ValueError(
@@ -140,6 +168,7 @@ def positions_in_part(
             "x: is a nested tensor, expected this rank's part of one sequence under context parallelism; pack the rows "
             "and pass mask=masks.Documents(...)"
         )
+    located = rotary is not None or module.position_bias is not None
     return parallel.positions(x.device) if positions is None and located else positions
 
 

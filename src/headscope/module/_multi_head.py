@@ -16,29 +16,26 @@ from headscope._layouts import convert_module, convert_state, export_state
 from headscope._linear import (
     QKV,
     Linear,
-    check_kind,
     in_heads,
     merge_heads,
     reproducible_linear,
-    split_heads,
     weight_and_bias,
 )
-from headscope._support.arguments import check_type
 from headscope._support.scalar_options import check_dropout, check_scale, check_softcap
 from headscope.cache import Cache
 from headscope.masks import Mask
 from headscope.module._bias_kv import add_own_value, own_share
 from headscope.module._inputs import (
-    check_context,
-    check_input,
+    check_inputs,
+    check_kinds,
     check_no_weights,
     check_place,
     check_self_attention,
     check_sliced,
     input_sources,
     positions_in_part,
-    shape_error,
 )
+from headscope.module._local_heads import LocalHeads, check_not_split, heads_of, refuse_part
 from headscope.module._nested import forward_nested
 from headscope.module._options import (
     QKNorm,
@@ -48,12 +45,14 @@ from headscope.module._options import (
     check_rotary,
     gate_of,
     norm_of,
+    normed,
     set_reproducible,
     whole_sizes,
 )
 from headscope.module._placement import Placement, add_distance_bias
 from headscope.module._pruning import prune
-from headscope.module._state import describe, to_own_form
+from headscope.module._state import describe, to_own_form, to_parts
+from headscope.module._unpacking import unpack
 from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions
 
 __all__ = ["MultiHeadAttention"]
@@ -118,6 +117,9 @@ class MultiHeadAttention(nn.Module):
         >>> out.shape, weights.shape
         (torch.Size([1, 3, 8]), torch.Size([1, 2, 3, 3]))
     """
+
+    is_split = False
+    """Whether ``headscope.parallel.tensor_parallel`` has split it over ranks by head."""
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, kv_heads: int | None = None, head_dim: int | None = None,
@@ -226,6 +228,7 @@ class MultiHeadAttention(nn.Module):
 
     def to_state_dict(self, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
         """Return copies of the weights under the keys of a layout. See ``layouts.to_state_dict``."""
+        check_not_split(self)
         return export_state(self, layout, prefix, MultiHeadAttention)
 
     def projection(self, name: str) -> tuple[Tensor, Tensor | None]:
@@ -244,6 +247,17 @@ class MultiHeadAttention(nn.Module):
         start = sum(self.splits[:at])
         rows = slice(start, start + self.splits[at])
         return weight[rows], None if bias is None else bias[rows]
+
+    def unpack(self) -> Self:
+        """Replace a packed ``qkv_proj`` by ``q_proj``, ``k_proj`` and ``v_proj``, in place; return this module.
+
+        The output stays the same to rounding. torch's ``parallelize_module`` then splits the heads: ``ColwiseParallel``
+        for the three, ``RowwiseParallel`` for ``out_proj``. Build the optimizer after it: the parameters are new.
+
+        Raises:
+            ValueError: ``qkv_proj`` has hooks, or another class than a linear.
+        """
+        return unpack(self)
 
     def prune_heads(self, heads: Collection[int]) -> Self:
         """Return a smaller module that computes the same without these heads; this module does not change.
@@ -303,23 +317,27 @@ class MultiHeadAttention(nn.Module):
             TypeError, ValueError: an input, mask or bias that does not fit; the message names it and its axis.
         """
         if parallel.active is not None:
-            dynamic = self.rotary if self.rotary is not None and self.rotary.dynamic else None
-            others: dict[str, object] = {"context": context, "cache": cache, "NTK(original_length=...)": dynamic}
-            located = self.rotary is not None or self.position_bias is not None
-            positions = positions_in_part(parallel.active, x, positions, located, others)
             check_no_weights(need_weights)
+            positions = positions_in_part(parallel.active, self, x, positions, {"context": context, "cache": cache})
         if getattr(x, "is_nested", False) is True:
             return self._of_nested(
                 x, context, mask, bias=bias, need_weights=need_weights, positions=positions, cache=cache
             )
         q, k, v = self.project(x, context)
+        parts: Any = self  # or those of this rank
+        if self.is_split or q.shape[-3] != self.num_heads:
+            parts = LocalHeads.of(self, q)
+            q, k, v, mask, bias = parts.select(self, (q, k, v), mask, bias)
         q_of_own, reverse, staged = None, False, None
         if cache is not None or positions is not None or not self.plain:
-            placement = self._prepare_heads((q, k, v), mask, bias, positions, cache, cross=context is not None)
+            options = (mask, bias, positions, cache)
+            placement = self._prepare_heads((q, k, v), *options, cross=context is not None, parts=parts)
             q, k, v, mask, bias, q_of_own, reverse, staged = placement
-        scale, softcap, sinks, dropout = self.scale, self.softcap, self.sinks, self.dropout if self.training else 0.0
+        scale, softcap, sinks, dropout = self.scale, self.softcap, parts.sinks, self.dropout if self.training else 0.0
         own: Tensor | None = None
-        if self.bias_k is None or self.bias_v is None:
+        if dropout and parts is not self:
+            parts.skip_seeds(after=False)
+        if parts.bias_k is None or parts.bias_v is None:
             heads = functional.attention(
                 q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout,
                 backend="reproducible" if self.reproducible else None,
@@ -328,16 +346,20 @@ class MultiHeadAttention(nn.Module):
             rest = functional.attend(
                 q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
             )
-            own = own_share(q if q_of_own is None else q_of_own, self.bias_k, rest.lse, scale, softcap)
-            heads = add_own_value(rest.out, own, self.bias_v, dropout)
+            own = own_share(q if q_of_own is None else q_of_own, parts.bias_k, rest.lse, scale, softcap)
+            heads = add_own_value(rest.out, own, parts.bias_v, dropout)
+        if dropout and parts is not self:
+            parts.skip_seeds(after=True)
         merged = merge_heads(heads.flip(-2) if reverse else heads)
         if self.gate_proj is not None:
-            merged = merged * gate_of(self.gate_proj(x), self.reproducible)
+            numbers = self.gate_proj(x)
+            merged = merged * gate_of(numbers if parts is self else parts.gate(numbers), self.reproducible)
         out, weights = self.out_proj(merged), None
         if need_weights:
             weights = functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
             weights = weights if own is None else weights * (1 - own)
             weights = weights.flip(-2) if reverse else weights
+            weights = weights if parts is self else parts.gather(weights)
         if cache is not None and staged is not None:
             cache._commit(staged)
         return out if weights is None else (out, weights)
@@ -358,11 +380,11 @@ class MultiHeadAttention(nn.Module):
             if together is not None:
                 q, k, v = together.unflatten(-3, (3, self.num_heads)).unbind(-4)  # each [B, H, Q, D]
                 return q, k, v
-            packed = self.qkv_proj(x).view(*x.shape[:-1], 3, self.num_heads, self.head_dim)  # [B, Q, 3, H, D]
+            packed = self._packed(x).view(*x.shape[:-1], 3, self.num_heads, self.head_dim)  # [B, Q, 3, H, D]
             q, k, v = packed.permute(_PARTS_FIRST[x.ndim]).unbind(0)  # each [B, H, Q, D]
             return q, k, v
         if context is None and self.packed:
-            q, k, v = self.qkv_proj(x).split(self.splits, -1)  # each [B, Q, H * D]
+            q, k, v = self._packed(x).split(self.splits, -1)  # each [B, Q, H * D]
         else:
             sources = (x, k_from, v_from)
             if self.packed:
@@ -373,20 +395,22 @@ class MultiHeadAttention(nn.Module):
                 q, k, v = map(reproducible_linear if self.reproducible else F.linear, sources, weights, biases)
             else:  # called, so that their wrappers and hooks run
                 q, k, v = (getattr(self, f"{name}_proj")(source) for name, source in zip(QKV, sources, strict=True))
-        return (
-            split_heads(q, self.num_heads, self.head_dim),
-            split_heads(k, self.kv_heads, self.head_dim),
-            split_heads(v, self.kv_heads, self.v_head_dim),
-        )
+        return heads_of(self, q, k, v)
+
+    def _packed(self, x: Tensor) -> Tensor:
+        """Return the output of the packed projection, [..., sum(self.splits)]."""
+        packed = self.qkv_proj(x)
+        return packed if packed.shape[-1] == sum(self.splits) else refuse_part(packed, self.splits)
 
     def _prepare_heads(
         self, heads: tuple[Tensor, Tensor, Tensor], mask: Mask | Tensor | None, bias: Tensor | None,
-        positions: Tensor | None, cache: Cache | None, *, cross: bool,
+        positions: Tensor | None, cache: Cache | None, *, cross: bool, parts: Any = None,
     ) -> Placement:  # fmt: skip
         """Normalise q and k, rotate them to their positions, add the cache, and the bias by distance."""
         q, k, v = heads
         staged = None
-        if self.q_norm is not None and self.k_norm is not None:
+        parts = self if parts is None else parts
+        if self.q_norm is not None and self.k_norm is not None and parts is self:  # those of a rank are normalised
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
         q_of_own = None if self.bias_k is None else q
         check_place(self.rotary, self.position_bias, positions, cache, cross=cross)
@@ -399,46 +423,21 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             (k, v, first, mask), staged = cache._stage(k, v, mask, start)
         placement = Placement(q, k, v, mask, bias, q_of_own, staged=staged)
-        if self.position_bias is None:
+        if parts.position_bias is None:
             return placement
         places = (positions, start, first)
-        return add_distance_bias(placement, self.position_bias, *places, in_order=self.reproducible)
+        return add_distance_bias(placement, parts.position_bias, *places, in_order=self.reproducible)
 
-    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
-        if self.qk_norm != "rms_all":
-            return norm(x)
-        return split_heads(norm(merge_heads(x)), x.shape[-3], self.head_dim)
-
+    _normed = normed
     _sources = staticmethod(input_sources)
-
-    def _check_inputs(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
-        check_input(x)
-        if k_from is x and self.packed and x.ndim in (2, 3) and x.shape[-1] == self.embed_dim:
-            return
-        expected = (("x", x, self.embed_dim), ("context", k_from, self.kdim), ("context", v_from, self.vdim))
-        for name, tensor, width in expected:
-            check_type(name, tensor, Tensor, "a torch.Tensor")
-            if tensor.is_nested and not x.is_nested:
-                raise ValueError(
-                    f"{name}: is nested, x is an ordinary tensor of {x.ndim} axes; expected x nested as well"
-                )
-            if tensor.shape[-1:] != (width,) or tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
-                raise shape_error(name, tensor, width, x)
-        if k_from is not x or v_from is not x:
-            check_context(x, k_from, v_from)
-
-    def _check_kinds(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
-        """Check dtypes and devices; separate from the sizes, which a trace checks alone."""
-        if k_from is x and self.packed:
-            check_kind("x", x, self.qkv_proj)
-            return
-        for part, source in zip(QKV, (x, k_from, v_from), strict=True):
-            linear: nn.Module = self.qkv_proj if self.packed else getattr(self, f"{part}_proj")
-            check_kind("x" if source is x else "context", source, linear)
+    _check_inputs = check_inputs
+    _check_kinds = check_kinds
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Load packed or separate projections."""
+        """Load packed or separate projections, whole or in parts."""
         to_own_form(state_dict, prefix, self.splits, packed=self.packed)
+        if self.is_split:
+            to_parts(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

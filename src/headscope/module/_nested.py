@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headscope._support.arguments import kind
+from headscope._support.tensor_classes import ORDINARY
 from headscope.masks import Band, Documents, Mask
 from headscope.positions import restarting
 
@@ -50,6 +51,8 @@ def forward_nested(
         sources = {"context": context.values()[None]}
     positions = {"positions": restarting(offsets)} if restart else {}
     out = attend(x.values()[None], mask=_within(documents, mask), **sources, **positions)  # [1, total, E]
+    if type(out) not in ORDINARY:  # a sum over ranks that may be in flight: nested tensors cannot hold it
+        out = out.clone()
     return torch.nested.nested_tensor_from_jagged(out[0], offsets)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from headscope._linear import QKV, Linear, reproducible_sigmoid
+from headscope._linear import QKV, Linear, merge_heads, reproducible_sigmoid, split_heads
 from headscope._support.arguments import check_type, number, whole
 from headscope.positions import Rotary
 
@@ -55,6 +55,13 @@ def norm_of(
     if qk_norm == "layer":
         return nn.LayerNorm(head_dim, eps, **place)
     return nn.RMSNorm(heads * head_dim if qk_norm == "rms_all" else head_dim, eps, **place)
+
+
+def normed(module: Any, norm: nn.Module, x: Tensor) -> Tensor:
+    """Normalise queries or keys, [B, H, length, D]."""
+    if module.qk_norm != "rms_all":
+        return norm(x)
+    return split_heads(norm(merge_heads(x)), x.shape[-3], module.head_dim)
 
 
 def check_flags(**flags: object) -> None:

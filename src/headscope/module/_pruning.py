@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from headscope._linear import check_own_parameters, unknown_projections, weight_and_bias
 from headscope._support.arguments import as_whole, check_type, kind
+from headscope.module._local_heads import check_not_split
 from headscope.positions import ALiBi, RelativeBias
 
 
@@ -23,6 +24,7 @@ def prune(module: Any, heads: Collection[int]) -> Any:
         TypeError, ValueError: see ``MultiHeadAttention.prune_heads``.
     """
     remaining, kv_remaining = _remaining_heads(heads, module.num_heads, module.kv_heads)
+    check_not_split(module)
     check_own_parameters(module, *module.modules())
     if module.qk_norm == "rms_all":
         raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headscope._linear import QKV
+from headscope._support.tensor_classes import is_distributed
 from headscope.positions import ALiBi
 
 
@@ -27,6 +28,52 @@ def to_own_form(state: dict[str, Any], prefix: str, splits: tuple[int, int, int]
             state[together] = torch.cat([state.pop(key) for key in separate])
         elif not packed and together in state and state[together].shape[0] == sum(splits):
             state.update(zip(separate, state.pop(together).split(splits), strict=True))
+
+
+def write_packed(module: Any) -> None:
+    """Let an unpacked module that is split over ranks write its state dict with the keys of the packed one."""
+    module.qkv_proj = PackedName()  # torch.distributed.checkpoint.state_dict finds each key as an attribute
+    module.register_state_dict_post_hook(_pack_entries)
+
+
+class PackedName:
+    """Stands for the packed projection that a state dict names and the module no longer has."""
+
+    weight = bias = None
+
+
+def _pack_entries(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Change the entries of three projections to those of a packed one, over the same mesh."""
+    for part in ("weight", "bias"):
+        separate = [f"{prefix}{name}_proj.{part}" for name in QKV]
+        if all(key in state for key in separate):
+            state[f"{prefix}qkv_proj.{part}"] = _joined([state.pop(key) for key in separate])
+
+
+def _joined(parts: list[Any]) -> Tensor:
+    """Return the rows of DTensors one below the other, in the order of one process, split by rows."""
+    if not all(map(is_distributed, parts)):
+        return torch.cat(parts)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = parts[0].device_mesh
+    with torch.no_grad():
+        whole = torch.cat([part.full_tensor() for part in parts])
+        joined = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return joined.redistribute(placements=[Shard(0)] * mesh.ndim)
+
+
+def to_parts(module: Any, state: dict[str, Any], prefix: str) -> None:
+    """Change ordinary tensors in a state dict, whole on each rank, to the DTensors of a module that is split."""
+    from torch.distributed.tensor import distribute_tensor
+
+    for name, parameter in module.named_parameters():
+        x = state.get(f"{prefix}{name}")
+        if is_distributed(parameter) and isinstance(x, Tensor) and not is_distributed(x) and x.shape == parameter.shape:
+            x = x.to(parameter.device)
+            state[f"{prefix}{name}"] = distribute_tensor(
+                x, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
 
 
 def _fit(parts: list[Tensor | None], splits: tuple[int, int, int]) -> bool:

@@ -141,6 +141,14 @@ class RelativeBias(nn.Module):
         """Reset the bias to zero."""
         nn.init.zeros_(self.weight)
 
+    def with_table(self, table: Tensor) -> RelativeBias:
+        """Return a bias over another table [num_buckets, heads], which is not a parameter: of some of these heads."""
+        part = RelativeBias.__new__(RelativeBias)
+        nn.Module.__init__(part)
+        part.num_heads, part.buckets = table.shape[1], self.buckets
+        object.__setattr__(part, "weight", table)
+        return part
+
     def of(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the bias at signed distances, key minus query, [...] -> [..., H]."""
         return self.weight[self.buckets.of(distances)].to(dtype)

@@ -13,7 +13,7 @@ from headscope._attend.call import FLOATS
 from headscope._support.arguments import kind
 from headscope._support.scalar_options import check_scale, check_softcap
 from headscope.masks import Band, Mask, as_mask, causal, check_mask
-from headscope.module import MultiHeadAttention, check_place
+from headscope.module import MultiHeadAttention, check_not_split, check_place
 from headscope.positions import check_positions
 
 Context = Tensor | tuple[Tensor, Tensor] | None
@@ -126,6 +126,7 @@ def is_causal(mask: object) -> bool:
 
 def prepare_values(module: MultiHeadAttention, x: Tensor, context: Context, options: ScoreOptions) -> Setting:
     """Check a module's inputs and run it once, as in eval."""
+    check_not_split(module)
     k_from, v_from = module._sources(x, context)
     for name, tensor in (("x", x), ("context", k_from), ("context", v_from)):
         _check_input(name, tensor, module)
