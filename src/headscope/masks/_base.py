@@ -89,12 +89,6 @@ class Mask(ABC):
         """Return the mask of some queries, keys and heads, counted from the first of each; all heads by default.
 
         Positions that depend on the sizes must be explicit: see ``at``.
-
-        Examples:
-            >>> from headscope import masks
-            >>> masks.causal().at(6, 6).block(slice(3, 5), slice(2, 6)).dense(1, 1, 2, 4)[0, 0].long()
-            tensor([[1, 1, 0, 0],
-                    [1, 1, 1, 0]])
         """
         return Moved(self, head=0 if h is None else h.start, query=i.start, key=j.start)
 
