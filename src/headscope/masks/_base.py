@@ -192,7 +192,7 @@ def _operand(other: object) -> Mask:
 
 @dataclass(frozen=True)
 class Moved(Mask):
-    """A mask of a caller's own class, from a batch entry, head, query and key on: of ``Mask.part`` and ``block``."""
+    """A caller's own mask from a batch entry, head, query and key on: the result of ``Mask.part`` and ``block``."""
 
     mask: Mask
     entry: int = 0
@@ -208,13 +208,6 @@ class Moved(Mask):
 
     def at(self, queries: int, keys: int) -> Mask:
         return replace(self, mask=self.mask.at(queries, keys))
-
-    def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
-        return replace(self, entry=self.entry + entries.start, head=self.head + heads.start)
-
-    def block(self, i: slice, j: slice, h: slice | None = None) -> Mask:
-        head = self.head + (0 if h is None else h.start)
-        return replace(self, head=head, query=self.query + i.start, key=self.key + j.start)
 
 
 @dataclass(frozen=True)
