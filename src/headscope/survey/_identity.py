@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -60,8 +60,9 @@ class Settings:
 
 
 def check_settings(
-    subject: Subject, context: int | None, shard_tokens: int, what: Observe | None, field: str, threads: int
-) -> Settings:
+    subject: Subject, context: int | None, shard_tokens: int, what: Observe | None, rows: int | None, field: str,
+    threads: int,
+) -> Settings:  # fmt: skip
     """Return the options of a survey.
 
     Raises:
@@ -78,6 +79,10 @@ def check_settings(
         windows = tuple(w for w in WINDOWS if w == WINDOWS[0] or 3 * w <= context)
         what = Observe(map=MAP, edges=EDGES, windows=windows)
     _check_what(what)
+    if rows is not None:
+        if what.rows is not None:
+            raise SurveyError("rows: was passed twice, here and in what.rows")
+        what = replace(what, rows=rows)
     shard_tokens, threads = whole("shard_tokens", shard_tokens, 1), whole("threads", threads, 1)
     return Settings(context, shard_tokens, what, field, threads)
 

@@ -34,6 +34,16 @@ class Progress:
         tokens: those that this process has read so far.
         seconds: since this process joined the survey.
         overhead: the time that observing adds to the bare forward passes, as a share of them; None: not measured yet.
+        compared: the forward passes that were run without observing, too, to measure it.
+
+    Examples:
+        >>> from headscope.survey import survey
+        >>> _ = survey("text", ["a = 1\\n" * 40], "out", progress=lambda progress: print(progress.event, progress.done))
+        start 0
+        batch 0
+        shard 1
+        merge 1
+        end 1
     """
 
     event: str
@@ -42,6 +52,7 @@ class Progress:
     tokens: int
     seconds: float
     overhead: float | None
+    compared: int = 0
 
 
 def survey(
@@ -54,6 +65,7 @@ def survey(
     resume: bool = True,
     tokenizer: Any = None,
     context: int | None = None,
+    rows: int | None = None,
     include: Sequence[str] = ("*",),
     field: str = "text",
     threads: int = 1,
@@ -83,6 +95,7 @@ def survey(
         tokenizer: of transformers or tokenizers; needed for texts.
         context: the most tokens of a window; longer documents are read in windows, whose statistics are merged. By
             default what the model allows, up to 2048.
+        rows: observe only an even sample of this many rows of each window; short for ``Observe(rows=...)`` in ``what``.
         include: patterns of the files in a folder that are read, such as ``("*.py",)``.
         field: the name of a document's text.
         threads: of this process; part of what has to be equal, because sums depend on it.
@@ -105,7 +118,7 @@ def survey(
         (8, 2)
     """
     subject = as_subject(model, tokenizer)
-    settings = check_settings(subject, context, shard_tokens, what, field, threads)
+    settings = check_settings(subject, context, shard_tokens, what, rows, field, threads)
     corpus = open_corpus(data, include, field)
     folder = Folder(Path(out))
     with _threads(settings.threads):
@@ -175,9 +188,9 @@ class _Reporter:
         if self._progress is None:
             return
         tokens = 0 if self.worker is None else self.worker.tokens
-        overhead = None if self.worker is None else self.worker.overhead.share
+        overhead, compared = (None, 0) if self.worker is None else self.worker.overhead_so_far()
         seconds = time.monotonic() - self._begin
-        self._progress(Progress(event, self._done, self._shards, tokens, seconds, overhead))
+        self._progress(Progress(event, self._done, self._shards, tokens, seconds, overhead, compared))
 
 
 def _compute_all(folder: Folder, plan: Plan, worker: Worker, reporter: _Reporter) -> None:

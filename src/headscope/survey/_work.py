@@ -65,6 +65,10 @@ class Worker:
         self.overhead = Overhead()
         self.tokens = 0
 
+    def overhead_so_far(self) -> tuple[float | None, int]:
+        """Return the share that observing adds, and the number of forward passes that it stands on."""
+        return self.overhead.share, max(0, self.overhead.passes)
+
     def compute(self, spans: Sequence[Span]) -> Shard:
         """Return the result of a shard, which depends on its documents, the model and the options alone.
 
