@@ -156,7 +156,9 @@ class Files:
                 paths.append(root)
                 names.append(root.name)
             else:
-                raise SurveyError(f"data: {shown}: {'not a regular file' if root.exists() else 'no such file or folder'}")
+                raise SurveyError(
+                    f"data: {shown}: {'not a regular file' if root.exists() else 'no such file or folder'}"
+                )
         if not paths:
             raise SurveyError(f"data: {visible(str(roots[0]))}: has no files that match {' or '.join(include)}")
         return Files(paths, names, field)
@@ -227,6 +229,7 @@ def _files_in(root: Path, include: Sequence[str]) -> Iterator[str]:
 
 def _split_text(path: Path, most: int) -> Iterator[tuple[int, int, int, str]]:
     """Yield start, stop, number and digest of the parts of a text file: at most ``most`` bytes, cut at line ends."""
+    most = max(most, 8)  # room for a character of four bytes before the last one
     with path.open("rb") as file:
         start, number, rest = 0, 1, b""
         while True:
@@ -379,6 +382,4 @@ def _digest(content: bytes) -> str:
 
 def _check(digest: str, span: Span, name: str) -> None:
     if digest != span.digest:
-        raise SurveyError(
-            f"data: {visible(name)}: has changed since the survey was started; use another folder as out"
-        )
+        raise SurveyError(f"data: {visible(name)}: has changed since the survey was started; use another folder as out")

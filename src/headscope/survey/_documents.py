@@ -165,11 +165,12 @@ def load_documents(path: Path) -> tuple[DocumentTable, dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in TENSORS}
         titles = {int(at): str(name) for at, name in entry["titles"].items()}
         listed = [(str(name), str(problem)) for name, problem in entry["listed"]]
-        numbers = {name: int(entry[name]) for name in ("documents", "tokens", "windows", "left_out")}
+        numbers = [int(entry[name]) for name in ("documents", "tokens", "windows", "left_out")]
         heads = {str(layer): int(count) for layer, count in entry["heads"].items()}
     except (SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: is damaged: {error}") from error
-    table = DocumentTable(tuple(entry["names"]), heads, **tensors, **numbers, titles=titles, listed=listed)
+    table = DocumentTable(tuple(entry["names"]), heads, *tensors.values(), titles=titles, listed=listed)
+    table.documents, table.tokens, table.windows, table.left_out = numbers
     return table, entry
 
 

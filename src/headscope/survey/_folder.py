@@ -163,10 +163,9 @@ def claimed(path: Path) -> Generator[Claim | None]:
         OSError: the claim cannot be written.
     """
     content = json.dumps(_this_process()).encode()
-    if not create_whole(path, content):
-        if not _take_over(path) or not create_whole(path, content):
-            yield None
-            return
+    if not create_whole(path, content) and not (_take_over(path) and create_whole(path, content)):
+        yield None
+        return
     try:
         yield Claim(path)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -27,6 +28,7 @@ _WORDS = {
     "format": "format",
     "headscope": "version of headscope",
     "torch": "version of torch",
+    "transformers": "version of transformers",
     "model": "model (its weights or its configuration)",
     "tokenizer": "tokenizer",
     "context": "context",
@@ -112,6 +114,7 @@ def identity_of(subject: Subject, settings: Settings) -> dict[str, Any]:
         "format": FORMAT,
         "headscope": __version__,
         "torch": torch.__version__,
+        "transformers": _version_of_transformers(subject),
         "model": digest_of_model(subject),
         "tokenizer": digest_of_tokenizer(subject),
         "context": settings.context,
@@ -124,6 +127,13 @@ def identity_of(subject: Subject, settings: Settings) -> dict[str, Any]:
         "cpu": f"{torch.backends.cpu.get_cpu_capability()} {os.environ.get('HEADSCOPE_CPU_TARGET', '')}".strip(),
         "what": {name: list(value) if isinstance(value, (tuple, list)) else value for name, value in what.items()},
     }
+
+
+def _version_of_transformers(subject: Subject) -> str:
+    """Return its version if the model is one of its models; empty for others, whatever else the process has loaded."""
+    if not any(kind.__module__.startswith("transformers.") for kind in type(subject.model).__mro__):
+        return ""
+    return str(sys.modules["transformers"].__version__)
 
 
 def enter(folder: Folder, identity: Mapping[str, Any], *, resume: bool) -> None:
@@ -139,11 +149,9 @@ def enter(folder: Folder, identity: Mapping[str, Any], *, resume: bool) -> None:
         raise SurveyError(f"out: {shown}: is not a folder")
     folder.path.mkdir(parents=True, exist_ok=True)
     if not folder.identity.exists():
-        if there := sorted(name for name in os.listdir(folder.path) if not name.startswith(".headscope-")):
-            if not folder.identity.exists():  # another process may have started the survey meanwhile
-                raise SurveyError(
-                    f"out: {shown}: holds {visible(there[0])} and no survey; expected a new or an empty folder"
-                )
+        there = sorted(name for name in os.listdir(folder.path) if not name.startswith(".headscope-"))
+        if there and not folder.identity.exists():  # another process may have started the survey meanwhile
+            raise SurveyError(f"out: {shown}: holds {visible(there[0])} and no survey; expected a new or empty folder")
         content = json.dumps(identity, sort_keys=True, indent=1).encode()
         if create_whole(folder.identity, content):
             folder.shards.mkdir(exist_ok=True)

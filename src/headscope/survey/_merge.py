@@ -55,9 +55,7 @@ def save_shard(folder: Folder, number: int, shard: Shard) -> None:
     save_documents(shard.table, folder.documents_of(number), {"statistics": checksum})
 
 
-def merge_shards(
-    folder: Folder, plan: Plan, identity: Mapping[str, Any], renew: Callable[[], None]
-) -> Surveyed:
+def merge_shards(folder: Folder, plan: Plan, identity: Mapping[str, Any], renew: Callable[[], None]) -> Surveyed:
     """Return the merged shards.
 
     Raises:
@@ -126,9 +124,7 @@ def _widen(spread: Spread, stats: HeadStats) -> None:
         heads[each.head] = [min(least, each.score), max(largest, each.score)]
 
 
-def _about(
-    first: Recording, plan: Plan, identity: Mapping[str, Any], table: DocumentTable, forwards: int
-) -> Any:
+def _about(first: Recording, plan: Plan, identity: Mapping[str, Any], table: DocumentTable, forwards: int) -> Any:
     counts = {"documents": table.documents, "left_out": table.left_out, "shards": len(plan.shards)}
     source = {
         "source": f"a corpus of {table.documents:,} documents", "tokens": table.tokens, "windows": table.windows,
@@ -136,7 +132,8 @@ def _about(
     }  # fmt: skip
     entry = {**counts, "corpus": plan.corpus, **{name: value for name, value in identity.items() if name != "what"}}
     options = {**first.about.options, "input": source, "survey": entry}
-    return replace(first.about, options=options, forwards=forwards, ran=forwards)
+    versions = {name: identity[name] for name in ("headscope", "torch", "transformers") if identity[name]}
+    return replace(first.about, options=options, versions=versions, forwards=forwards, ran=forwards)
 
 
 def save_result(folder: Folder, result: Surveyed) -> None:

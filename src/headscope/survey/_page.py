@@ -188,16 +188,20 @@ def _entry(recording: Recording) -> Mapping[str, Any]:
 
 def _footer(recording: Recording) -> dict[str, str]:
     versions = ", ".join(f"{name} {version}" for name, version in recording.about.versions.items())
-    entry = {name: _shown(str(value)) for name, value in _entry(recording).items() if name not in ("headscope", "torch")}
+    entry = {
+        name: _shown(str(value))
+        for name, value in _entry(recording).items()
+        if name not in ("headscope", "torch", "transformers")
+    }
     return {"versions": _shown(versions), **entry}
 
 
 def _notes(surveyed: Surveyed) -> list[str]:
     return [
-        "A document counts in the columns by document if it has at least 16 rows with the quantity. Quantiles are exact "
-        f"to {1 / BINS:g}.",
-        "Scores are those of headscope.decisions.patterns; seen.safetensors holds all statistics and the maps: headscope "
-        "report seen.safetensors.",
+        "A document counts in the columns by document if it has at least 16 rows with the quantity. Quantiles are "
+        f"exact to {1 / BINS:g}.",
+        "Scores are those of headscope.decisions.patterns. seen.safetensors holds all statistics and the maps. For "
+        "their page, run headscope report seen.safetensors.",
     ]
 
 
@@ -221,7 +225,8 @@ def _head_rows(surveyed: Surveyed) -> list[list[Cell]]:
         summaries = stats[layer, head]
         entropy = summaries["entropy"]
         rows.append([
-            *_place(number, layer, head), *_pattern(match), _over_shards(surveyed.spread, match), _by_document(surveyed, match),
+            *_place(number, layer, head), *_pattern(match), _over_shards(surveyed.spread, match),
+            _by_document(surveyed, match),
             Cell.number(entropy.mean, text=f"{entropy.mean:.2f} ± {entropy.std:.2f}"),
             _by_length(surveyed.table, layer, head),
             *(Cell.number(summaries[name].mean) if name in summaries else Cell() for name in ("first", "distance")),
@@ -276,7 +281,10 @@ def _by_length(table: DocumentTable, layer: str, head: int) -> Cell:
         return Cell()
     step = (WIDTH - 2 * MARGIN) / max(1, used[-1] - 1)
     points = [
-        (round(MARGIN + (n - 1) * step, 1), round(HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * normalised[n] / counts[n], 1))
+        (
+            round(MARGIN + (n - 1) * step, 1),
+            round(HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * normalised[n] / counts[n], 1),
+        )
         for n in used
     ]
     text = ", ".join(f"{2**n:,}: {sums[n] / counts[n]:.2f}" for n in used)
@@ -293,9 +301,7 @@ def _documents(table: DocumentTable, match: PatternScore | None) -> Cell:
     return Cell("", repr(found[0][1]) if found else "", "documents", lines)
 
 
-def _change_row(
-    number: int, layer: str, head: int, before: Surveyed, after: Surveyed, change: Any
-) -> list[Cell]:
+def _change_row(number: int, layer: str, head: int, before: Surveyed, after: Surveyed, change: Any) -> list[Cell]:
     sides: list[Cell] = []
     entropies: list[Cell] = []
     for each in (before, after):

@@ -103,9 +103,7 @@ def _check_same(stored: dict[str, Any], corpus: Corpus, folder: Path) -> None:
             raise SurveyError(f"{where}; expected {visible(old.name)}, got {visible(new.name)}; {remedy}")
         if old.size != new.size:
             unit = "items" if new.kind == "items" else "bytes"
-            raise SurveyError(
-                f"{where}; {visible(new.name)}: expected {old.size:,} {unit}, got {new.size:,}; {remedy}"
-            )
+            raise SurveyError(f"{where}; {visible(new.name)}: expected {old.size:,} {unit}, got {new.size:,}; {remedy}")
         if (old.changed != new.changed or new.kind == "items") and old.name not in unreadable:
             spans = spans or _spans_of_sources(stored["shards"])
             for span in spans.get(number, []):

@@ -83,9 +83,9 @@ def survey(
 
     Args:
         model: a module that is called with token ids [B, T]; a ``TextExample``, or "text" for the shipped one.
-        data: a file, a folder, or a list of ``Path``: files whose names end in ``.jsonl`` or ``.ndjson`` hold a document
-            in each line, others are a text each. Or a sequence of documents, as of ``datasets``: each is a text, a list
-            of token ids, or a dictionary with either in ``field`` or "input_ids".
+        data: a file, a folder, or a list of ``Path``. Files whose names end in ``.jsonl`` or ``.ndjson`` hold a
+            document in each line, others are a text each. Or a sequence of documents, as of ``datasets``: each is a
+            text, a list of token ids, or a dictionary with either in ``field`` or "input_ids".
         out: a new or empty folder, or that of the same survey.
         shard_tokens: the size of a shard, from 1, at 4 bytes of text for each token.
         what: the statistics, as for ``watch``; by default row quantities, windows, a map of 32 bins and 8 edges.

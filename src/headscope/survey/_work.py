@@ -58,9 +58,7 @@ class Worker:
         tokens: the number of tokens so far.
     """
 
-    def __init__(
-        self, subject: Subject, corpus: Corpus, settings: Settings, alive: Callable[[int], None]
-    ) -> None:
+    def __init__(self, subject: Subject, corpus: Corpus, settings: Settings, alive: Callable[[int], None]) -> None:
         self._subject, self._corpus, self._settings, self._alive = subject, corpus, settings, alive
         self.overhead = Overhead()
         self.tokens = 0

@@ -30,7 +30,9 @@ ARGUMENTS = {  # of ``headscope.survey.survey``, and the options that they come 
     "--data", multiple=True, required=True, metavar="PATH", help="A file or a folder; .jsonl: a document in each line."
 )
 @click.option("--out", required=True, metavar="DIR", help="A new folder, or that of the same survey to continue it.")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Read only these files of folders, as '*.py'; repeatable.")
+@click.option(
+    "--include", multiple=True, metavar="PATTERN", help="Read only these files of folders, as '*.py'; repeatable."
+)
 @click.option("--field", default="text", metavar="NAME", help="Field of a JSON line with the text.  [default: text]")
 @click.option("--context", type=SIZE, help="Tokens in a window.  [default: what the model allows, up to 2048]")
 @click.option("--shard-tokens", type=SIZE, default=65536, help="Tokens in a shard, about.  [default: 65536]")
