@@ -163,7 +163,8 @@ def claimed(path: Path) -> Generator[Claim | None]:
         OSError: the claim cannot be written.
     """
     content = json.dumps(_this_process()).encode()
-    if not create_whole(path, content) and not (_take_over(path) and create_whole(path, content)):
+    is_free = not path.exists() or _take_over(path)
+    if not is_free or not create_whole(path, content):
         yield None
         return
     try:

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from headscope import __version__
+from headscope._attend.backends import native
 from headscope._support.arguments import whole
 from headscope._support.text import visible
 from headscope.stats import Observe
@@ -124,9 +125,14 @@ def identity_of(subject: Subject, settings: Settings) -> dict[str, Any]:
         "device": subject.device.type,
         "attention": str(getattr(getattr(subject.model, "config", None), "_attn_implementation", "")),
         # kernels of different instruction sets round differently
-        "cpu": f"{torch.backends.cpu.get_cpu_capability()} {os.environ.get('HEADSCOPE_CPU_TARGET', '')}".strip(),
+        "cpu": ", ".join(dict.fromkeys((torch.backends.cpu.get_cpu_capability().lower(), _target()))),
         "what": {name: list(value) if isinstance(value, (tuple, list)) else value for name, value in what.items()},
     }
+
+
+def _target() -> str:
+    """Return the instruction set of the native kernels."""
+    return "portable" if native.extension is None else native.extension.target()
 
 
 def _version_of_transformers(subject: Subject) -> str:
@@ -183,11 +189,21 @@ def read_identity(folder: Folder) -> dict[str, Any]:
 def _check_equal(shown: str, stored: dict[str, Any], here: dict[str, Any]) -> None:
     for name, word in _WORDS.items():
         if stored.get(name) != here[name]:
-            expected, got = (_shortened(each) for each in (stored.get(name), here[name]))
+            expected, got = (_shortened(each) for each in _differing(stored.get(name), here[name]))
             raise SurveyError(
                 f"out: {shown}: holds a survey with another {word}; expected {expected}, got {got}; use the same, or "
                 "another folder as out"
             )
+
+
+def _differing(one: Any, other: Any) -> tuple[Any, Any]:
+    """Return two values; of two mappings, only what differs."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return one, other
+    names = [name for name in cast("dict[str, Any]", one) if one[name] != other.get(name)]
+    sides = (cast("dict[str, Any]", side) for side in (one, other))
+    before, after = ([f"{name}={side.get(name)}" for name in names] for side in sides)
+    return ", ".join(before), ", ".join(after)
 
 
 def _shortened(value: Any) -> str:
