@@ -57,6 +57,7 @@ __all__ = [
     "onnx",
     "parallel",
     "positions",
+    "survey",
     "trace",
     "watch",
 ]
@@ -64,7 +65,7 @@ __all__ = [
 if TYPE_CHECKING:
     from typing import Any
 
-    from headscope import cache, layouts, masks, nn_compat, onnx, parallel, positions
+    from headscope import cache, layouts, masks, nn_compat, onnx, parallel, positions, survey
     from headscope.checking import Findings, check, check_model
     from headscope.examples import load_example
     from headscope.functional import Attended, attend, attention, observe
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("cache", "layouts", "masks", "nn_compat", "onnx", "parallel", "positions"):
+    if name in ("cache", "layouts", "masks", "nn_compat", "onnx", "parallel", "positions", "survey"):
         return import_module(f"headscope.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'headscope' has no attribute {name!r}; it has {', '.join(__all__)}")

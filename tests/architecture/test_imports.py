@@ -63,7 +63,7 @@ def test_every_public_name_is_there(name: str) -> None:
     "name",
     [
         *("functional", "masks", "positions", "cache", "module", "tracing", "stats", "watching", "examples"),
-        *("decisions", "comparing", "heads"),
+        *("decisions", "comparing", "heads", "survey"),
         *("layouts", "nn_compat", "checking", "onnx"),
     ],
 )

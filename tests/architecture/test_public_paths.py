@@ -7,7 +7,7 @@ import pytest
 
 PACKAGES = (
     "masks", "positions", "cache", "module", "stats", "layouts", "nn_compat", "heads", "watching", "tracing",
-    "checking", "decisions", "comparing", "examples", "report",
+    "checking", "decisions", "comparing", "examples", "report", "survey",
 )  # fmt: skip
 BY_SOURCE = {"MultiHeadAttention"}
 """Those that name the file they are defined in. For a class, ``inspect.getsource`` and ``??`` look there and nowhere

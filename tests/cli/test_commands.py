@@ -27,7 +27,7 @@ from headscope.stats import pattern_scores
 from support.commands import Ran, Run, answer
 from support.html_pages import Page, stored_matrix
 
-COMMANDS = ("text", "image", "trace", "watch", "doctor")
+COMMANDS = ("text", "image", "trace", "watch", "survey", "doctor")
 REPEATED = "def parse(line): return line. def parse(line): return line. def parse(line):"
 
 
@@ -44,7 +44,7 @@ def test_help_lists_every_command(run: Run, arguments: tuple[str, ...]) -> None:
 
 def test_what_help_says_of_a_command_is_not_cut(run: Run) -> None:
     commands = run("--help").out.partition("Commands:\n")[2].splitlines()
-    assert len(commands) == 8
+    assert len(commands) == 9
     assert all(line.endswith(".") and not line.endswith("...") for line in commands), commands
 
 

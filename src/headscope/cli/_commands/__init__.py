@@ -13,6 +13,7 @@ from headscope.cli._commands.check import check
 from headscope.cli._commands.doctor import doctor
 from headscope.cli._commands.image import image
 from headscope.cli._commands.report import report
+from headscope.cli._commands.survey import survey
 from headscope.cli._commands.text import text
 from headscope.cli._commands.trace import trace
 from headscope.cli._commands.watch import watch
@@ -73,5 +74,5 @@ def commands(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (text, image, trace, watch, check, report, doctor, bench):
+for _command in (text, image, trace, watch, survey, check, report, doctor, bench):
     commands.add_command(_command)

@@ -64,6 +64,8 @@ def report(
     second recording of the model, OTHER, it opens on the heads that moved: two checkpoints, or two prompts. --serve
     writes nothing and computes every zoomed tile exactly, if the recording contains q and k (watch --keep-qk).
 
+    RECORDING may be the folder of a survey, and OTHER that of a second one.
+
     RECORDING may be the file of ``headscope.History``. Its page shows every head over the steps of the training, with
     the alarms; --out, --title and --force apply.
     """
@@ -77,6 +79,9 @@ def report(
         import_module("torch")
     from headscope.watching import History
 
+    if Path(recording).is_dir():
+        _write_survey(recording, page, force, {"serve": serve, **options}, other)
+        return
     if History.is_history(recording):
         _write_history(recording, page, force, {"other": other, "serve": serve, **options})
         return
@@ -135,6 +140,31 @@ def _write_history(path: str, page: str, force: bool, options: dict[str, Any]) -
             html = render_history(History.load(path), title=options["title"])
     except (OSError, ValueError) as error:
         raise Mistake(f"RECORDING: {describe_unreadable(path, error)}") from error
+    _show_path(write_page(page, html, force, "--out"))
+
+
+def _write_survey(path: str, page: str, force: bool, options: dict[str, Any], other: str | None) -> None:
+    """Write the page of a survey, or of two.
+
+    Raises:
+        Mistake: an option of recordings was passed, or a folder does not hold a complete survey.
+    """
+    from headscope.survey import load_result, render_comparison, render_page
+
+    for name, value in options.items():
+        if value is not None and value is not False and value not in ((), ""):
+            raise Mistake(f"{'--strip' if name == 'strips' else f'--{name}'}: does not apply to a survey")
+    argument = "RECORDING"
+    try:
+        with progress_line("writing the page"):
+            result = load_result(Path(path))
+            if other is None:
+                html = render_page(result)
+            else:
+                argument = "OTHER"
+                html = render_comparison(result, load_result(Path(other)), _labels(path, other))
+    except (OSError, ValueError) as error:
+        raise Mistake(f"{argument}: {describe_unreadable(path if other is None else other, error)}") from error
     _show_path(write_page(page, html, force, "--out"))
 
 
