@@ -22,6 +22,7 @@ from headscope._linear import (
     split_heads,
     weight_and_bias,
 )
+from headscope._observe import LayerSums
 from headscope._support.arguments import check_type
 from headscope._support.scalar_options import check_dropout, check_scale, check_softcap
 from headscope.cache import Cache
@@ -310,6 +311,9 @@ class MultiHeadAttention(nn.Module):
             q, k, v, mask, bias, q_of_own, reverse, staged = placement
         scale, softcap, sinks, dropout = self.scale, self.softcap, self.sinks, self.dropout if self.training else 0.0
         own: Tensor | None = None
+        if self._headscope_sums is not None:
+            cross = context is not None and context is not x
+            self._headscope_sums.add(q, k, v, mask, bias, sinks, scale, softcap, cross=cross)
         if self.bias_k is None or self.bias_v is None:
             heads = functional.attention(
                 q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout,
@@ -393,7 +397,8 @@ class MultiHeadAttention(nn.Module):
         if self.position_bias is None:
             return placement
         places = (positions, start, first)
-        return add_distance_bias(placement, self.position_bias, *places, in_order=self.reproducible)
+        in_order = self.reproducible or self._headscope_sums is not None
+        return add_distance_bias(placement, self.position_bias, *places, in_order=in_order)
 
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         if self.qk_norm != "rms_all":
@@ -401,6 +406,7 @@ class MultiHeadAttention(nn.Module):
         return split_heads(norm(merge_heads(x)), x.shape[-3], self.head_dim)
 
     _sources = staticmethod(input_sources)
+    _headscope_sums: LayerSums | None = None  # while a watch of compiled code is open: an instance has its own
 
     def _check_inputs(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
         check_input(x)
