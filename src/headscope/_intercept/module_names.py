@@ -50,7 +50,7 @@ def list_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def list_compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return ``list_modules`` of the modules that ``torch.compile`` wraps, under the names that they have without it."""
+    """Return ``list_modules`` without the wrappers of ``torch.compile``, under the names that modules have without."""
     wrapped = model
     while (inner := inside(wrapped)) is not None:
         wrapped = inner

@@ -35,7 +35,9 @@ def _observe_into(
     positions = Positions(kind="cross" if cross else "self")
     layout = Layout.of(windows, q.shape[-3])
     if layout.size != len(sums):
-        raise RuntimeError(f"watch_compiled: layer {layer}: a call has {q.shape[-3]} heads; expected those of its module")
+        raise RuntimeError(
+            f"watch_compiled: layer {layer}: a call has {q.shape[-3]} heads; expected those of its module"
+        )
     if not cross and q.shape[-2] != k.shape[-2]:
         raise RuntimeError(
             f"watch_compiled: layer {layer}: a call has {q.shape[-2]} queries and {k.shape[-2]} keys; expected equally "

@@ -94,9 +94,14 @@ class Layout:
                 zero = torch.zeros(self.heads, dtype=torch.int64, device=like.device)
                 each = Moments(zero, none, none, none, none, zero[:, None])
             parts.append(each)
-        numbers = ([getattr(each, what) for each in parts] for what in ("count", "mean", "M2", "min", "max"))
-        histograms = [F.pad(each.histogram, (0, self.bins - each.histogram.shape[1])) for each in parts]
-        return Moments(*(torch.stack(each) for each in numbers), torch.stack(histograms))
+        return Moments(
+            count=torch.stack([each.count for each in parts]),
+            mean=torch.stack([each.mean for each in parts]),
+            M2=torch.stack([each.M2 for each in parts]),
+            min=torch.stack([each.min for each in parts]),
+            max=torch.stack([each.max for each in parts]),
+            histogram=torch.stack([F.pad(each.histogram, (0, self.bins - each.histogram.shape[1])) for each in parts]),
+        )
 
 
 class StepOfLayer(NamedTuple):

@@ -17,9 +17,9 @@ _lightning: Any = load("LightningMonitor", "lightning", "lightning.pytorch", "py
 class LightningMonitor(_lightning.Callback):
     """A callback of Lightning's ``Trainer`` that logs statistics of every head: ``callbacks=[LightningMonitor()]``.
 
-    It looks at the first batch of a step, once in every ``every`` steps of ``trainer.global_step``. The values go to the
-    trainer's loggers, under that number, as ``attn/L03/H05/entropy``. Otherwise the model runs as without a monitor. An
-    alarm is a warning of the logger "headscope" and counts in ``attn/alarms``.
+    It looks at the first batch of a step, once in every ``every`` steps of ``trainer.global_step``. The values go to
+    the trainer's loggers, under that number, as ``attn/L03/H05/entropy``. Otherwise the model runs as without a
+    monitor. An alarm is a warning of the logger "headscope" and counts in ``attn/alarms``.
 
     A compiled module requires headscope's attention, see ``watch_compiled``. With several processes, only the first one
     looks, at its own part of the batch.

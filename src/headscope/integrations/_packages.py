@@ -25,4 +25,6 @@ def load(monitor: str, install: str, *names: str) -> Any:
             if error.name is None or not name.startswith(error.name):
                 raise  # it is installed, and requires another package
             missing = error
-    raise ImportError(f"{monitor}: the package {names[0].partition('.')[0]} is missing; pip install {install}") from missing
+    raise ImportError(
+        f"{monitor}: the package {names[0].partition('.')[0]} is missing; pip install {install}"
+    ) from missing

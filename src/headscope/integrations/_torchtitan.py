@@ -15,8 +15,8 @@ class TorchtitanMonitor:
     """Adds statistics of every head to what torchtitan logs: ``TorchtitanMonitor(trainer.metrics_processor)``.
 
     It looks at the steps that the ``MetricsProcessor`` logs (``log_freq``), and adds the values to its metrics, as
-    ``attn/L03/H05/entropy``. On all other steps the model runs as without a monitor. An alarm is a warning of the logger
-    "headscope" and counts in ``attn/alarms``.
+    ``attn/L03/H05/entropy``. On all other steps the model runs as without a monitor. An alarm is a warning of the
+    logger "headscope" and counts in ``attn/alarms``.
 
     A compiled model requires headscope's attention, see ``watch_compiled``. With pipeline parallelism, each process
     looks at the first of its parts.

@@ -21,10 +21,10 @@ class TrainerMonitor(_trainers.TrainerCallback):
     """A callback of the ``Trainer`` that logs statistics of every head: ``callbacks=[TrainerMonitor()]``.
 
     It looks at the first step, and at each whose number is a multiple of ``every``. The values go to the trackers that
-    the trainer reports to (TensorBoard, Weights & Biases and so on), under the step's number, as ``attn/L03/H05/entropy``
-    in the trainer's group "train". On all other steps the model runs as without a monitor; evaluations are not looked
-    at. The passes of one step (gradient accumulation) are pooled. An alarm is a warning of the logger "headscope" and
-    counts in ``attn/alarms``.
+    the trainer reports to (TensorBoard, Weights & Biases and so on), under the step's number, as
+    ``attn/L03/H05/entropy`` in the trainer's group "train". On all other steps the model runs as without a monitor;
+    evaluations are not looked at. The passes of one step (gradient accumulation) are pooled. An alarm is a warning of
+    the logger "headscope" and counts in ``attn/alarms``.
 
     A compiled model (``torch_compile=True``) requires headscope's attention, see ``watch_compiled``. With several
     processes, only the first one looks, at its own part of the batch.
@@ -115,7 +115,9 @@ def _calling_handler() -> Any:
         if isinstance(handler, _trainers.CallbackHandler):
             return handler
         frame = frame.f_back
-    raise RuntimeError("TrainerMonitor: was called by other code; expected the Trainer of transformers: callbacks=[...]")
+    raise RuntimeError(
+        "TrainerMonitor: was called by other code; expected the Trainer of transformers: callbacks=[...]"
+    )
 
 
 TrainerMonitor.__module__ = "headscope.integrations"  # its public path

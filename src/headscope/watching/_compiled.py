@@ -178,7 +178,11 @@ class CompiledWatch:
     def _sums_of(self, name: str) -> LayerSums:
         module = self.modules[name]
         kind: Kind | None = next(
-            (kind for pattern, kind in self.options.kinds.items() if name in match_modules(self.modules, pattern, "kinds")),
+            (
+                kind
+                for pattern, kind in self.options.kinds.items()
+                if name in match_modules(self.modules, pattern, "kinds")
+            ),
             None,
         )
         if kind is None and (is_cross(name) or getattr(module, "is_cross_attention", False)):
@@ -196,7 +200,9 @@ class CompiledWatch:
             raise WatchError("watch_compiled: was already used; create a new one")
         busy = [name for name in self.sums if getattr(self.modules[name], SUMS, None) is not None]
         if busy:
-            raise WatchError(f"watch_compiled: another compiled watch is open on {describe_modules(self.modules, busy)}")
+            raise WatchError(
+                f"watch_compiled: another compiled watch is open on {describe_modules(self.modules, busy)}"
+            )
         self._entered = self._open = True
         if self.monitor is not None:
             self.monitor.open(lambda: self.recording.about)

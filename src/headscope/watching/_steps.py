@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from headscope._intercept import Choice, Kind, WatchError, find_compiled, list_modules
+from headscope._intercept import Choice, Kind, WatchError, close_watch, find_compiled, list_modules, open_watch
 from headscope.stats import Observe
 from headscope.watching._compiled import CompiledWatch, watch_compiled
 from headscope.watching._monitor import Limits, Monitor
@@ -35,7 +35,7 @@ class StepWatch:
 
     def __enter__(self) -> StepWatch:
         self._watch.__enter__()
-        self._watch.suspend()
+        close_watch(self._watch, self._watch.modules)
         return self
 
     def __exit__(
@@ -54,13 +54,13 @@ class StepWatch:
         if self._active:
             raise WatchError("watch: step() was called within another step")
         self._active = True
-        self._watch.resume()
+        open_watch(self._watch, self._watch.modules)
         try:
             with nullcontext() if self.monitor is None else self.monitor.pooling(number):
                 yield
             self._stepped = True
         finally:
-            self._watch.suspend()
+            close_watch(self._watch, self._watch.modules)
             self._active = False
 
 

@@ -226,14 +226,6 @@ class Watch:
             self.layout.check(last=True)
             self._check()
 
-    def suspend(self) -> None:
-        """Stop recording until ``resume``: the model runs as without a watch."""
-        close_watch(self, self.modules)
-
-    def resume(self) -> None:
-        """Record again after ``suspend``."""
-        open_watch(self, self.modules)
-
     def _leave_running_passes(self) -> None:
         """Stop recording forward passes in other threads: their modules are no longer registered."""
         with self._lock:
