@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from headscope._attend.interface import Inputs
-from headscope._observe.layer_sums import ACTIVE, CROSS, LOOKED_AT, OF, RUNS, V_WIDTH, WIDTH, Layout
+from headscope._observe.layer_sums import ACTIVE, CROSS, LOOKED_AT, OF, RUNS, V_WIDTH, WIDTH
 from headscope._observe.measure import Positions, measure
 from headscope.masks import mask_from_codes
-from headscope.stats import Observe
+from headscope.stats import Observe, RowSums
 
 NAME = "headscope::observe_into"
 _SCHEMA = (
@@ -33,7 +33,7 @@ def _observe_into(
         return
     what = Observe(rows=rows or None, received=False, first=first, windows=tuple(windows))
     positions = Positions(kind="cross" if cross else "self")
-    layout = Layout.of(windows, q.shape[-3])
+    layout = RowSums.of(windows, q.shape[-3])
     if layout.size != len(sums):
         raise RuntimeError(
             f"watch_compiled: layer {layer}: a call has {q.shape[-3]} heads; expected those of its module"

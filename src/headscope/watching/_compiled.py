@@ -248,8 +248,14 @@ class CompiledWatch:
 
     def _end(self, number: int | None) -> None:
         """Record a step."""
-        with torch.no_grad():
-            steps = {name: step for name, sums in self.sums.items() if (step := sums.end()) is not None}
+        try:
+            with torch.no_grad():
+                steps = {name: step for name, sums in self.sums.items() if (step := sums.end()) is not None}
+        except ValueError as error:
+            raise WatchError(f"watch_compiled: {error}") from error
+        finally:
+            for sums in self.sums.values():
+                sums.stop()
         if not steps:
             raise WatchError(
                 "watch_compiled: no attention layer ran within step(); call the model within it, and check that the "
