@@ -83,6 +83,7 @@ def test_lightning_ends_the_watch_after_an_exception() -> None:
     assert type(module).__call__ is original
 
 
+@pytest.mark.filterwarnings("ignore:::lightning")
 def test_lightnings_trainer_logs_the_values() -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning")
 
@@ -103,7 +104,7 @@ def test_lightnings_trainer_logs_the_values() -> None:
 
     log, monitor = Log(), integrations.LightningMonitor(every=3)
     trainer = lightning.Trainer(
-        max_steps=7, accelerator="cpu", logger=log, callbacks=[monitor], enable_checkpointing=False,
+        max_steps=7, log_every_n_steps=1, accelerator="cpu", logger=log, callbacks=[monitor], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Own(), torch.utils.data.DataLoader(torch.randn(14, 9, 16), batch_size=2))

@@ -146,19 +146,24 @@ def test_a_step_that_is_not_looked_at_runs_the_original_code() -> None:
     assert type(model).__call__ is original
 
 
-def test_an_alarm_is_logged_once_with_its_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_alarm_is_logged_once_with_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
     def spoil(number: int) -> None:
         if number == 5:
             with torch.no_grad():
                 model.layers[1].qkv_proj.weight.mul_(60)
 
+    texts: list[str] = []
+    monkeypatch.setattr(logging.getLogger("headscope"), "handlers", [Handler()])
     model = Model()
-    with caplog.at_level(logging.WARNING, "headscope"):
-        tracker = train(model, TrainerMonitor(every=2), 10, step=spoil)
+    tracker = train(model, TrainerMonitor(every=2), 10, step=spoil)
     alarms = {step: values["attn/alarms"] for step, values in tracker.logged.items() if values["attn/alarms"]}
     assert list(alarms) == [6]
-    assert len(caplog.records) == alarms[6] > 0
-    assert all("step 6, layer layers.1" in record.getMessage() for record in caplog.records)
+    assert len(texts) == alarms[6] > 0
+    assert all("step 6, layer layers.1" in text for text in texts)
 
 
 def test_only_the_first_process_looks() -> None:
