@@ -32,6 +32,12 @@ class LightningMonitor(_lightning.Callback):
 
     Raises:
         ImportError: lightning is missing.
+
+    Examples:
+        >>> from headscope.integrations import LightningMonitor
+        >>> monitor = LightningMonitor(every=50)  # lightning.Trainer(callbacks=[monitor])
+        >>> monitor.recording is None
+        True
     """
 
     def __init__(

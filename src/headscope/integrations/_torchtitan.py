@@ -29,7 +29,15 @@ class TorchtitanMonitor:
         recording: all steps that were looked at, together; None before the training.
 
     Raises:
-        TypeError: the processor has no ``should_log`` and ``log``.
+        TypeError: the processor has no ``should_log``, ``log`` and ``close``.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> from headscope.integrations import TorchtitanMonitor
+        >>> processor = SimpleNamespace(should_log=bool, log=print, close=print)  # trainer.metrics_processor
+        >>> monitor = TorchtitanMonitor(processor, rows=64)
+        >>> monitor.recording is None
+        True
     """
 
     def __init__(
