@@ -104,8 +104,8 @@ def test_lightnings_trainer_logs_the_values() -> None:
 
     log, monitor = Log(), integrations.LightningMonitor(every=3)
     trainer = lightning.Trainer(
-        max_steps=7, log_every_n_steps=1, accelerator="cpu", logger=log, callbacks=[monitor], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        max_steps=7, log_every_n_steps=1, accelerator="cpu", logger=log, callbacks=[monitor],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Own(), torch.utils.data.DataLoader(torch.randn(14, 9, 16), batch_size=2))
     assert sorted(step for step, values in log.logged.items() if "attn/alarms" in values) == [0, 3, 6]
