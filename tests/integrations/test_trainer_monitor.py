@@ -181,8 +181,13 @@ def test_a_training_after_one_that_failed_starts_anew(tmp_path: Path) -> None:
     monitor = TrainerMonitor(every=2, log=History(tmp_path / "run.safetensors"))
     with pytest.raises(KeyError):
         train(Model(), monitor, 4, step=fail)
+    assert MultiHeadAttention.__call__ is not original
     assert sorted(train(Model(), monitor, 4).logged) == [1, 2, 4]
     assert monitor.recording.forwards == 3
+    assert MultiHeadAttention.__call__ is original
+    with pytest.raises(KeyError):
+        train(Model(), monitor, 4, step=fail)
+    monitor.close()
     assert MultiHeadAttention.__call__ is original
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -84,9 +85,18 @@ def gradients(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> l
     return [out.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
 
 
-def test_one_more_graph_serves_all_steps_and_changes_no_output_or_gradient() -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor", marks=[pytest.mark.long, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+        ),
+    ],
+)
+def test_one_more_graph_serves_all_steps_and_changes_no_output_or_gradient(backend: str) -> None:
     model, x = Stack(), torch.randn(2, 13, 24)
-    run, counter = compiled(model)
+    run, counter = compiled(model, backend)
     before = gradients(model, run, x)
     assert counter.frame_count == 1
     with watch(model, rows=ROWS, what=Observe(received=False)) as expected:

@@ -47,7 +47,8 @@ def _observe_into(
     inputs = Inputs(q, k, v, bias, sinks)
     with torch.no_grad():
         mask = mask_from_codes(codes, parts)
-        stats = measure(*inputs[:3], mask, *inputs[3:], scale, softcap or None, 0.0, None, what, positions)
+        numbers = (scale, softcap or None, 0.0, None)
+        stats = measure(*inputs[:3], mask, *inputs[3:], *numbers, what, positions, nulls=False)
         part = stats.parts["0"]
         layout.add(sums, part)
         for place, number in ((RUNS, 1), (CROSS, int(cross)), (LOOKED_AT, part.looked_at), (OF, part.of)):

@@ -66,6 +66,10 @@ class TrainerMonitor(_trainers.TrainerCallback):
         """All steps that were looked at, together."""
         return self._steps.recording
 
+    def close(self) -> None:
+        """End the watch after a training that an exception has ended: the trainer does not tell its callbacks."""
+        self._steps.close(failed=True)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start to watch the model, in the first process."""
         self._handler = _calling_handler()
