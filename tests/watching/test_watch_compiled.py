@@ -15,7 +15,7 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headscope import MultiHeadAttention, Observe, Recording, masks, watch
+from headscope import MultiHeadAttention, Observe, Recording, masks, nn_compat, watch
 from headscope.cache import GrowingCache
 from headscope.positions import ALiBi, Rotary
 from headscope.watching import (
@@ -90,7 +90,12 @@ def gradients(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> l
     [
         "aot_eager",
         pytest.param(
-            "inductor", marks=[pytest.mark.long, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+            "inductor",
+            marks=[
+                pytest.mark.long,
+                pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+                pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+            ],
         ),
     ],
 )
@@ -170,6 +175,20 @@ def test_another_sequence_as_context_is_cross_attention() -> None:
             run(x, context=context)
         assert_equal(expected, watched.recording)
         assert ("distance" in watched.recording.stats.names) == (kind == "self")
+
+
+def test_a_layer_of_torch_with_headscopes_attention_is_recorded() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    nn_compat.replace(model)
+    x, padding = torch.randn(2, 7, 16), torch.arange(7) >= torch.tensor([[7], [5]])
+    run, _ = compiled(model, "eager")
+    with watch(model, what=Observe(received=False)) as expected:
+        model(x, src_key_padding_mask=padding)
+    with watch_compiled(run) as watched, watched.step():
+        run(x, src_key_padding_mask=padding)
+    assert_equal(expected, watched.recording)
+    with pytest.raises(WatchError, match="add_zero_attn"):
+        watch_compiled(nn_compat.MultiheadAttention(8, 2, add_zero_attn=True))
 
 
 def test_a_layer_of_both_kinds_in_one_step_is_refused_unless_its_kind_is_given() -> None:

@@ -59,8 +59,9 @@ def watch_compiled(
     fixed size. It does not break the graph and does not change outputs or gradients. The model is compiled once more
     when the watch opens. From then on one graph serves all steps; outside of ``step`` the operator returns at once.
 
-    The watch records ``MultiHeadAttention``, and models of transformers with ``attn_implementation="headscope"`` (see
-    ``register_transformers``). It also records the parts of a model that are not compiled.
+    The watch records ``MultiHeadAttention``, ``nn_compat.MultiheadAttention``, and models of transformers with
+    ``attn_implementation="headscope"`` (see ``register_transformers``). It also records the parts of a model that are
+    not compiled.
 
     Args:
         model: the model, or what ``torch.compile(model)`` has returned.
@@ -69,7 +70,7 @@ def watch_compiled(
         rows: observe only an even sample of this many query rows, from 1; short for ``Observe(rows=...)``.
         layers: the modules to record: names or patterns, or a function of name and module. By default all.
         kinds: name or pattern -> "self" or "cross". By default a layer attends to another sequence if it is named so,
-            or if ``MultiHeadAttention`` gets one as ``context``.
+            or if a module of headscope's gets one as ``context`` or ``key``.
         log, alarms: as for ``watch``; the step of a value is the number that ``step`` gets.
 
     Raises:
@@ -187,10 +188,11 @@ class CompiledWatch:
         )
         if kind is None and (is_cross(name) or getattr(module, "is_cross_attention", False)):
             kind = "cross"
-        if getattr(module, "bias_k", None) is not None:
+        if getattr(module, "bias_k", None) is not None or getattr(module, "add_zero_attn", False):
             raise WatchError(
-                f"watch_compiled: layer {name}: bias_kv=True adds a key that the operator does not observe; exclude it "
-                "with layers=, or watch the model without torch.compile"
+                f"watch_compiled: layer {name}: bias_kv, add_bias_kv and add_zero_attn add a key without a position, "
+                "which the operator does not support; exclude the layer with layers=, or watch the model without "
+                "torch.compile"
             )
         device = next((each.device for each in module.parameters()), torch.device("cpu"))
         return LayerSums(name, _heads_of(name, module), kind, self.options.what, device)
