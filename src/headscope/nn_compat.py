@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from headscope import functional
 from headscope._linear import check_own_parameters, linear, split_heads
+from headscope._observe import LayerSums
 from headscope._support.arguments import check_type, kind, shapes
 from headscope._support.tensor_classes import check_no_causal_bias
 from headscope._support.torch_state import is_traced
@@ -53,6 +54,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         >>> out.shape, weights.shape  # the mean over heads
         (torch.Size([1, 3, 8]), torch.Size([1, 3, 3]))
     """
+
+    _headscope_sums: LayerSums | None = None  # while a watch of compiled code is open: an instance has its own
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         _check_inputs(self, query, key, value)
         if is_causal and attn_mask is None:
             raise ValueError("is_causal: is a hint about attn_mask, which is None; pass the causal mask as well")
-        batched, packed = query.ndim == 3, query is key and key is value
+        batched, packed, cross = query.ndim == 3, query is key and key is value, query is not key
         if not batched:  # one entry, as torch reads it: the batch second
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         first = self.batch_first and batched
@@ -143,6 +146,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         _check_masks(*hidden, sizes)
         k, v, extra = self._more_keys(k, v)
         mask, bias = _to_mask_and_bias(*hidden, sizes, extra, hinted=is_causal and not need_weights)
+        if self._headscope_sums is not None:
+            self._headscope_sums.add(q, k, v, mask, bias, None, None, None, cross=cross)
         out, weights = self._attend(q, k, v, mask, bias, need_weights)
         out = out.permute((0, 2, 1, 3) if first else (2, 0, 1, 3)).flatten(2)  # [N, L, E] or [L, N, E]
         out = linear(out, self.out_proj.weight, self.out_proj.bias)

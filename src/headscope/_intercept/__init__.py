@@ -26,7 +26,9 @@ from headscope._intercept.module_names import (
     find_unobserved,
     fitting_modules,
     is_attention,
+    is_cross,
     kind_of_call,
+    list_compiled_modules,
     list_modules,
     match_modules,
     select_modules,
@@ -37,7 +39,7 @@ from headscope._intercept.other_layers import describe_other, find_other_layers,
 from headscope._intercept.patching import close_watch, open_watch
 from headscope._intercept.recovered import by_product
 from headscope._intercept.transformers import transformers_refusal
-from headscope._intercept.transformers_function import register_attention
+from headscope._intercept.transformers_function import attends_by_headscope, register_attention
 
 __all__ = [
     "COMPILED",
@@ -54,6 +56,7 @@ __all__ = [
     "Unfollowed",
     "WatchError",
     "WatchWarning",
+    "attends_by_headscope",
     "by_product",
     "check_values",
     "children_of",
@@ -71,8 +74,10 @@ __all__ = [
     "fitting_modules",
     "head_span",
     "is_attention",
+    "is_cross",
     "kind_of_call",
     "layer_origin",
+    "list_compiled_modules",
     "list_modules",
     "match_modules",
     "measure",

@@ -28,7 +28,8 @@ Kind = Literal["self", "cross"]
 
 COMPILED = (
     "watch: the model, or a part of it, is compiled, so its attention calls cannot be observed; watch and run the "
-    "model without torch.compile or torch.jit"
+    "model without torch.compile or torch.jit; headscope.watching.watch_compiled watches headscope's own attention in "
+    "compiled models"
 )
 
 

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from torch import jit, nn
 
+from headscope._intercept.dynamo import inside
 from headscope._intercept.intercepted_call import InterceptedCall, Kind
 
 Choice = str | Collection[str] | Callable[[str, nn.Module], bool]
@@ -46,6 +47,15 @@ def list_modules(model: nn.Module) -> dict[str, nn.Module]:
             if child is not None and not (_is_of_torch(type(child).__module__) and _is_leaf(child)):
                 waiting.append((before + name, child))
     return modules
+
+
+def list_compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return ``list_modules`` without the wrappers of ``torch.compile``, under the names that modules have without."""
+    wrapped = model
+    while (inner := inside(wrapped)) is not None:
+        wrapped = inner
+    named = ((name.split("."), module) for name, module in list_modules(wrapped).items() if inside(module) is None)
+    return {".".join(part for part in path if part != "_orig_mod"): module for path, module in named}
 
 
 @functools.lru_cache(maxsize=1024)

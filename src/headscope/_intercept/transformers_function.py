@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from headscope._intercept import intercepted_call, masks
 from headscope._intercept.intercepted_call import InterceptedCall
+from headscope._observe import SUMS, LayerSums
 from headscope.masks import Band, Mask
 
 NAME = "headscope"
@@ -33,6 +35,13 @@ def register_attention(name: str = NAME) -> None:
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
+def attends_by_headscope(module: nn.Module) -> bool:
+    """Return whether the configuration of a module of transformers names headscope's attention."""
+    loaded: Any = sys.modules.get("transformers.modeling_utils")
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return loaded is not None and loaded.AttentionInterface().get(name) is attention_forward
+
+
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
@@ -54,4 +63,8 @@ def attention_forward(
         q=query, k=key, v=value, mask=visible, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux
     )
     call = intercepted_call.rounded(call, bias=False)
+    sums: LayerSums | None = getattr(module, SUMS, None)
+    if sums is not None:
+        values = value if call.v is None else call.v
+        sums.add(call.q, call.k, values, visible, bias, s_aux, scaling, softcap, cross=False)  # by its name: see kinds
     return intercepted_call.attend(call, dropout).transpose(1, 2).contiguous(), None

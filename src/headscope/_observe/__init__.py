@@ -10,20 +10,28 @@
    in the same pass; it does not support every option. ``result.py`` describes the result of both.
 3. **The aggregation**, ``aggregate.py``: means, histograms, sums over the batch, in float64.
 
-``differentiable.py`` gives some of the statistics a graph, for a loss.
+``differentiable.py`` gives some of the statistics a graph, for a loss. ``into_operator.py`` observes for compiled code,
+and adds to the tensors that ``layer_sums.py`` describes.
 """
 
 from headscope._observe.differentiable import check_differentiable
 from headscope._observe.entry import observe_call
 from headscope._observe.inputs import Continued
+from headscope._observe.into_operator import NAME as OBSERVE_INTO
+from headscope._observe.layer_sums import NAME as SUMS
+from headscope._observe.layer_sums import LayerSums, StepOfLayer
 from headscope._observe.measure import Positions, attend_and_observe, measure_call
 from headscope._observe.scene import sample
 from headscope._observe.steps import Repetition, options_of, repetition_of
 
 __all__ = [
+    "OBSERVE_INTO",
+    "SUMS",
     "Continued",
+    "LayerSums",
     "Positions",
     "Repetition",
+    "StepOfLayer",
     "attend_and_observe",
     "check_differentiable",
     "measure_call",

@@ -40,7 +40,9 @@ class LazyLayer(Mapping[str, LayerStats]):
             raise KeyError(name)
         layer = self._layer
         if isinstance(layer, Tensor):
-            self._layer = layer = layer_stats(self.ready.call, self.what, self.ready, self.ready.observed(layer), None)
+            ready, observed = self.ready, self.ready.observed(layer)
+            nulls = ready.exchange is not None
+            self._layer = layer = layer_stats(ready.call, self.what, ready, observed, None, nulls=nulls)
         return layer
 
     def __iter__(self) -> Iterator[str]:
@@ -54,9 +56,10 @@ class LazyLayer(Mapping[str, LayerStats]):
 
 
 def layer_stats(
-    call: Call, what: Observe, known: Scene | Ready, observed: Observed, tiles: ObservedTiles | None
-) -> LayerStats:
-    """Return the statistics of one call as one layer of one run."""
+    call: Call, what: Observe, known: Scene | Ready, observed: Observed, tiles: ObservedTiles | None,
+    *, nulls: bool = True,
+) -> LayerStats:  # fmt: skip
+    """Return the statistics of one call as one layer of one run; ``nulls``: with what chance gives."""
     looked_at = call.queries if not isinstance(what.rows, int) else len(known.rows)
     moments = observed.moments
     if moments is None:
@@ -65,9 +68,9 @@ def layer_stats(
     if observed.received is not None and observed.eligible is not None:
         received, eligible = (_filed(x, known.first_key) for x in (observed.received, observed.eligible))
     masses, maxima = None, observed.received_max
-    nulls, segment_nulls = _nulls(what, known, observed)
+    of_rows, of_segments = _nulls(what, known, observed) if nulls else (None, None)
     if what.segments is not None and observed.segments is not None:
-        masses = SegmentMass.of(what.segments, *observed.segments, segment_nulls)
+        masses = SegmentMass.of(what.segments, *observed.segments, of_segments)
     if rows is None:
         assert observed.counted is not None  # one of them is present
         rows = observed.counted.sum((0, 2))
@@ -89,7 +92,7 @@ def layer_stats(
         first=what.first if what.row_stats else None,
         segments=masses,
         received_max=None if maxima is None else _filed(maxima, known.first_key, math.nan),
-        nulls=nulls,
+        nulls=of_rows,
     )
 
 

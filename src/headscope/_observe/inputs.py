@@ -97,6 +97,8 @@ class Request:
     """q, k and v are the caller's, with a last stride of 1, so further calls may take the fast path."""
     rows_at: tuple[int, int] | None = None
     """The place of the first query in a whole sequence, and the number of its queries."""
+    nulls: bool = True
+    """Whether to compute what chance gives: with a mask of tensors, half of the time of a short call."""
 
 
 def to_reductions(what: Observe) -> Reductions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -47,11 +47,15 @@ SELF = Positions()
 def measure_call(
     q: Tensor, k: Tensor, v: Tensor | None, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     scale: float | None, softcap: float | None, dropout: float, lse: Tensor | None, what: Observe,
-    positions: Positions = SELF,
+    positions: Positions = SELF, *, nulls: bool = True,
 ) -> HeadStats:  # fmt: skip
-    """Measure the weights of a call; the arguments are those of ``headscope.observe``."""
+    """Measure the weights of a call; the arguments are those of ``headscope.observe``.
+
+    ``nulls``: whether to compute what chance gives, too.
+    """
     arguments = (q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, what, positions)
-    return steps.observe_request(to_request(*arguments))
+    request = to_request(*arguments)
+    return steps.observe_request(request if nulls else replace(request, nulls=False))
 
 
 def to_request(

@@ -43,7 +43,8 @@ def observe_request(request: Request) -> HeadStats:
             observed = observe_blocks(to_reductions(request.what), known)
         elif isinstance(known, Scene):
             observed = with_selection(observed, known, request.what.keep_rows)
-        layer = layer_stats(request.call, request.what, known, observed, tiles_of(request, known))
+        tiles = tiles_of(request, known)
+        layer = layer_stats(request.call, request.what, known, observed, tiles, nulls=request.nulls)
         return HeadStats({"0": with_weights(layer, request, known)})
 
 
@@ -130,7 +131,7 @@ def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
     if native_observer.refuses(to_reductions(request.what), scene):
         return scene, None
     key = _key(request) if _are_rows_constant(request) else None
-    ready = Ready(request.what, scene, exchange=None if key is None else _exchanges.get(key))
+    ready = Ready(request.what, scene, request.nulls, None if key is None else _exchanges.get(key))
     if key is not None and ready.exchange is not None:
         _exchanges.add(key, ready.exchange)
     if _is_simple(request):
@@ -156,7 +157,7 @@ def _are_rows_constant(request: Request) -> bool:
 
 
 def _key(request: Request) -> Any:
-    return request.prepared, options_of(request.what), request.kind, request.has_values
+    return request.prepared, options_of(request.what), request.kind, request.has_values, request.nulls
 
 
 options_of = attrgetter(*(each.name for each in fields(Observe)))

@@ -21,6 +21,7 @@ from headscope._linear import (
     reproducible_linear,
     weight_and_bias,
 )
+from headscope._observe import LayerSums
 from headscope._support.scalar_options import check_dropout, check_scale, check_softcap
 from headscope.cache import Cache
 from headscope.masks import Mask
@@ -29,7 +30,6 @@ from headscope.module._inputs import (
     check_inputs,
     check_kinds,
     check_no_weights,
-    check_place,
     check_self_attention,
     check_sliced,
     input_sources,
@@ -49,11 +49,11 @@ from headscope.module._options import (
     set_reproducible,
     whole_sizes,
 )
-from headscope.module._placement import Placement, add_distance_bias
+from headscope.module._placement import prepare_heads
 from headscope.module._pruning import prune
 from headscope.module._state import describe, to_own_form, to_parts
 from headscope.module._unpacking import unpack
-from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions
+from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of
 
 __all__ = ["MultiHeadAttention"]
 
@@ -337,6 +337,9 @@ class MultiHeadAttention(nn.Module):
         own: Tensor | None = None
         if dropout and parts is not self:
             parts.skip_seeds(after=False)
+        if self._headscope_sums is not None:
+            cross = context is not None and context is not x
+            self._headscope_sums.add(q, k, v, mask, bias, sinks, scale, softcap, cross=cross)
         if parts.bias_k is None or parts.bias_v is None:
             heads = functional.attention(
                 q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout,
@@ -402,36 +405,12 @@ class MultiHeadAttention(nn.Module):
         packed = self.qkv_proj(x)
         return packed if packed.shape[-1] == sum(self.splits) else refuse_part(packed, self.splits)
 
-    def _prepare_heads(
-        self, heads: tuple[Tensor, Tensor, Tensor], mask: Mask | Tensor | None, bias: Tensor | None,
-        positions: Tensor | None, cache: Cache | None, *, cross: bool, parts: Any = None,
-    ) -> Placement:  # fmt: skip
-        """Normalise q and k, rotate them to their positions, add the cache, and the bias by distance."""
-        q, k, v = heads
-        staged = None
-        parts = self if parts is None else parts
-        if self.q_norm is not None and self.k_norm is not None and parts is self:  # those of a rank are normalised
-            q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
-        q_of_own = None if self.bias_k is None else q
-        check_place(self.rotary, self.position_bias, positions, cache, cross=cross)
-        start, first = (0, 0) if cache is None else (cache.length, 0)
-        positions = None if positions is None else check_positions(positions, q)
-        places = slice(start, start + q.shape[-2]) if positions is None else positions
-        if self.rotary is not None:
-            cos, sin = self.rotary.shared_cos_sin(places, q)
-            q, k = self.rotary.turn(q, cos, sin), self.rotary.turn(k, cos, sin)
-        if cache is not None:
-            (k, v, first, mask), staged = cache._stage(k, v, mask, start)
-        placement = Placement(q, k, v, mask, bias, q_of_own, staged=staged)
-        if parts.position_bias is None:
-            return placement
-        places = (positions, start, first)
-        return add_distance_bias(placement, parts.position_bias, *places, in_order=self.reproducible)
-
+    _prepare_heads = prepare_heads
     _normed = normed
     _sources = staticmethod(input_sources)
     _check_inputs = check_inputs
     _check_kinds = check_kinds
+    _headscope_sums: LayerSums | None = None  # while a watch of compiled code is open: an instance has its own
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Load packed or separate projections, whole or in parts."""

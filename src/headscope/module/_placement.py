@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headscope._attend import context
 from headscope._support.torch_state import is_traced
-from headscope.cache import Staged
+from headscope.cache import Cache, Staged
 from headscope.masks import Band, Mask, ReversedBand, as_mask
-from headscope.positions import ALiBi, RelativeBias, matrix, turned_matrix
+from headscope.module._inputs import check_place
+from headscope.positions import ALiBi, RelativeBias, check_positions, matrix, turned_matrix
 
 
 class Placement(NamedTuple):
@@ -36,6 +37,34 @@ class Placement(NamedTuple):
     q_of_own: Tensor | None
     reversed: bool = False
     staged: Staged | None = None
+
+
+def prepare_heads(
+    self: Any, heads: tuple[Tensor, Tensor, Tensor], mask: Mask | Tensor | None, bias: Tensor | None,
+    positions: Tensor | None, cache: Cache | None, *, cross: bool, parts: Any = None,
+) -> Placement:  # fmt: skip
+    """Normalise q and k, rotate them to their positions, add the cache, and the bias by distance."""
+    q, k, v = heads
+    staged = None
+    parts = self if parts is None else parts
+    if self.q_norm is not None and self.k_norm is not None and parts is self:  # those of a rank are normalised
+        q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
+    q_of_own = None if self.bias_k is None else q
+    check_place(self.rotary, self.position_bias, positions, cache, cross=cross)
+    start, first = (0, 0) if cache is None else (cache.length, 0)
+    positions = None if positions is None else check_positions(positions, q)
+    places = slice(start, start + q.shape[-2]) if positions is None else positions
+    if self.rotary is not None:
+        cos, sin = self.rotary.shared_cos_sin(places, q)
+        q, k = self.rotary.turn(q, cos, sin), self.rotary.turn(k, cos, sin)
+    if cache is not None:
+        (k, v, first, mask), staged = cache._stage(k, v, mask, start)
+    placement = Placement(q, k, v, mask, bias, q_of_own, staged=staged)
+    if parts.position_bias is None:
+        return placement
+    places = (positions, start, first)
+    in_order = self.reproducible or self._headscope_sums is not None
+    return add_distance_bias(placement, parts.position_bias, *places, in_order=in_order)
 
 
 def add_distance_bias(

@@ -33,10 +33,12 @@ from headscope.stats._history_file import is_history as is_history
 from headscope.stats._history_file import load_history as load_history
 from headscope.stats._history_file import save_history as save_history
 from headscope.stats._layer import Edge, Edges, HeadMap, Kept
+from headscope.stats._layer import LayerStats as LayerStats
 from headscope.stats._merge import merge
 from headscope.stats._nulls import Null
 from headscope.stats._options import Observe
 from headscope.stats._quantities import ROW_QUANTITIES, Quantity, histogram_edges, quantity_names, quantity_of
+from headscope.stats._row_sums import RowSums as RowSums
 from headscope.stats._segment_mass import SegmentMass
 from headscope.stats._segments import Segments
 from headscope.stats._summaries import Column, Summary

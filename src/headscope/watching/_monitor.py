@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -170,6 +171,7 @@ class Monitor:
 
     Attributes:
         alarms: those that were raised so far.
+        announce: receives each alarm; by default it gives an ``AttentionWarning``.
     """
 
     def __init__(self, writers: Iterable[Write], limits: Limits | None, collectors: Iterable[Collector] = ()) -> None:
@@ -177,6 +179,8 @@ class Monitor:
         self.collectors = tuple(collectors)
         self.limits = limits
         self.alarms: list[Alarm] = []
+        self.announce: Callable[[Alarm], None] = _warn
+        self._pooled: dict[str, LayerStats] | None = None
         self._waiting: deque[_Step] = deque()
         self._numbers: dict[str, int] = {}  # of layers; a name once written must stay that layer's
         self._writing = False
@@ -213,12 +217,27 @@ class Monitor:
         """
         if self._writing:  # the writer runs the model itself: passing that on would never end
             return
+        if self._pooled is not None:
+            for layer, part in parts.items():
+                self._pooled[layer] = self._pooled[layer].merge(part) if layer in self._pooled else part
+            return
         for layer in parts:
             self._numbers.setdefault(layer, len(self._numbers))
         if parts:
             self._waiting.append(_fetch(number, parts, self._numbers))
         while self._waiting and (self._waiting[0].arrived is None or self._waiting[0].arrived.query()):
             self._hand_on(self._waiting.popleft())
+
+    @contextmanager
+    def pooling(self, number: int) -> Generator[None]:
+        """Pass on the forward passes within the block as one step, unless it ends by an exception."""
+        self._pooled = {}
+        try:
+            yield
+            pooled, self._pooled = self._pooled, None
+            self.step(number, pooled)
+        finally:
+            self._pooled = None
 
     def finish(self) -> None:
         """Wait for the remaining values, and pass them on."""
@@ -281,7 +300,11 @@ class Monitor:
             self._raised.add(at)
             alarm = Alarm(step, at[0], at[1], what, value, limit, reference)
             self.alarms.append(alarm)
-            warnings.warn(str(alarm), AttentionWarning, stacklevel=user_stacklevel())
+            self.announce(alarm)
+
+
+def _warn(alarm: Alarm) -> None:
+    warnings.warn(str(alarm), AttentionWarning, stacklevel=user_stacklevel())
 
 
 def _fetch(number: int, parts: Mapping[str, LayerStats], layers: Mapping[str, int]) -> _Step:

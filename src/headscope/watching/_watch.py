@@ -42,14 +42,14 @@ from headscope._support.user_line import user_stacklevel
 from headscope.stats import HeadStats, Observe
 from headscope.watching._about import about_of
 from headscope.watching._chosen_heads import RECORDING_GIB, ChosenHeads, check_chosen_heads
-from headscope.watching._history import History
 from headscope.watching._known_modules import Described, KnownModules, repeated_options
-from headscope.watching._monitor import Limits, Monitor, writer
+from headscope.watching._monitor import Limits
 from headscope.watching._options import Options, check, texts_of
 from headscope.watching._pass import Again, Pass
 from headscope.watching._problems import check_rule, nothing_observed
 from headscope.watching._recording import Recording
 from headscope.watching._segments import warn_of_unsegmented
+from headscope.watching._targets import make_monitor
 from headscope.watching._token_ids import Streams, check_texts, ids_of_keys
 from headscope.watching._verify import Verifier
 
@@ -141,11 +141,7 @@ def watch(
     check(tokens, positions, kinds, unseen, alarms)
     check_type("accelerate", accelerate, bool, "True or False")
     verify = whole("verify", verify, 0)
-    targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
-    limits = Limits() if alarms is True else alarms or None
-    histories = [target for target in targets if isinstance(target, History)]
-    writers = [writer(target) for target in targets if not isinstance(target, History)]
-    monitor = Monitor(writers, limits, histories) if targets or limits else None
+    monitor = make_monitor(log, alarms)
     what, layers = check_chosen_heads(what, weights, weights_gib, layers)
     limit = RECORDING_GIB if weights_gib is None else what.weights_gib
     options = Options(
