@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headscope._attend.interface import Inputs
 from headscope._observe.layer_sums import ACTIVE, CROSS, LOOKED_AT, OF, RUNS, V_WIDTH, WIDTH
-from headscope._observe.measure import Positions, measure
+from headscope._observe.measure import Positions, measure_call
 from headscope.masks import mask_from_codes
 from headscope.stats import Observe, RowSums
 
@@ -48,7 +48,7 @@ def _observe_into(
     with torch.no_grad():
         mask = mask_from_codes(codes, parts)
         numbers = (scale, softcap or None, 0.0, None)
-        stats = measure(*inputs[:3], mask, *inputs[3:], *numbers, what, positions, nulls=False)
+        stats = measure_call(*inputs[:3], mask, *inputs[3:], *numbers, what, positions, nulls=False)
         part = stats.parts["0"]
         layout.add(sums, part)
         for place, number in ((RUNS, 1), (CROSS, int(cross)), (LOOKED_AT, part.looked_at), (OF, part.of)):
