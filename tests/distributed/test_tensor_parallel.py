@@ -103,7 +103,7 @@ def test_ranks_drop_different_weights_and_their_generators_remain_alike(ranks: R
         assert numbers == 1
 
 
-@pytest.mark.parametrize("use", ["growing cache", "static cache", "nested", "without batch", "ablated"])
+@pytest.mark.parametrize("use", ["growing cache", "static cache", "nested", "sequences", "without batch", "ablated"])
 def test_a_split_module_is_called_as_a_whole_one(ranks: Ranks, use: str) -> None:
     for found in ranks:
         assert differing({use: found["uses"][use]}) == {}

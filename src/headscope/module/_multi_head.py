@@ -8,19 +8,11 @@ from typing import Any, Literal, Self, cast, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from headscope import functional
 from headscope._attend import context as parallel
 from headscope._layouts import convert_module, convert_state, export_state
-from headscope._linear import (
-    QKV,
-    Linear,
-    in_heads,
-    merge_heads,
-    reproducible_linear,
-    weight_and_bias,
-)
+from headscope._linear import QKV, Linear, merge_heads, weight_and_bias
 from headscope._observe import LayerSums
 from headscope._support.scalar_options import check_dropout, check_scale, check_softcap
 from headscope.cache import Cache
@@ -31,11 +23,10 @@ from headscope.module._inputs import (
     check_kinds,
     check_no_weights,
     check_self_attention,
-    check_sliced,
     input_sources,
     positions_in_part,
 )
-from headscope.module._local_heads import LocalHeads, check_not_split, heads_of, refuse_part
+from headscope.module._local_heads import LocalHeads, check_not_split
 from headscope.module._nested import forward_nested
 from headscope.module._options import (
     QKNorm,
@@ -50,6 +41,7 @@ from headscope.module._options import (
     whole_sizes,
 )
 from headscope.module._placement import prepare_heads
+from headscope.module._projection import project
 from headscope.module._pruning import prune
 from headscope.module._state import describe, to_own_form, to_parts
 from headscope.module._unpacking import unpack
@@ -371,40 +363,7 @@ class MultiHeadAttention(nn.Module):
         restart = self.rotary is not None and self.rotary.dynamic  # else only distances count
         return forward_nested(self.forward, x, context, mask, restart, **others)
 
-    def project(
-        self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the heads' queries [B, H, Q, D], keys [B, Hkv, K, D] and values [B, Hkv, K, Dv]."""
-        k_from, v_from = self._sources(x, context)
-        self._check_inputs(x, k_from, v_from)
-        self._check_kinds(x, k_from, v_from)
-        if context is None and self.packed and self.splits[0] == self.splits[1] == self.splits[2]:  # one split for all
-            together = in_heads(self.qkv_proj, x, self.head_dim)  # [B, 3 * H, Q, D]
-            if together is not None:
-                q, k, v = together.unflatten(-3, (3, self.num_heads)).unbind(-4)  # each [B, H, Q, D]
-                return q, k, v
-            packed = self._packed(x).view(*x.shape[:-1], 3, self.num_heads, self.head_dim)  # [B, Q, 3, H, D]
-            q, k, v = packed.permute(_PARTS_FIRST[x.ndim]).unbind(0)  # each [B, H, Q, D]
-            return q, k, v
-        if context is None and self.packed:
-            q, k, v = self._packed(x).split(self.splits, -1)  # each [B, Q, H * D]
-        else:
-            sources = (x, k_from, v_from)
-            if self.packed:
-                check_sliced(self.qkv_proj)
-                weight, bias = weight_and_bias(self.qkv_proj)  # once: a parametrization computes it in each access
-                weights = weight.split(self.splits)
-                biases = (None, None, None) if bias is None else bias.split(self.splits)
-                q, k, v = map(reproducible_linear if self.reproducible else F.linear, sources, weights, biases)
-            else:  # called, so that their wrappers and hooks run
-                q, k, v = (getattr(self, f"{name}_proj")(source) for name, source in zip(QKV, sources, strict=True))
-        return heads_of(self, q, k, v)
-
-    def _packed(self, x: Tensor) -> Tensor:
-        """Return the output of the packed projection, [..., sum(self.splits)]."""
-        packed = self.qkv_proj(x)
-        return packed if packed.shape[-1] == sum(self.splits) else refuse_part(packed, self.splits)
-
+    project = project
     _prepare_heads = prepare_heads
     _normed = normed
     _sources = staticmethod(input_sources)
@@ -422,6 +381,3 @@ class MultiHeadAttention(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes, and the options that are not at their default."""
         return describe(self)
-
-
-_PARTS_FIRST = {2: (1, 2, 0, 3), 3: (2, 0, 3, 1, 4)}  # [B, Q, 3, H, D] -> [3, B, H, Q, D], without and with B

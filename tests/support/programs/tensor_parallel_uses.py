@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from headscope import MultiHeadAttention, ablate, masks, positions, trace, watch
@@ -203,6 +203,23 @@ def nested(mesh: Mesh) -> float | str:
     return difference(*found)
 
 
+def sequences(mesh: Mesh) -> float | str:
+    """Return how far outputs and gradients are where each rank passes a part of the sequence, by torch's planner."""
+    whole, x = filled(sinks=True), torch.randn(BATCH, 8, WIDTH, requires_grad=True)
+    module = copy.deepcopy(whole).unpack()
+    plan: dict[str, Any] = {f"{name}_proj": ColwiseParallel(input_layouts=Shard(1)) for name in "qkv"}
+    parallelize_module(module, mesh, {**plan, "out_proj": RowwiseParallel(output_layouts=Shard(1))})
+    own = x.detach().chunk(mesh.size(), 1)[mesh.get_rank()].requires_grad_()
+    found: list[tuple[Tensor, Tensor]] = []
+    for each, tokens in ((module, own), (whole, x)):
+        out = each(tokens, mask=masks.causal())
+        (out * out.detach().sin()).sum().backward()
+        assert tokens.grad is not None
+        found.append((out.detach(), tokens.grad))
+    parts = [y.chunk(mesh.size(), 1)[mesh.get_rank()] for y in found[1]]
+    return difference(dict(zip("xy", found[0], strict=True)), dict(zip("xy", parts, strict=True)))
+
+
 def without_batch(mesh: Mesh) -> float | str:
     module, whole, x = pair(mesh)
     return difference({"out": module(x[0]).detach()}, {"out": whole(x[0]).detach()})
@@ -316,6 +333,7 @@ def run_all(mesh: Mesh, folder: Path) -> dict[str, Any]:
         "growing cache": lambda: decoded(mesh, GrowingCache),
         "static cache": lambda: decoded(mesh, lambda: StaticCache(9)),
         "nested": lambda: nested(mesh),
+        "sequences": lambda: sequences(mesh),
         "without batch": lambda: without_batch(mesh),
         "watched": lambda: watched(mesh, tensor_parallel),
         "watched, by plan": lambda: watched(mesh, by_plan("q_proj")),
