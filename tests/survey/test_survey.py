@@ -183,9 +183,10 @@ def test_the_header_of_a_file_is_written_in_one_order() -> None:
 
 def test_the_model_is_in_its_mode_again_and_so_are_the_threads(tmp_path: Path) -> None:
     model = Small().train()
+    model.embedding.eval()
     threads = torch.get_num_threads()
     survey(model, IDS, tmp_path / "out", context=16, threads=2)
-    assert model.training
+    assert [module.training for module in (model, model.embedding, model.attention)] == [True, False, True]
     assert torch.get_num_threads() == threads
 
 
