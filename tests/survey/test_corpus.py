@@ -114,6 +114,7 @@ def test_content_that_has_changed_since_the_plan_raises(tmp_path: Path) -> None:
     ("data", "kind", "message"),
     [
         ("none", SurveyError, "data: .*none: no such file or folder"),
+        ("a" * 300, SurveyError, "data: a+: no such file or folder"),
         (".", SurveyError, r"data: .*: has no files that match \*.md"),
         ([], SurveyError, "data: is empty, expected at least one document"),
         (3, TypeError, "data: got int, expected a path, paths, or a sequence of documents"),

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from headscope import Observe
 from headscope.survey import Progress, survey, survey_digest
 from support.forking import CAN_FORK, run_ranks
 from support.paths import PROGRAMS
@@ -60,6 +62,37 @@ def test_a_survey_that_raised_continues_where_it_was(corpus: Path, alone: dict[s
     assert max(shards) == 2, "the second call has started after the shards that were complete"
     survey("text", corpus, tmp_path / "out", **OPTIONS)
     assert survey_digest(tmp_path / "out") == alone
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_what_a_process_has_run_before_does_not_change_a_shard(attention: str, tmp_path: Path) -> None:
+    """A watch learns from the first passes of a model. Each model here is new, and computes one shard."""
+    transformers = pytest.importorskip("transformers")
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+        config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+        config._attn_implementation = attention
+        return transformers.LlamaForCausalLM(config)
+
+    def stop(progress: Progress) -> None:
+        if progress.event == "shard":
+            raise InterruptedError
+
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(50, (length,), generator=generator) for length in (40, 33, 64, 7, 90, 41, 32)]
+    options: dict[str, Any] = {"shard_tokens": 50, "context": 32, "what": Observe(map=4, edges=2, windows=(3,))}
+    survey(build(), documents, tmp_path / "one", **options)
+    stops = 0
+    while True:
+        try:
+            survey(build(), documents, tmp_path / "other", **options, progress=stop)
+            break
+        except InterruptedError:
+            stops += 1
+    assert stops == len([*(tmp_path / "one" / "shards").glob("*.documents.safetensors")]) > 3
+    assert survey_digest(tmp_path / "one") == survey_digest(tmp_path / "other")
 
 
 def test_the_place_of_the_corpus_and_the_time_are_no_part_of_the_result(alone: dict[str, str], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from headscope import Observe, Recording, load_example, masks
 from headscope.decisions import patterns
 from headscope.stats import HeadStats
 from headscope.survey import SurveyError, load_result, survey
+from headscope.survey._documents import rows_of
 from headscope.survey._folder import Folder
 from headscope.survey._merge import canonical
 from headscope.survey._work import cut
@@ -183,10 +184,34 @@ def test_the_header_of_a_file_is_written_in_one_order() -> None:
 
 def test_the_model_is_in_its_mode_again_and_so_are_the_threads(tmp_path: Path) -> None:
     model = Small().train()
+    model.embedding.eval()
     threads = torch.get_num_threads()
     survey(model, IDS, tmp_path / "out", context=16, threads=2)
-    assert model.training
+    assert [module.training for module in (model, model.embedding, model.attention)] == [True, False, True]
     assert torch.get_num_threads() == threads
+
+
+def test_a_layer_that_runs_twice_counts_both_times(tmp_path: Path) -> None:
+    class Twice(Small):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.attention(self.embedding(ids), mask=masks.causal())
+            return self.attention(x, mask=masks.causal())
+
+    recording = survey(Twice(), IDS[:3], tmp_path / "out", context=40, what=WHAT)
+    assert recording[0].rows.tolist() == [2 * (36 + 40 + 36)] * 2  # pyright: ignore[reportAttributeAccessIssue]
+    table = load_result(tmp_path / "out").table
+    means = [mean for _, mean in table.titles_of("attention", 0, "first")]
+    weighted = [mean * len(IDS[int(title[-1])]) for title, mean in table.titles_of("attention", 0, "first")]
+    assert len(means) == 3
+    assert_close(sum(weighted) / (36 + 40 + 36), recording["attention", 0, "first"].mean)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_layer_whose_batch_is_not_that_of_the_documents_is_refused() -> None:
+    q = torch.randn(6, 2, 5, 8)
+    stats = headscope.observe(q, q, what=Observe(keep_rows=True)).named("attention")
+    assert rows_of(stats, ("entropy",), 6).shape == (1, 6, 2, 5)
+    with pytest.raises(SurveyError, match="model: layer attention attends in a batch of 6, expected 3, that of the"):
+        rows_of(stats, ("entropy",), 3)
 
 
 def test_another_number_of_tokens_in_a_shard_changes_nothing_but_rounding(tmp_path: Path) -> None:

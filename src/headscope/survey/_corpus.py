@@ -142,7 +142,7 @@ class Files:
         names: list[str] = []
         for root in roots:
             shown = visible(str(root))
-            if root.is_dir():
+            if os.path.isdir(root):  # False where Path.is_dir raises: a name can be too long
                 if (root / "dataset_info.json").exists() and (root / "state.json").exists():
                     raise SurveyError(
                         f"data: {shown}: is a dataset of Arrow files; load it in Python: "
@@ -152,12 +152,12 @@ class Files:
                 before = f"{root.resolve().name}/" if len(roots) > 1 else ""
                 paths += [root / name for name in found]
                 names += [before + name for name in found]
-            elif root.is_file():
+            elif os.path.isfile(root):
                 paths.append(root)
                 names.append(root.name)
             else:
                 raise SurveyError(
-                    f"data: {shown}: {'not a regular file' if root.exists() else 'no such file or folder'}"
+                    f"data: {shown}: {'not a regular file' if os.path.exists(root) else 'no such file or folder'}"
                 )
         if not paths:
             raise SurveyError(f"data: {visible(str(roots[0]))}: has no files that match {' or '.join(include)}")

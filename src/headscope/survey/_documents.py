@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headscope._support.files import replace_file
-from headscope.stats import HeadStats
+from headscope._support.text import visible
+from headscope.stats import HeadStats, Kept
+from headscope.survey._corpus import SurveyError
 
 SHARES = ("previous", "next", "self", "first", "duplicate", "induction", "normalized_entropy")
 """The row quantities from 0 to 1 whose means are collected by document; the smallest window is one more."""
@@ -193,15 +196,30 @@ def share_names(stats: HeadStats) -> tuple[str, ...]:
     return (*(name for name in SHARES if name in stats.names), *(() if smallest is None else (smallest,)))
 
 
-def rows_of(stats: HeadStats, names: Sequence[str]) -> Tensor:
-    """Return the rows of quantities of one forward pass, float64 [S, B, N, R]; NaN where a row does not have one."""
+def rows_of(stats: HeadStats, names: Sequence[str], batch: int) -> Tensor:
+    """Return the rows of quantities of one forward pass, float64 [S, B, N, R]; NaN where a row does not have one.
+
+    The rows of a layer that ran several times follow one another.
+
+    Raises:
+        SurveyError: a layer has another batch than the ids, so its rows do not belong to single documents.
+    """
     layers: list[Tensor] = []
-    for part in stats.parts.values():
-        (kept,) = part.kept
-        absent = torch.full(kept.counted.shape, math.nan, dtype=torch.float64, device=kept.counted.device)
-        values = [kept.values.get(name, absent).double() for name in names]
-        layers.append(torch.stack(values).masked_fill(~kept.counted, math.nan).cpu())
-    return torch.cat(layers, 2)
+    for layer, part in stats.parts.items():
+        if other := next((len(kept.counted) for kept in part.kept if len(kept.counted) != batch), None):
+            raise SurveyError(
+                f"model: layer {visible(layer)} attends in a batch of {other}, expected {batch}, that of the token ids"
+            )
+        layers.append(torch.cat([_values(kept, names) for kept in part.kept], -1))  # [S, B, H, R]
+    most = max(layer.shape[-1] for layer in layers)
+    return torch.cat([F.pad(layer, (0, most - layer.shape[-1]), value=math.nan) for layer in layers], 2)
+
+
+def _values(kept: Kept, names: Sequence[str]) -> Tensor:
+    """Return the quantities of the rows of one call, [S, B, H, R]."""
+    absent = torch.full(kept.counted.shape, math.nan, dtype=torch.float64, device=kept.counted.device)
+    values = [kept.values.get(name, absent).double() for name in names]
+    return torch.stack(values).masked_fill(~kept.counted, math.nan).cpu()
 
 
 def add_lengths(table: DocumentTable, rows: Tensor) -> None:

@@ -29,9 +29,9 @@ _WORDS = {
     "format": "format",
     "headscope": "version of headscope",
     "torch": "version of torch",
-    "transformers": "version of transformers",
     "model": "model (its weights or its configuration)",
     "tokenizer": "tokenizer",
+    "transformers": "version of transformers",
     "context": "context",
     "shard_tokens": "shard_tokens",
     "field": "field",
@@ -207,5 +207,5 @@ def _differing(one: Any, other: Any) -> tuple[Any, Any]:
 
 
 def _shortened(value: Any) -> str:
-    text = visible(str(value))
+    text = visible(str(value)) or "none"
     return text if len(text) <= 200 else f"{text[:16]}…"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from headscope.stats import Observe
 from headscope.survey._corpus import SurveyError, open_corpus
@@ -129,15 +130,11 @@ def survey(
         reporter = _Reporter(folder, plan, progress)
         worker = Worker(subject, corpus, settings, reporter.batch)
         reporter.worker = worker
-        was_training = subject.model.training
-        subject.model.eval()
-        try:
-            if not folder.seen.exists():
-                reporter.report("start")
+        if not folder.seen.exists():
+            reporter.report("start")
+            with _evaluating(subject.model):
                 _compute_all(folder, plan, worker, reporter)
-                _merge(folder, plan, identity, reporter)
-        finally:
-            subject.model.train(was_training)
+            _merge(folder, plan, identity, reporter)
     reporter.report("end")
     return Recording.load(folder.seen)
 
@@ -224,6 +221,18 @@ def _merge(folder: Folder, plan: Plan, identity: dict[str, Any], reporter: _Repo
                 result = merge_shards(folder, plan, identity, claim.renew)
                 save_page(folder.page, result, force=True)
                 save_result(folder, result)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Generator[None]:
+    """Put every module in eval mode, and then in its own mode again: some may be frozen in eval mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @contextmanager

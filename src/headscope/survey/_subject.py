@@ -40,7 +40,7 @@ class Subject:
     name: str
     run: Callable[[Tensor], Any]
     encode: Callable[[str], list[int]] | None = None
-    ends: tuple[list[int], list[int]] = ((), ())  # pyright: ignore[reportAssignmentType]
+    ends: tuple[list[int], list[int]] = ([], [])
     context: int | None = None
     vocabulary: int | None = None
     tokenizer: Any = None

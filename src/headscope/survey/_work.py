@@ -19,6 +19,7 @@ from headscope.survey._subject import Subject
 from headscope.watching import Recording, watch
 
 MERGED_AT_ONCE = 8  # forward passes; merging several costs little more than merging two
+MOST_IDS = 1 << 31  # of a model whose vocabulary is unknown
 COMPARED = 8  # forward passes that are repeated without observing, to measure the overhead
 
 
@@ -106,7 +107,7 @@ class Worker:
 
     def _encode(self, document: Document) -> tuple[list[int], str | None]:
         """Return the token ids of a document, or what is wrong with it."""
-        ids, most = document.ids or [], self._subject.vocabulary
+        ids, most = document.ids or [], self._subject.vocabulary or MOST_IDS
         if document.problem is not None:
             return [], document.problem
         if document.text is not None:
@@ -118,10 +119,9 @@ class Worker:
                 return [], f"cannot be encoded: {type(error).__name__}: {error}"
         if not ids:
             return [], "is empty: it has no tokens"
-        if min(ids) < 0 or (most is not None and max(ids) >= most):
-            wrong = next(each for each in ids if each < 0 or (most is not None and each >= most))
-            end = "up" if most is None else f"to {most - 1}"
-            return [], f"has token id {wrong}, expected 0 {end}"
+        if min(ids) < 0 or max(ids) >= most:
+            wrong = next(each for each in ids if not 0 <= each < most)
+            return [], f"has token id {wrong}, expected 0 to {most - 1}"
         return ids, None
 
     def _run(self, batch: list[_Window], state: _State) -> None:
@@ -200,7 +200,7 @@ class _State:
                 f"model: the recorded layers differ between forward passes; expected {', '.join(table.heads)}, got "
                 f"{', '.join(heads)}"
             )
-        rows = rows_of(stats, table.names)  # [S, B, N, R]
+        rows = rows_of(stats, table.names, len(batch))  # [S, B, N, R]
         sums, counts = rows.nansum(-1), (~rows.isnan()).sum(-1)
         for number, window in enumerate(batch):
             if window.document is not self._open:  # two may have the same name
@@ -209,7 +209,7 @@ class _State:
                 self._sums, self._rows = torch.zeros_like(sums[:, 0]), torch.zeros_like(counts[:, 0])
             self._sums += sums[:, number]
             self._rows += counts[:, number]
-        add_lengths(table, rows_of(stats, ("chance", "entropy", "normalized_entropy")))
+        add_lengths(table, rows_of(stats, ("chance", "entropy", "normalized_entropy"), len(batch)))
         self.windows += len(batch)
         self._forwards += 1
         parts = {name: replace(part, kept=()) for name, part in stats.to("cpu").parts.items()}

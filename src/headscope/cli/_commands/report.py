@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -79,7 +80,7 @@ def report(
         import_module("torch")
     from headscope.watching import History
 
-    if Path(recording).is_dir():
+    if os.path.isdir(recording):  # False where Path.is_dir raises: a name can be too long
         _write_survey(recording, page, force, {"serve": serve, **options}, other)
         return
     if History.is_history(recording):
