@@ -61,10 +61,11 @@ def train(options: argparse.Namespace, folder: str, *, monitored: bool) -> dict[
     text = torch.tensor(list(Path(torch.__file__).read_bytes()))
     starts = torch.randint(0, len(text) - options.length, (options.steps * options.batch,)).tolist()
     data = [dict.fromkeys(("input_ids", "labels"), text[at : at + options.length]) for at in starts]
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=options.width, intermediate_size=4 * options.width, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, attn_implementation=options.attention,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": 256, "hidden_size": options.width, "intermediate_size": 4 * options.width,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    }  # fmt: skip
+    config = LlamaConfig(**{**sizes, "attn_implementation": options.attention})
     clock, monitor = Clock(), TrainerMonitor(every=options.every, rows=options.rows)
     arguments = TrainingArguments(
         output_dir=folder, max_steps=options.steps, per_device_train_batch_size=options.batch, logging_steps=10,

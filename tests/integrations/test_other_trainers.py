@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -34,10 +35,11 @@ class Model(nn.Module):
 @pytest.fixture
 def lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``lightning.pytorch``, or a module with its base class for callbacks if it is not installed."""
+    module: Any
     try:
-        import lightning.pytorch as module
+        module = importlib.import_module("lightning.pytorch")
     except ImportError:
-        module: Any = ModuleType("lightning.pytorch")
+        module = ModuleType("lightning.pytorch")
         module.Callback = type("Callback", (), {})
         monkeypatch.setitem(sys.modules, "lightning.pytorch", module)
         monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))

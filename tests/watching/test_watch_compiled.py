@@ -223,19 +223,17 @@ def test_what_a_checkpoint_recomputes_counts_once(part: str) -> None:
     model, x = Stack(again=part == "whole"), torch.randn(2, 9, 24, requires_grad=True)
     with watch(model, what=Observe(received=False)) as expected:
         model(x)
-    run: Callable[[Tensor], Tensor]
-    if part == "whole":
-        run, _ = compiled(model)
-    else:
-        torch._dynamo.reset()
+    torch._dynamo.reset()
+    if part == "blocks":
         model.first.compile(backend="aot_eager")
         model.second.compile(backend="aot_eager")
 
-        def run(x: Tensor) -> Tensor:
-            for block in (model.first, model.second):
-                x = checkpoint(block, x, mask=masks.causal(), use_reentrant=False)
-            return x
+    def in_blocks(x: Tensor) -> Tensor:
+        for block in (model.first, model.second):
+            x = checkpoint(block, x, mask=masks.causal(), use_reentrant=False)
+        return x
 
+    run: Callable[[Tensor], Tensor] = in_blocks if part == "blocks" else compiled(model)[0]
     with watch_compiled(model) as watched, watched.step():
         run(x).sum().backward()
     assert_equal(expected, watched.recording)
