@@ -74,6 +74,16 @@ def parse_entry(file: TensorFile, key: str) -> dict[str, Any] | None:
         return {**json.loads(file.metadata[key])}
 
 
+def in_order(content: bytes) -> bytes:
+    """Return the bytes of a safetensors file with its entries by name: safetensors writes them in a random order."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    head = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # tensors begin at a multiple of 8 bytes
+    return len(head).to_bytes(8, "little") + head + content[start:]
+
+
 def is_cut_short(path: Path, key: str = STATISTICS) -> bool:
     """Return whether a file has a header with this entry, or its start, and ends before its tensors do."""
     try:
