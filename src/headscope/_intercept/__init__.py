@@ -29,8 +29,10 @@ from headscope._intercept.module_names import (
     kind_of_call,
     list_modules,
     match_modules,
+    model_class,
     select_modules,
     summarize_names,
+    unwrapped,
 )
 from headscope._intercept.origin import LayerOrigin, Part, head_span, layer_origin, origin_of, shared_part
 from headscope._intercept.other_layers import describe_other, find_other_layers, find_unreached
@@ -76,6 +78,7 @@ __all__ = [
     "list_modules",
     "match_modules",
     "measure",
+    "model_class",
     "open_watch",
     "origin_of",
     "placed",
@@ -86,4 +89,5 @@ __all__ = [
     "standing",
     "summarize_names",
     "transformers_refusal",
+    "unwrapped",
 ]
