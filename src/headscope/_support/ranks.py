@@ -22,6 +22,9 @@ _PIECE = 2**28  # bytes that are sent at a time
 _SHORT, _LONG = 1e-3, 0.1  # seconds between two looks at the store
 _LAST_WORDS = 3.0  # seconds in which ranks whose group has failed report so
 
+_connections: dict[tuple[int, ...], tuple[Any, Any]] = {}
+"""Ranks -> the default group, and their own group on the CPU."""
+
 
 class RankError(RuntimeError):
     """A rank does not answer, or a connection between ranks has failed."""
@@ -43,9 +46,10 @@ class Ranks:
             TypeError: it is not a group.
             ValueError: this process is not in the group.
         """
-        self.group, self.rank, self.names = None, 0, (0,)
+        self.group: ProcessGroup | None = None
+        self.rank, self.names = 0, (0,)
         self._key = ""
-        if group is None and not _is_initialized():
+        if group is None and not in_processes():
             return
         import torch.distributed as dist
 
@@ -56,6 +60,49 @@ class Ranks:
             raise ValueError("group: this process is not one of its ranks; call it on the ranks of the group only")
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.names = rank, tuple(dist.get_process_group_ranks(self.group))
+
+    @staticmethod
+    def among(names: Sequence[int]) -> Ranks:
+        """Return some of all processes, without a group: they can agree, and then ``connect``.
+
+        Args:
+            names: their ranks among all processes; this process is one of them.
+        """
+        import torch.distributed as dist
+
+        ranks = Ranks.__new__(Ranks)
+        ranks.group, ranks.names, ranks.rank, ranks._key = None, tuple(names), names.index(dist.get_rank()), ""
+        return ranks
+
+    @property
+    def connected(self) -> bool:
+        """Whether these ranks have a group of their own that ``connect`` can take again."""
+        import torch.distributed as dist
+
+        world: Any = dist.group.WORLD
+        return self.names in _connections and _connections[self.names][0] is world
+
+    def connect(self, *, again: bool) -> None:
+        """Open a group of their own for tensors on the CPU; every rank calls it.
+
+        Args:
+            again: take the group that was opened before, on every rank. It stays open: torch would give a second one
+                of the same ranks the same name, and with it the addresses of the first.
+        """
+        import torch.distributed as dist
+
+        if not again:
+            options: dict[str, Any] = {
+                "timeout": _store().timeout,
+                "backend": "gloo",
+                "use_local_synchronization": True,
+            }
+            _connections[self.names] = dist.group.WORLD, dist.new_group([*self.names], **options)
+        self.group = _connections[self.names][1]
+
+    def forget(self) -> None:
+        """Let the next ``connect`` open a new group: operations of this one may be unfinished."""
+        _connections.pop(self.names, None)
 
     @property
     def size(self) -> int:
@@ -96,28 +143,30 @@ class Ranks:
             RankError: some ranks do not answer in time; the error names them.
             ValueError: the error of ``judge``, or the ranks run different operations.
         """
-        if self.group is None or self.size == 1:
+        if self.size == 1:
             return judge([dict(message)])
         store = _store()
         before = f"headscope/{'.'.join(map(str, self.names))}"
         number = store.add(f"{before}/calls/{self.rank}", 1)
         self._key = key = f"{before}/{number}"
         keys = [f"{key}/{rank}" for rank in range(self.size)]
-        limit = store.timeout.total_seconds()
-        deadline = time.monotonic() + (limit if seconds is None else min(seconds, limit))
+        limit: float = store.timeout.total_seconds()
+        limit = limit if seconds is None else min(seconds, limit)
+        deadline = time.monotonic() + limit
         try:
             store.set(keys[self.rank], json.dumps({"what": what, "message": message}))
             if self.rank == 0:
                 self._answer(what, keys, judge, deadline)
             elif not _waited([f"{key}/answer"], deadline):
-                raise self._unanswered(what, [n for n, each in enumerate(keys) if not store.check([each])] or [0])
+                missing = [n for n, each in enumerate(keys) if not store.check([each])] or [0]
+                raise self._unanswered(what, missing, limit)
             answer = json.loads(store.get(f"{key}/answer"))
         except RankError:
             raise
         except RuntimeError as error:
             raise RankError(f"{what}: the store of torch.distributed does not answer; did its process end?") from error
         if "missing" in answer:
-            raise self._unanswered(what, answer["missing"])
+            raise self._unanswered(what, answer["missing"], limit)
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["result"]
@@ -148,10 +197,10 @@ class Ranks:
                 f"{self.names[0]} and {got[other]} on rank {self.names[other]}"
             )
 
-    def _unanswered(self, what: str, missing: Sequence[int]) -> RankError:
+    def _unanswered(self, what: str, missing: Sequence[int], seconds: float) -> RankError:
         return RankError(
-            f"{what}: {self.describe(missing)} did not answer within the timeout of the group; expected the same call "
-            "on every rank of the group. A process has ended, is still busy, or did not call it"
+            f"{what}: {self.describe(missing)} did not answer within {seconds:g} s; expected the same call on every "
+            "rank of the group. A process has ended, is still busy, or did not call it"
         )
 
     def describe(self, ranks: Sequence[int]) -> str:
@@ -178,12 +227,7 @@ class Ranks:
         try:
             received = self._collect(content, sizes, to)
         except RuntimeError as error:
-            silent = self._silent()
-            who = self.describe(silent) if silent else "a rank"
-            raise RankError(
-                f"{what}: {who} ended or failed while the ranks sent their data; expected every rank to take part "
-                f"until all have returned ({error})"
-            ) from error
+            raise self.failure(what, error) from error
         _store().set(f"{self._key}/done/{self.rank}", "")
         return received
 
@@ -203,16 +247,19 @@ class Ranks:
             buffer = _tensor(content, self.device) if mine else torch.empty(size, dtype=torch.uint8, device=self.device)
             for piece in buffer.split(_PIECE):
                 if to is None:
-                    self._finish(dist.broadcast(piece, group=self.group, group_src=rank, async_op=True))
+                    self.finish(dist.broadcast(piece, group=self.group, group_src=rank, async_op=True))
                 else:
                     dist.recv(piece, group=self.group, group_src=rank)
             received.append(content if mine else buffer.cpu().numpy().tobytes())
         return received
 
-    def _finish(self, work: Any) -> None:
+    def finish(self, work: Any) -> None:
         """Wait for a collective operation, as long as no rank reports that it has failed.
 
         Only the ranks that are connected to one that has ended notice at once; others would wait for the timeout.
+
+        Raises:
+            RuntimeError: it has failed; ``failure`` names the rank.
         """
         store, pause = _store(), _SHORT / 10
         now = time.monotonic()
@@ -222,10 +269,31 @@ class Ranks:
             if now > look:
                 if now > deadline or store.check([f"{self._key}/failed"]):
                     raise RuntimeError("the operation did not finish on all ranks")
+                if store.check([f"{self._key}/left"]):
+                    deadline = min(deadline, now + _LAST_WORDS)
                 look = now + _LONG
             time.sleep(pause)
             pause = min(1.5 * pause, _LONG / 10)
         work.wait()
+
+    def leave(self) -> None:
+        """State that this rank takes part in no further operation until the ranks agree again."""
+        if self.size > 1:
+            _store().set(f"{self._key}/left", f"{self.names[self.rank]}")
+
+    def left(self) -> int | None:
+        """Return a rank that has left, by its number among all processes."""
+        store = _store()
+        return int(store.get(f"{self._key}/left")) if store.check([f"{self._key}/left"]) else None
+
+    def failure(self, what: str, error: RuntimeError) -> RankError:
+        """Return the error of an operation that has failed, with the ranks that do not report the same."""
+        silent = self._silent()
+        who = self.describe(silent) if silent else "a rank"
+        return RankError(
+            f"{what}: {who} ended, failed or did not take part while the ranks exchanged data; expected every rank to "
+            f"take part until all have returned ({error})"
+        )
 
     def _silent(self) -> list[int]:
         """Return the ranks that report neither that they are done nor that the group has failed for them, too."""
@@ -244,8 +312,8 @@ class Ranks:
             return []
 
 
-def _is_initialized() -> bool:
-    """Return whether there is a process group; torch.distributed is not imported for this."""
+def in_processes() -> bool:
+    """Return whether there is a default process group; torch.distributed is not imported for this."""
     distributed: Any = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 

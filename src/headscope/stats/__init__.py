@@ -23,6 +23,7 @@ from headscope.stats._dense import (
 )
 from headscope.stats._dense import second_matches as second_matches
 from headscope.stats._differentiable import DIFFERENTIABLE, DifferentiableStats
+from headscope.stats._gathering import check_equal as check_equal
 from headscope.stats._head_means import HeadMeans, broken_rows, head_means
 from headscope.stats._head_stats import HeadStats
 from headscope.stats._head_weights import HeadWeights
@@ -33,9 +34,11 @@ from headscope.stats._history_file import is_history as is_history
 from headscope.stats._history_file import load_history as load_history
 from headscope.stats._history_file import save_history as save_history
 from headscope.stats._layer import Edge, Edges, HeadMap, Kept
+from headscope.stats._layer import LayerStats as LayerStats
 from headscope.stats._merge import merge
 from headscope.stats._nulls import Null
 from headscope.stats._options import Observe
+from headscope.stats._origin import Origin as Origin
 from headscope.stats._quantities import ROW_QUANTITIES, Quantity, histogram_edges, quantity_names, quantity_of
 from headscope.stats._segment_mass import SegmentMass
 from headscope.stats._segments import Segments
