@@ -71,9 +71,34 @@ def test_without_a_group_each_process_logs_its_own(ranks: Results) -> None:
     assert [rank["alone"] for rank in ranks] == [1] * len(ranks)
 
 
-def test_recordings_of_all_ranks_are_gathered(ranks: Results) -> None:
-    rows = sum(1 + n % 2 for n in range(len(ranks))) * 7 * 2
-    assert [rank["gathered"] for rank in ranks] == [[rows, rows]] * len(ranks)
+def test_recordings_of_all_ranks_are_gathered_as_those_of_one_process_are_merged(ranks: Results) -> None:
+    world = len(ranks)
+    rows = sum(1 + n % 2 for n in range(world)) * 7 * 2
+    for rank in ranks:
+        found = rank["gathered"]
+        assert found["rows"] == [rows, rows]
+        assert found["same"] is True
+        assert found["about"] == [2 * world, 2 * world, 2 * world], "forward passes, and a verified row of each"
+        assert found["file"] == 2 * world
+
+
+def test_recordings_of_heads_are_joined_to_that_of_the_whole_model(ranks: Results) -> None:
+    names, apart = ranks[0]["heads"]["joined"]
+    assert names is True
+    assert apart < 1e-12
+    assert [rank["heads"]["joined part"] for rank in ranks] == [[{}, 3]] + [None] * (len(ranks) - 1)
+
+
+def test_recordings_with_other_options_are_refused(ranks: Results) -> None:
+    held = f"4 on rank 0 and 3 on rank {len(ranks) - 1}"
+    expected = f"ValueError: gather: the ranks disagree on rows; expected the same on all, got {held}"
+    assert {rank["recordings, option rows"] for rank in ranks} == {expected}
+
+
+def test_a_rank_that_has_recorded_nothing_is_named(ranks: Results) -> None:
+    *others, own = (rank["recordings, nothing recorded"] for rank in ranks)
+    assert own.startswith("WatchError: watch: nothing recorded yet")
+    assert {text.partition(" failed: ")[0] for text in others} == {f"ValueError: gather: rank {len(ranks) - 1}"}
 
 
 def test_layers_that_one_rank_runs_later_are_logged_from_that_step_on(ranks: Results) -> None:

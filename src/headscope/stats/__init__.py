@@ -23,7 +23,11 @@ from headscope.stats._dense import (
 )
 from headscope.stats._dense import second_matches as second_matches
 from headscope.stats._differentiable import DIFFERENTIABLE, DifferentiableStats
+from headscope.stats._gathering import Gathering as Gathering
 from headscope.stats._gathering import check_equal as check_equal
+from headscope.stats._gathering import check_statistics as check_statistics
+from headscope.stats._gathering import describe_statistics as describe_statistics
+from headscope.stats._gathering import join_statistics as join_statistics
 from headscope.stats._head_means import HeadMeans, broken_rows, head_means
 from headscope.stats._head_stats import HeadStats
 from headscope.stats._head_weights import HeadWeights

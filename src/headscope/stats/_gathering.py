@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from headscope._support.arguments import as_whole, kind
 from headscope._support.ranks import Ranks
 from headscope.stats import _statistics_file
+from headscope.stats._header import open_bytes
 from headscope.stats._joining import Held, joined_heads, joined_layers, merged_layers
 from headscope.stats._layer import LayerStats
 from headscope.stats._origin import Origin
@@ -111,21 +112,22 @@ def gathered(
     gathering = Gathering("gather", Ranks(group), to, axis)
 
     def describe_own() -> tuple[dict[str, Any], bytes]:
-        return describe(parts, origin), _statistics_file.encode(parts, origin, "gather")
+        return describe_statistics(parts, origin), _statistics_file.encode(parts, origin, "gather")
 
-    contents = gathering.collect(describe_own, check)
+    contents = gathering.collect(describe_own, check_statistics)
     if contents is None:
         return None
     names = gathering.ranks.names
-    return joined(axis, [_statistics_file.decode(f"rank {n}", each) for n, each in zip(names, contents, strict=True)])
+    files = [open_bytes(f"rank {name}", each) for name, each in zip(names, contents, strict=True)]
+    return join_statistics(axis, [_statistics_file.decode(each) for each in files])
 
 
-def joined(axis: str, several: Sequence[Held]) -> tuple[dict[str, LayerStats], Origin | None]:
+def join_statistics(axis: str, several: Sequence[Held]) -> tuple[dict[str, LayerStats], Origin | None]:
     """Return what the ranks hold together, in their order."""
     return _JOIN[axis](several)
 
 
-def describe(parts: Mapping[str, LayerStats], origin: Origin | None) -> dict[str, Any]:
+def describe_statistics(parts: Mapping[str, LayerStats], origin: Origin | None) -> dict[str, Any]:
     """Return what decides with what statistics belong together, ready for JSON."""
     stated = None if origin is None or not origin.model else origin
     layers: dict[str, Any] = {}
@@ -169,7 +171,7 @@ def _checksum(part: LayerStats) -> int:
 # ---------------------------------------------------------------- what belongs together
 
 
-def check(gathering: Gathering, several: list[dict[str, Any]]) -> None:
+def check_statistics(gathering: Gathering, several: list[dict[str, Any]]) -> None:
     """Raise ValueError if the descriptions of all ranks do not belong together."""
     what, names, layers = gathering.what, gathering.ranks.names, [each["layers"] for each in several]
     check_equal(what, names, "model", [each["origin"] for each in several])

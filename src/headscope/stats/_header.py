@@ -11,7 +11,7 @@ from typing import Any
 
 from headscope._support.files import describe_obstacle
 from headscope.stats._kept_weights import DamagedFileError
-from headscope.stats._tensor_reader import LONGEST_HEADER, ChangedFileError, NoTensorsError, TensorFile
+from headscope.stats._tensor_reader import LONGEST_HEADER, ChangedFileError, NoTensorsError, TensorBytes, TensorFile
 
 STATISTICS = "headscope.stats"
 RECORDING = "headscope.recording"
@@ -64,6 +64,18 @@ def open_entry(path: Path, key: str) -> tuple[TensorFile | None, dict[str, Any] 
         return file, parse_entry(file, key)
     except NoTensorsError:
         return None, None
+
+
+def open_bytes(name: str, content: bytes) -> TensorFile:
+    """Return the bytes of a file as an opened file; ``name``: what errors call it.
+
+    Raises:
+        ValueError: they are not those of a safetensors file.
+    """
+    try:
+        return TensorBytes(name, content)
+    except NoTensorsError as error:
+        raise ValueError(f"{name}: is damaged: it {error}") from error
 
 
 def parse_entry(file: TensorFile, key: str) -> dict[str, Any] | None:

@@ -52,7 +52,7 @@ from headscope.stats._nulls import Nulls, check_nulls
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
 from headscope.stats._segment_file import LATER, read_segments, segment_entry, segment_tensors
-from headscope.stats._tensor_reader import NoTensorsError, TensorBytes, TensorFile
+from headscope.stats._tensor_reader import TensorFile
 
 VERSION = 2
 _WITHOUT_MAPS = 1  # the version of files without maps, which earlier versions read
@@ -158,19 +158,15 @@ def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
     return _read_all(file, header)
 
 
-def decode(name: str, content: bytes) -> tuple[dict[str, LayerStats], Origin | None]:
-    """Return the same from the result of ``encode``; ``name``: what errors call it.
+def decode(file: TensorFile) -> tuple[dict[str, LayerStats], Origin | None]:
+    """Return the same from the result of ``encode``, opened by ``open_bytes``.
 
     Raises:
         ValueError: the bytes are damaged, or of a newer format.
     """
-    try:
-        file = TensorBytes(name, content)
-    except NoTensorsError as error:
-        raise ValueError(f"{name}: is damaged: it {error}") from error
     header = parse_entry(file, STATISTICS)
     if header is None:
-        raise ValueError(f"{name}: does not hold statistics")
+        raise ValueError(f"{file.path}: does not hold statistics")
     return _read_all(file, header)
 
 

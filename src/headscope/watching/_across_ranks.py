@@ -125,8 +125,8 @@ class AcrossRanks:
             ValueError: the ranks have different options, or one of them cannot watch.
         """
         self._read_about = read_about
-        message = {"options": {**read_about().options}, "error": None if error is None else f"{error}"}
-        message["connected"] = self.ranks.connected
+        message: dict[str, Any] = {"options": {**read_about().options}, "connected": self.ranks.connected}
+        message["error"] = None if error is None else f"{error}"
         try:
             again = self.ranks.agree("watch", message, self._judge_options, _OPENING)
         except ValueError as problem:

@@ -188,12 +188,18 @@ def data_parallel(rank: int, world: int, folder: Path) -> dict[str, Callable[[],
 
     def gathered() -> Any:
         model = DistributedDataParallel(make())
-        with watch(model, what=Observe(map=2)) as recording:
+        with watch(model, what=Observe(map=2), verify=1) as recording:
             for step in range(2):
                 model(rows(rank, step))
-        found = recording.stats.gather(to=None)
+        found = recording.gather(to=None)
         assert found is not None
-        return [int(each.rows[0]) for each in found.parts.values()]
+        whole = merge(*(recorded(make(), [rows(each, step) for step in range(2)]).stats for each in range(world)))
+        return {
+            "rows": [int(each.rows[0]) for each in found.stats.parts.values()],
+            "same": found.stats.flat() == whole.flat(),
+            "about": [found.forwards, found.about.ran, found.about.verified["layers.0.attention"].rows],
+            "file": Recording.load(found.save(folder / f"{rank}.safetensors")).forwards,
+        }
 
     return {
         "ddp": lambda: run(DistributedDataParallel(make()), rank, world),
@@ -220,6 +226,14 @@ def other_layers(rank: int, world: int) -> Any:
     return [[each["steps"][0], each["names"], each["apart"] < 1e-12] for each in found]
 
 
+def recorded(model: nn.Module, inputs: list[Tensor], **options: Any) -> Recording:
+    """A recording of some forward passes."""
+    with torch.no_grad(), watch(model, **options) as recording:
+        for x in inputs:
+            model(x)
+    return recording
+
+
 def heads(rank: int, world: int) -> Any:
     """Ranks that share the heads of a model log all of them, under their numbers in the whole model."""
     mesh, log, model = init_device_mesh("cpu", (world,)), Log(), make()
@@ -231,7 +245,15 @@ def heads(rank: int, world: int) -> Any:
         for step in range(STEPS):
             model(rows(0, step))
     whole = [apart([each], 1) for each in log.steps]
+    joined = recording.gather(axis="heads")
+    one = recorded(make(), [rows(0, step) for step in range(STEPS)])
+    values = {} if joined is None else joined.flat()
     return {
+        "joined": [
+            values.keys() == one.flat().keys(),
+            max((abs(values[k] - v) for k, v in one.flat().items() if k in values), default=0.0),
+        ],
+        "joined part": None if joined is None else [dict(joined.about.part), joined.forwards],
         "names": all(each["names"] for each in whole),
         "apart": max((each["apart"] for each in whole), default=0.0),
         "steps": [step for step, _ in log.steps],
@@ -268,7 +290,13 @@ def refusals(rank: int, world: int, folder: Path) -> dict[str, Callable[[], Any]
         with watch(make(), log=Log(), group=group, **options):
             raise AssertionError
 
+    def unrecorded() -> Any:
+        context = watch(make())
+        return recorded(make(), [rows(rank, 0)]).gather() if not last else context.recording.gather()
+
     return {
+        "recordings, option rows": lambda: recorded(make(), [rows(rank, 0)], rows=3 if last else 4).gather(),
+        "recordings, nothing recorded": unrecorded,
         "option rows": lambda: opened(rows=3 if last else 4),
         "option every": lambda: opened(every=2 if last else 1),
         "option map": lambda: opened(what=Observe(map=4 if last else 2)),
