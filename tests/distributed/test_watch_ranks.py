@@ -12,7 +12,7 @@ from support.paths import PROGRAMS
 
 Results = list[dict[str, Any]]
 LAYERS = ["layers.0.attention", "layers.1.attention"]
-WRAPPERS = ["ddp", "ddp, segments", "fsdp", "checkpoints", "group"]
+WRAPPERS = ["ddp", "ddp, segments", "fsdp", "checkpoints", "group", "device"]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -41,6 +41,11 @@ def test_layers_have_the_names_of_the_bare_model(model: str, ranks: Results) -> 
     for rank in ranks:
         assert rank[model]["layers"] == LAYERS
         assert rank[model]["model"] == "Stack"
+
+
+def test_a_sharded_model_that_attends_itself_has_the_name_of_its_own_class(ranks: Results) -> None:
+    name = "MultiHeadAttention"
+    assert [rank["root"] for rank in ranks] == [[[name], name, f"{name} (without a configuration)"]] * len(ranks)
 
 
 @pytest.mark.parametrize("model", WRAPPERS)

@@ -217,6 +217,15 @@ class Recording:
             TypeError, ValueError: see ``HeadStats.gather``; or the ranks watched with different options.
             RuntimeError: a rank did not call it within the timeout of the group, or has ended; the error names it.
             WatchError: nothing has been recorded yet.
+
+        Examples:
+            >>> import torch
+            >>> from headscope import MultiHeadAttention, watch
+            >>> model = MultiHeadAttention(8, 2)
+            >>> with watch(model) as recording:
+            ...     output = model(torch.zeros(1, 4, 8))
+            >>> recording.gather().forwards  # one process: its own
+            1
         """
         found = gathered(lambda: (self.stats, self.about, self.alarms), group, to, axis)
         return None if found is None else Recording(*found)

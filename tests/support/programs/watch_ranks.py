@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from headscope import History, Observe, Recording, Segments, watch
+from headscope import History, MultiHeadAttention, Observe, Recording, Segments, watch
 from headscope.stats import merge
 from headscope.watching import Limits, _across_ranks
 
@@ -108,6 +109,13 @@ class Log:
         self.steps.append((step, values))
 
 
+class Late:
+    """An event of values that take a while to arrive from a device."""
+
+    def synchronize(self) -> None:
+        time.sleep(0.02)
+
+
 def counted(action: Callable[[], Any]) -> tuple[int, Any]:
     """Return how often an action calls all_reduce, and its result."""
     calls, original = [0], dist.all_reduce
@@ -180,6 +188,20 @@ def data_parallel(rank: int, world: int, folder: Path) -> dict[str, Callable[[],
             {each.category.__name__ for each in caught} != set(),
         ]
 
+    def device() -> Any:
+        original = _across_ranks.to_host
+        _across_ranks.to_host = lambda values: (values, Late())
+        try:
+            return run(make(), rank, world, group=dist.group.WORLD)
+        finally:
+            _across_ranks.to_host = original
+
+    def root() -> Any:
+        model = fully_shard(MultiHeadAttention(SIZE, 4).double(), mesh=mesh)
+        with watch(model) as recording, torch.no_grad():
+            model(rows(rank, 0))
+        return [recording.layers, recording.about.model, str(recording.about.origin)]
+
     def alone() -> Any:
         log, model = Log(), DistributedDataParallel(make())
         with watch(model, log=log, group=None):
@@ -210,6 +232,8 @@ def data_parallel(rank: int, world: int, folder: Path) -> dict[str, Callable[[],
         "history": history,
         "alarms": alarms,
         "alone": alone,
+        "device": device,
+        "root": root,
         "group": lambda: run(make(), rank, world, group=dist.group.WORLD),
         "gathered": gathered,
     }
