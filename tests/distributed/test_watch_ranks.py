@@ -119,6 +119,19 @@ def test_ranks_that_share_the_heads_log_all_of_them_under_their_numbers(ranks: R
     assert [rank["heads"]["part"] for rank in ranks] == parts
 
 
+def test_heads_and_data_that_ranks_share_at_once_are_logged_and_gathered(ranks: Results) -> None:
+    if len(ranks) == 2:
+        assert [rank["crossed"] for rank in ranks] == [None, None], "two ranks share one of both"
+        return
+    first, *others = (rank["crossed"] for rank in ranks)
+    assert (first["steps"], first["names"]) == ([0], True)
+    assert first["apart"] < 1e-12
+    assert first["gathered"] < 1e-12
+    assert [rank["gathered"] for rank in others] == [None] * 3
+    for rank in (first, *others):
+        assert "ranks 0 and 2 both hold head 0; expected each head on one rank" in rank["twice"]
+
+
 # ---------------------------------------------------------------- refusals
 
 

@@ -285,6 +285,28 @@ def heads(rank: int, world: int) -> Any:
     }
 
 
+def crossed(rank: int, world: int) -> Any:
+    """Half of the ranks share the heads, and the others the data: all are logged and gathered."""
+    mesh, log, model = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "heads")), Log(), make()
+    columns, outputs = ColwiseParallel, RowwiseParallel
+    for layer in model.layers:
+        plan = {"q": columns(), "k": columns(), "v": columns(), "o": outputs()}
+        parallelize_module(layer.attention, mesh["heads"], plan)  # pyright: ignore[reportArgumentType]
+        fully_shard(layer, mesh=mesh["data"])
+    model = fully_shard(model, mesh=mesh["data"])
+    place = mesh.get_local_rank("data")
+    with watch(model, log=log) as recording:
+        model(rows(place, 0))
+    whole = recording.gather(mesh["heads"].get_group(), axis="heads")
+    found = None if whole is None else whole.gather(mesh["data"].get_group())
+    one = expected(2, 0)
+    return {
+        **apart(log.steps, 2),
+        "gathered": found and max(abs(one[name] - value) for name, value in found.flat().items()),
+        "twice": attempt(lambda: recording.gather(axis="heads")),
+    }
+
+
 def refusals(rank: int, world: int, folder: Path) -> dict[str, Callable[[], Any]]:
     """What a watch of several ranks refuses."""
     last = rank == world - 1
@@ -354,6 +376,7 @@ def main(rank: int, world: int, store: str, folder: Path) -> None:
         **data_parallel(rank, world, folder),
         "other layers": lambda: other_layers(rank, world),
         "heads": lambda: heads(rank, world),
+        "crossed": lambda: crossed(rank, world) if world == 4 else None,
         **refusals(rank, world, folder),
     }
     print(json.dumps({name: attempt(action) for name, action in cases.items()}))
