@@ -31,8 +31,10 @@ from headscope._intercept.module_names import (
     list_compiled_modules,
     list_modules,
     match_modules,
+    model_class,
     select_modules,
     summarize_names,
+    unwrapped,
 )
 from headscope._intercept.origin import LayerOrigin, Part, head_span, layer_origin, origin_of, shared_part
 from headscope._intercept.other_layers import describe_other, find_other_layers, find_unreached
@@ -81,6 +83,7 @@ __all__ = [
     "list_modules",
     "match_modules",
     "measure",
+    "model_class",
     "open_watch",
     "origin_of",
     "placed",
@@ -91,4 +94,5 @@ __all__ = [
     "standing",
     "summarize_names",
     "transformers_refusal",
+    "unwrapped",
 ]

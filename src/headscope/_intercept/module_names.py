@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import jit, nn
 
@@ -28,23 +29,50 @@ _BESIDE = re.compile(r"^(BottleneckLayer|\w*Conv\dd) |_(hc|hyper_connection|s?co
 _NORM = re.compile(r"norm(alization)?(_?(gated|layer|\d+[a-z]?))*$", re.IGNORECASE)
 
 
+_WRAPPED = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+}
+"""Class of a wrapper of torch's -> its attribute with the module inside."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside torch's wrappers for data parallelism and checkpoints, or the module itself."""
+    while type(module).__module__.startswith("torch.") and (name := _WRAPPED.get(type(module).__name__)) is not None:
+        inside = children_of(module).get(name)
+        if inside is None:
+            break
+        module = inside
+    return module
+
+
+def model_class(module: nn.Module) -> type[Any]:
+    """Return a module's class; ``fully_shard`` gives each module one of torch's own, derived from it."""
+    return next(each for each in type(module).__mro__ if not each.__module__.startswith("torch.distributed."))
+
+
 def list_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return module path -> module, in the order of the model, without torch's own leaves, which do not attend.
 
-    The model itself goes by the name of its class. A module that is shared goes by the first of its paths.
+    The model itself goes by the name of its class. A module that is shared goes by the first of its paths. A module
+    in a wrapper for data parallelism or checkpoints goes by the path of the wrapper, which is left out.
     """
     modules: dict[str, nn.Module] = {}
     seen: set[int] = set()
     waiting = [("", model)]
     while waiting:  # as ``named_modules``, which is a generator within a generator for each level
-        path, module = waiting.pop()
-        if id(module) in seen:
+        path, wrapped = waiting.pop()
+        module = unwrapped(wrapped) if type(wrapped).__name__ in _WRAPPED else wrapped
+        if id(module) in seen or (module is not wrapped and path and _is_leaf_of_torch(module)):
             continue
         seen.add(id(module))
-        modules[path or type(model).__name__] = module
+        modules[path or model_class(module).__name__] = module
         before = f"{path}." if path else ""
         for name, child in reversed(children_of(module).items()):
-            if child is not None and not (_is_of_torch(type(child).__module__) and _is_leaf(child)):
+            if child is not None and not _is_leaf_of_torch(child):
                 waiting.append((before + name, child))
     return modules
 
@@ -56,6 +84,10 @@ def list_compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
         wrapped = inner
     named = ((name.split("."), module) for name, module in list_modules(wrapped).items() if inside(module) is None)
     return {".".join(part for part in path if part != "_orig_mod"): module for path, module in named}
+
+
+def _is_leaf_of_torch(module: nn.Module) -> bool:
+    return _is_of_torch(type(module).__module__) and _is_leaf(module)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from headscope._intercept.intercepted_call import WatchError
+from headscope._intercept.module_names import model_class
 from headscope.stats._origin import PROCESS, LayerOrigin, Origin, Part
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ _holders: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 def origin_of(model: nn.Module) -> Origin:
     """Return the origin of a recording of ``model``, before its first layer."""
-    # fully_shard gives each module a class of torch's own, derived from that of the model
-    classes = (each for each in type(model).__mro__ if not each.__module__.startswith("torch.distributed."))
-    return Origin(next(classes).__qualname__, _digest(getattr(model, "config", None)))
+    return Origin(model_class(model).__qualname__, _digest(getattr(model, "config", None)))
 
 
 def layer_origin(modules: Mapping[str, nn.Module], name: str, heads: int, widths: tuple[int, int]) -> LayerOrigin:

@@ -23,6 +23,11 @@ from headscope.stats._dense import (
 )
 from headscope.stats._dense import second_matches as second_matches
 from headscope.stats._differentiable import DIFFERENTIABLE, DifferentiableStats
+from headscope.stats._gathering import Gathering as Gathering
+from headscope.stats._gathering import check_equal as check_equal
+from headscope.stats._gathering import check_statistics as check_statistics
+from headscope.stats._gathering import describe_statistics as describe_statistics
+from headscope.stats._gathering import join_statistics as join_statistics
 from headscope.stats._head_means import HeadMeans, broken_rows, head_means
 from headscope.stats._head_stats import HeadStats
 from headscope.stats._head_weights import HeadWeights
@@ -37,6 +42,7 @@ from headscope.stats._layer import LayerStats as LayerStats
 from headscope.stats._merge import merge
 from headscope.stats._nulls import Null
 from headscope.stats._options import Observe
+from headscope.stats._origin import Origin as Origin
 from headscope.stats._quantities import ROW_QUANTITIES, Quantity, histogram_edges, quantity_names, quantity_of
 from headscope.stats._row_sums import RowSums as RowSums
 from headscope.stats._segment_mass import SegmentMass

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,14 +18,26 @@ from headscope._support.arguments import as_whole, check_type, kind, whole
 from headscope._support.text import visible
 from headscope.stats import _statistics_file, _tables
 from headscope.stats._differentiable import DifferentiableStats, requested
+from headscope.stats._gathering import gathered
 from headscope.stats._head_weights import HeadWeights, sequences
+from headscope.stats._joining import merged_layers
+from headscope.stats._kept_weights import chosen_run
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
-from headscope.stats._origin import Origin, joined
+from headscope.stats._origin import Origin
 from headscope.stats._segment_mass import SegmentMass
-from headscope.stats._summaries import Column, Summary, names_of, stack_columns, summaries_of, summary_of
+from headscope.stats._summaries import (
+    Column,
+    Summary,
+    layer_at,
+    names_of,
+    stack_columns,
+    summaries_of,
+    summary_of,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch.distributed import ProcessGroup
 
 __all__ = ["HeadStats"]
 
@@ -89,9 +101,9 @@ class HeadStats:
         if not isinstance(at, tuple):
             if isinstance(at, str) and at in self.names:
                 return stack_columns(self.parts.values(), at)
-            name = self._layer(at)
+            name = layer_at(at, self.layers, self.names)
             return HeadStats({name: self.parts[name]}, None if self.origin is None else self.origin.of_layer(name))
-        layer = self._layer(at[0]) if at else self._layer("")
+        layer = layer_at(at[0] if at else "", self.layers, self.names)
         part = self.parts[layer]
         if len(at) == 2 and isinstance(at[1], str):
             return stack_columns([part], self._known(part, at[1], layer)).layer(0)
@@ -106,21 +118,6 @@ class HeadStats:
             return {name: summary_of(part, name, head) for name in part.moments}
         name = self._known(part, at[2], layer)
         return summary_of(part, name, head)
-
-    def _layer(self, at: Any) -> str:
-        if isinstance(at, str):
-            if at in self.parts:
-                return at
-            known = ", ".join((*self.names, *self.layers)) or "nothing"
-            raise KeyError(f"{at}: is neither a quantity nor a layer; expected one of {known}{_needs(at)}")
-        number = as_whole(at)
-        if number is None:
-            raise TypeError(f"layer: got {kind(at)}, expected a number or a name")
-        if not -len(self.parts) <= number < len(self.parts):
-            raise IndexError(
-                f"layer: got {number}, expected one of {len(self.parts)} layers: {', '.join(self.layers) or 'none'}"
-            )
-        return self.layers[number]
 
     @staticmethod
     def _known(part: LayerStats, name: str, layer: str) -> str:
@@ -273,18 +270,8 @@ class HeadStats:
                 a bias, sinks or a mask were overwritten after they were observed.
         """
         part = self._only("tile")
-        tiles = part.tiles
-        if not tiles:
-            raise ValueError("tile: q and k were not retained; observe with Observe(keep_qk=True)")
-        if run is None:
-            run = max(tiles)
-        if not -part.runs <= run < part.runs:
-            raise ValueError(f"run: got {run}, expected {-part.runs} to {part.runs - 1}")
-        if run % part.runs not in tiles:
-            raise ValueError(
-                f"run: got {run}, whose q and k were not retained; expected one of {', '.join(map(str, tiles))}"
-            )
-        return tiles[run % part.runs](i0, i1, j0, j1)
+        tiles = chosen_run(part.tiles, part.runs, run)
+        return tiles(i0, i1, j0, j1)
 
     # ------------------------------------------------------------ merging
 
@@ -302,19 +289,42 @@ class HeadStats:
         Warns:
             UserWarning: a recording of an earlier version, which does not state its model and heads.
         """
-        several: dict[str, list[LayerStats]] = {}
         for stats in (self, *others):
             check_type("merge", stats, HeadStats, "HeadStats", kind)
-            for name, part in stats.parts.items():
-                several.setdefault(name, []).append(part)
-        origin = joined([stats.origin for stats in (self, *others) if stats.parts])
-        parts: dict[str, LayerStats] = {}
-        for name, (first, *rest) in several.items():
-            try:
-                parts[name] = first.merge(*rest) if rest else first
-            except ValueError as error:
-                raise ValueError(f"layer {name}: {error}") from error
-        return HeadStats(parts, origin)
+        return HeadStats(*merged_layers([(stats.parts, stats.origin) for stats in (self, *others)]))
+
+    def gather(
+        self,
+        group: ProcessGroup | None = None,
+        *,
+        to: int | None = 0,
+        axis: Literal["rows", "heads", "layers"] = "rows",
+    ) -> HeadStats | None:
+        """Return the statistics of all ranks together on one of them, and None on the others; every rank calls it.
+
+        The result is on the CPU, and lacks q and k of ``tile``. docs/guides/ranks.md states what is exact.
+
+        Args:
+            group: the process group; by default all processes. Without torch.distributed it is this process alone.
+            to: the rank of the group that gets the result; None: all of them.
+            axis: what the ranks have parts of. "rows": other rows of the same layers and heads, merged in the order of
+                the ranks, as in data parallelism. "heads": other heads of the same layers and rows, joined in the order
+                of the heads. "layers": other layers, joined in the order of the ranks, as in pipelines.
+
+        Raises:
+            TypeError, ValueError: an argument that does not fit; statistics that do not belong together, such as of
+                other options, overlapping heads or a missing part. All ranks raise, before anything is sent.
+            RuntimeError: a rank did not call it within the timeout of the group, or has ended; the error names it.
+
+        Examples:
+            >>> import torch
+            >>> from headscope import observe
+            >>> q = torch.zeros(1, 2, 4, 8)
+            >>> observe(q, q).gather().rows  # one process: its own rows
+            tensor([4, 4])
+        """
+        found = gathered(self.parts, self.origin, group, to, axis)
+        return None if found is None else HeadStats(*found)
 
     def named(self, *names: str) -> HeadStats:
         """Return the same with other layer names, without ``origin``: merging no longer checks the model and its heads.
@@ -436,12 +446,3 @@ class HeadStats:
 
 
 HeadStats.__module__ = "headscope.stats"  # its public path
-
-
-def _needs(name: str) -> str:
-    """Return what measures a quantity that is absent."""
-    if name.startswith("segments"):
-        return "; the weight between segments is in stats[layer].segments[query_segment, key_segment]"
-    selected = {"recall", "recall_kl", "largest_selected"}
-    option = "tokens" if name in ("induction", "duplicate") else "selected" if name in selected else None
-    return "" if option is None else f"; it needs the option {option}="

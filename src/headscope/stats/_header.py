@@ -11,7 +11,7 @@ from typing import Any
 
 from headscope._support.files import describe_obstacle
 from headscope.stats._kept_weights import DamagedFileError
-from headscope.stats._tensor_reader import LONGEST_HEADER, ChangedFileError, NoTensorsError, TensorFile
+from headscope.stats._tensor_reader import LONGEST_HEADER, ChangedFileError, NoTensorsError, TensorBytes, TensorFile
 
 STATISTICS = "headscope.stats"
 RECORDING = "headscope.recording"
@@ -66,12 +66,34 @@ def open_entry(path: Path, key: str) -> tuple[TensorFile | None, dict[str, Any] 
         return None, None
 
 
+def open_bytes(name: str, content: bytes) -> TensorFile:
+    """Return the bytes of a file as an opened file; ``name``: what errors call it.
+
+    Raises:
+        ValueError: they are not those of a safetensors file.
+    """
+    try:
+        return TensorBytes(name, content)
+    except NoTensorsError as error:
+        raise ValueError(f"{name}: is damaged: it {error}") from error
+
+
 def parse_entry(file: TensorFile, key: str) -> dict[str, Any] | None:
     """Return the entry of an opened file's header under a key; None if it has none; raise as ``read_header``."""
     if key not in file.metadata:
         return None
     with damage_named(file.path):
         return {**json.loads(file.metadata[key])}
+
+
+def in_order(content: bytes) -> bytes:
+    """Return the bytes of a safetensors file with its entries by name: safetensors writes them in a random order."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    head = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # tensors begin at a multiple of 8 bytes
+    return len(head).to_bytes(8, "little") + head + content[start:]
 
 
 def is_cut_short(path: Path, key: str = STATISTICS) -> bool:

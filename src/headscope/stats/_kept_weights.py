@@ -36,6 +36,25 @@ class Tiles(Protocol):
     def to_weights(self) -> KeptWeights: ...
 
 
+def chosen_run(tiles: Mapping[int, Tiles], runs: int, run: int | None) -> Tiles:
+    """Return access to the weights of one of so many runs; None = the last whose q and k were retained.
+
+    Raises:
+        ValueError: there is none, or not of this run.
+    """
+    if not tiles:
+        raise ValueError("tile: q and k were not retained; observe with Observe(keep_qk=True)")
+    if run is None:
+        run = max(tiles)
+    if not -runs <= run < runs:
+        raise ValueError(f"run: got {run}, expected {-runs} to {runs - 1}")
+    if run % runs not in tiles:
+        raise ValueError(
+            f"run: got {run}, whose q and k were not retained; expected one of {', '.join(map(str, tiles))}"
+        )
+    return tiles[run % runs]
+
+
 def weights_of(tiles: Tiles | None) -> KeptWeights:
     """Return the inputs of a layer's ``tiles``.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headscope._support.text import visible
+from headscope._support.user_line import user_stacklevel
 
 PROCESS = "process"
 _REMEDY = "use a separate recording for each, or rename the layers: stats.named(...)"
@@ -118,7 +119,7 @@ def joined(origins: Sequence[Origin | None]) -> Origin | None:
             f"merge: {silent} of {len(origins)} do not state their model and heads, as recordings of earlier "
             f"versions; headscope cannot check that they belong together. Record them again; {_NO_ORIGIN}",
             UserWarning,
-            stacklevel=3,
+            stacklevel=user_stacklevel(),
         )
     return UNKNOWN
 

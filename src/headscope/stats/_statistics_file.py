@@ -36,6 +36,7 @@ from headscope.stats._header import (
     check_format,
     check_utf8,
     damage_named,
+    in_order,
     is_cut_short,
     is_statistics,
     open_entry,
@@ -79,9 +80,6 @@ def save(
     more: Mapping[str, str] | None = None, *, qk: bool = False, exact: bool = False,
 ) -> Path:  # fmt: skip
     """See ``HeadStats.save``; ``more`` are further entries of the header, ``qk``: also q, k and lse."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save as encode
-
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: the folder {path.parent} does not exist")
     check_utf8(path)
@@ -91,25 +89,35 @@ def save(
         raise FileExistsError(
             f"{path}: exists and is not a file of headscope statistics; to overwrite it, pass force=True"
         )
+    replace_file(path, encode(parts, origin, f"{path}", more, qk=qk, exact=exact))
+    return path
+
+
+def encode(
+    parts: Mapping[str, LayerStats], origin: Origin | None, name: str, more: Mapping[str, str] | None = None,
+    *, qk: bool = False, exact: bool = True,
+) -> bytes:  # fmt: skip
+    """Return the bytes of a file; ``name``: what errors call it; see ``save``."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save as to_bytes
+
     layers, tensors = _store_layers(parts, qk=qk, exact=exact)
     entries = {
         STATISTICS: json.dumps({"version": _version_of(layers), "checksums": True, "layers": layers}),
         **_store_origin(origin),
         **(more or {}),
     }
-    plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    plain = {each: x.detach().cpu().contiguous().clone() for each, x in tensors.items()}
     entries |= store_checksums(plain, entries)
     try:
-        content = encode(plain, entries)
+        return in_order(to_bytes(plain, entries))
     except SafetensorError as error:
         runs = sum(max(len(part.kept), len(part.weights)) for part in parts.values())
         raise ValueError(
-            f"{path}: too large for one file ({error}): the header would list {len(plain)} tensors, because the "
+            f"{name}: too large for one file ({error}): the header would list {len(plain)} tensors, because the "
             f"rows or weights of {runs} calls are retained; observe without keep_rows, top and weights, or save and "
             "start again more often"
         ) from error
-    replace_file(path, content)
-    return path
 
 
 def size_of(parts: Mapping[str, LayerStats], *, qk: bool = False, exact: bool = False) -> int:
@@ -147,12 +155,28 @@ def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
         if file is not None and HISTORY in file.metadata:
             raise ValueError(f"{path}: holds the history of a training; load it with headscope.History.load")
         raise ValueError(f"{path}: is not a file of headscope statistics")
-    check_format(path, header, VERSION)
+    return _read_all(file, header)
+
+
+def decode(file: TensorFile) -> tuple[dict[str, LayerStats], Origin | None]:
+    """Return the same from the result of ``encode``, opened by ``open_bytes``.
+
+    Raises:
+        ValueError: the bytes are damaged, or of a newer format.
+    """
+    header = parse_entry(file, STATISTICS)
+    if header is None:
+        raise ValueError(f"{file.path}: does not hold statistics")
+    return _read_all(file, header)
+
+
+def _read_all(file: TensorFile, header: dict[str, Any]) -> tuple[dict[str, LayerStats], Origin | None]:
+    check_format(file.path, header, VERSION)
     read_checksums(file, header)
     origin = parse_entry(file, ORIGIN)
     if origin is not None:
-        check_format(path, origin, _ORIGIN_VERSION)
-    with damage_named(path):
+        check_format(file.path, origin, _ORIGIN_VERSION)
+    with damage_named(file.path):
         parts = _load(file, header)
         if origin is not None:
             read = _read_origin(origin, parts)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from headscope._support.arguments import as_whole, kind
 from headscope.stats._layer import LayerStats, Moments, histogram_edges
 from headscope.stats._nulls import Null
 
-__all__ = ["Column", "Summary", "names_of", "null_of", "stack_columns", "summaries_of", "summary_of"]
+__all__ = ["Column", "Summary", "layer_at", "names_of", "null_of", "stack_columns", "summaries_of", "summary_of"]
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,35 @@ def _null_on_host(part: LayerStats, name: str) -> Null | None:
 def _on_host(moments: Moments) -> Moments:
     """Return the same on the CPU, so reading its numbers waits for a device only once."""
     return replace(moments, **{what: getattr(moments, what).cpu() for what in vars(moments)})
+
+
+def layer_at(at: object, layers: Sequence[str], names: Sequence[str]) -> str:
+    """Return the name of a layer from its name or number; ``names``: of the quantities, for errors.
+
+    Raises:
+        KeyError, IndexError: there is no such layer.
+        TypeError: it is neither a name nor a number.
+    """
+    if isinstance(at, str):
+        if at in layers:
+            return at
+        known = ", ".join((*names, *layers)) or "nothing"
+        raise KeyError(f"{at}: is neither a quantity nor a layer; expected one of {known}{_option_needed(at)}")
+    number = as_whole(at)
+    if number is None:
+        raise TypeError(f"layer: got {kind(at)}, expected a number or a name")
+    if not -len(layers) <= number < len(layers):
+        raise IndexError(f"layer: got {number}, expected one of {len(layers)} layers: {', '.join(layers) or 'none'}")
+    return layers[number]
+
+
+def _option_needed(name: str) -> str:
+    """Return what measures a quantity that is absent."""
+    if name.startswith("segments"):
+        return "; the weight between segments is in stats[layer].segments[query_segment, key_segment]"
+    selected = {"recall", "recall_kl", "largest_selected"}
+    option = "tokens" if name in ("induction", "duplicate") else "selected" if name in selected else None
+    return "" if option is None else f"; it needs the option {option}="
 
 
 for _class in (Summary, Column):

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from io import FileIO
+from io import BytesIO, FileIO
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -100,14 +100,17 @@ class TensorFile:
         self._absolute = Path(os.path.abspath(path))  # a later read may run in another folder
         with self._absolute.open("rb", buffering=0) as file:
             self._identity = _Identity.of(file)
-            head = file.read(8)
-            length = int.from_bytes(head, "little")
-            if len(head) < 8 or length > LONGEST_HEADER:
-                raise NoTensorsError("does not have a safetensors header")
-            content = file.read(length)
+            self._read_header(file, self._identity.size)
+
+    def _read_header(self, file: FileIO | BytesIO, size: int) -> None:
+        """Read the header of so many bytes; raise NoTensorsError if it is not that of a safetensors file."""
+        head = file.read(8)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > LONGEST_HEADER:
+            raise NoTensorsError("does not have a safetensors header")
         self._begin = 8 + length
-        self.metadata, self.entries = _parse_header(content, length)
-        _check_places(self.entries.values(), self._identity.size - self._begin)
+        self.metadata, self.entries = _parse_header(file.read(length), length)
+        _check_places(self.entries.values(), size - self._begin)
         self.checksums: Mapping[str, int] = {}
         self._parts: set[str] = set()  # tensors of which pieces are read
         self._unchecked: set[str] = set()
@@ -139,7 +142,7 @@ class TensorFile:
             return self._tensor(file, name, bounds)
 
     @contextmanager
-    def _open(self) -> Generator[FileIO]:
+    def _open(self) -> Generator[FileIO | BytesIO]:
         """Open the file; raise if it changed before or during reading."""
         try:
             with self._absolute.open("rb", buffering=0) as file:
@@ -165,7 +168,7 @@ class TensorFile:
             "it again, and save every recording to its own file"
         )
 
-    def _check_parts(self, file: FileIO) -> None:
+    def _check_parts(self, file: FileIO | BytesIO) -> None:
         """Check the checksums of all tensors of which pieces are read, in one pass with little memory."""
         buffer = memoryview(bytearray(_STEP))
         names = sorted(self._unchecked, key=lambda name: self.entries[name].start)
@@ -188,7 +191,7 @@ class TensorFile:
                 f"{self.path}: is damaged: {name}: the file was changed or damaged since it was saved"
             )
 
-    def _tensor(self, file: FileIO, name: str, bounds: tuple[Bounds, ...]) -> Tensor:
+    def _tensor(self, file: FileIO | BytesIO, name: str, bounds: tuple[Bounds, ...]) -> Tensor:
         entry = self.entries[name]
         if (dtype := DTYPES.get(entry.dtype)) is None:
             raise TypeError(f"{name}: got {entry.dtype}, expected {', '.join(DTYPES)}")
@@ -210,6 +213,29 @@ class TensorFile:
         if dtype == torch.bool:  # any byte but 0 is True, also for readers of the tensor's memory
             return (torch.frombuffer(content, dtype=torch.uint8) != 0).view(shape)
         return torch.frombuffer(content, dtype=dtype).view(shape)
+
+
+class TensorBytes(TensorFile):
+    """The bytes of a safetensors file in memory, such as those that another process has sent.
+
+    Attributes:
+        path: what messages call it.
+    """
+
+    def __init__(self, name: str, content: bytes) -> None:
+        """Read the header.
+
+        Raises:
+            NoTensorsError: the bytes are not those of a safetensors file.
+        """
+        self.path = Path(name)
+        self._content = content
+        self._read_header(BytesIO(content), len(content))
+
+    @contextmanager
+    def _open(self) -> Generator[FileIO | BytesIO]:
+        """Return the bytes, which do not change."""
+        yield BytesIO(self._content)
 
 
 class TensorPart:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headscope import __version__
-from headscope._intercept import Choice, Kind, origin_of
+from headscope._intercept import Choice, Kind, model_class, origin_of
 from headscope.stats._origin import Origin, Part
 from headscope.watching._options import Options
 from headscope.watching._verify import Verified
@@ -68,7 +68,7 @@ About.__module__ = "headscope.watching"  # its public path
 def about_of(model: nn.Module, options: Options, layers: Choice | None, texts: tuple[str, ...] | None) -> About:
     """Return the origin and options of a recording of ``model``, before the first forward pass."""
     loaded = getattr(getattr(model, "config", None), "_name_or_path", "")
-    name = type(model).__name__ + (f" ({loaded})" if loaded else "")
+    name = model_class(model).__name__ + (f" ({loaded})" if loaded else "")
     what = options.what
     entries: dict[str, Any] = {each.name: _plain(getattr(what, each.name)) for each in fields(what)}
     entries |= {

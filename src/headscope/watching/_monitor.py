@@ -1,7 +1,8 @@
 """Monitoring of training: values of each step for trackers, and alarms, without waiting for the device.
 
 The values of a step are copied to the host in parallel with other work, and passed on when they have arrived: on a GPU
-in a later step, or when the watch ends; on the CPU at once.
+in a later step, or when the watch ends; on the CPU at once. Those of several ranks are passed on in the next watched
+step; see ``_across_ranks.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import Tensor
 from headscope._support.text import visible
 from headscope._support.user_line import user_stacklevel
 from headscope.stats._layer import LayerStats
+from headscope.watching._across_ranks import AcrossRanks, Reduced
+from headscope.watching._values import to_host, values_of
 
 Write = Callable[[dict[str, float], int], None]
 
@@ -172,7 +175,10 @@ class Monitor:
     Attributes:
         alarms: those that were raised so far.
         announce: receives each alarm; by default it gives an ``AttentionWarning``.
+        across: the ranks whose rows are put together; None: those of this process alone.
     """
+
+    across: AcrossRanks | None = None
 
     def __init__(self, writers: Iterable[Write], limits: Limits | None, collectors: Iterable[Collector] = ()) -> None:
         self.writers = tuple(writers)
@@ -187,8 +193,34 @@ class Monitor:
         self._references: dict[tuple[str, int, str], float] = {}
         self._raised: set[tuple[str, int, str]] = set()
 
+    def join(self, names: Sequence[int], is_training: Callable[[], bool]) -> None:
+        """Put the rows of these ranks together; only the first one of them writes, and raises alarms.
+
+        Args:
+            names: the ranks among all processes.
+            is_training: returns the mode of the model.
+        """
+        self.across = AcrossRanks(names, is_training)
+        if self.across.ranks.rank:
+            self.writers, self.collectors, self.limits = (), (), None
+
     def open(self, read_about: Callable[[], Any]) -> None:
         """Begin a watch; ``read_about`` returns the origin and options of its recording."""
+        try:
+            self._open_collectors(read_about)
+        except Exception as error:
+            if self.across is not None:  # the other ranks would wait for this one
+                self.across.open(read_about, error)
+            raise
+        try:
+            if self.across is not None:
+                self.across.open(read_about)
+        except BaseException:
+            for collector in self.collectors:
+                collector._close(failed=True)
+            raise
+
+    def _open_collectors(self, read_about: Callable[[], Any]) -> None:
         for at, collector in enumerate(self.collectors):
             try:
                 collector._open(read_about, self.limits)
@@ -200,13 +232,16 @@ class Monitor:
     def close(self, *, failed: bool) -> None:
         """Wait for the remaining values, pass them on, and end the watch; ``failed``: by an exception."""
         try:
-            self.finish()
+            if not failed or self.across is None:  # the other ranks may not come to the same step
+                self.finish()
         except BaseException:
             failed = True
             raise
         finally:
             for collector in self.collectors:
                 collector._close(failed=failed)
+            if self.across is not None:
+                self.across.close()
 
     def step(self, number: int, parts: Mapping[str, LayerStats]) -> None:
         """Start to fetch the values of a step, and pass on those that have arrived; do nothing while a writer runs.
@@ -220,6 +255,9 @@ class Monitor:
         if self._pooled is not None:
             for layer, part in parts.items():
                 self._pooled[layer] = self._pooled[layer].merge(part) if layer in self._pooled else part
+            return
+        if self.across is not None:
+            self._hand_on_all(self.across.step(number, parts))
             return
         for layer in parts:
             self._numbers.setdefault(layer, len(self._numbers))
@@ -241,11 +279,21 @@ class Monitor:
 
     def finish(self) -> None:
         """Wait for the remaining values, and pass them on."""
+        if self.across is not None:
+            self._hand_on_all(self.across.finish())
         while self._waiting:
             step = self._waiting.popleft()
             if step.arrived is not None:
                 step.arrived.synchronize()
             self._hand_on(step)
+
+    def _hand_on_all(self, steps: Iterable[Reduced]) -> None:
+        """Pass on values over the rows of all ranks."""
+        for step in steps:
+            for layer, _ in step.names:
+                self._numbers.setdefault(layer, len(self._numbers))
+            names = [(layer, self._numbers[layer], quantity) for layer, quantity in step.names]
+            self._hand_on(_Step(step.number, names, [*step.heads], step.values, None))
 
     def _hand_on(self, step: _Step) -> None:
         columns = [(layer, quantity, heads) for (layer, _, quantity), heads in zip(step.names, step.heads, strict=True)]
@@ -312,25 +360,12 @@ def _fetch(number: int, parts: Mapping[str, LayerStats], layers: Mapping[str, in
     names: list[tuple[str, int, str]] = []
     tensors: list[Tensor] = []
     for layer, part in parts.items():
-        for quantity, moments in part.moments.items():
+        for quantity, values, _ in values_of(part):
             names.append((layer, layers[layer], quantity))
-            tensors.append(moments.mean)
-            if quantity == "max_logit":
-                names.append((layer, layers[layer], "max_logit_max"))
-                tensors.append(moments.max)
-        for pair, (mean, _) in ({} if part.segments is None else part.segments.pairs()).items():
-            names.append((layer, layers[layer], pair))
-            tensors.append(mean)
+            tensors.append(values)
     device = tensors[0].device if tensors else torch.device("cpu")
-    values = torch.cat([torch.empty(0, device=device), *(each.to(device, non_blocking=True) for each in tensors)])
-    heads = [len(each) for each in tensors]
-    if device.type == "cpu":
-        return _Step(number, names, heads, values, None)
-    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=device.type == "cuda")
-    host.copy_(values, non_blocking=True)
-    arrived = torch.Event(device)
-    arrived.record()
-    return _Step(number, names, heads, host, arrived)
+    every = torch.cat([torch.empty(0, device=device), *(each.to(device, non_blocking=True) for each in tensors)])
+    return _Step(number, names, [len(each) for each in tensors], *to_host(every))
 
 
 for _class in (AttentionWarning, Limits, Alarm):

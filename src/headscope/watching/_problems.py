@@ -1,11 +1,13 @@
-"""Errors of a watch that has nothing to record, or would record something wrong."""
+"""Errors and warnings of a watch that has nothing to record, or would record something wrong."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping
 
-from headscope._intercept import WatchError, summarize_names
+from headscope._intercept import WatchError, WatchWarning, summarize_names
+from headscope._support.user_line import user_stacklevel
 
 FEW = 6  # layers that an error names
 
@@ -46,3 +48,24 @@ def nothing_observed(
     shown = ", ".join(f"{name} ({what})" for name, what in [*others.items()][:FEW])
     more = f" and {len(others) - FEW} more" if len(others) > FEW else ""
     return f"watch: no attention call was observed in {model}, so there is nothing to record; it has {shown}{more}"
+
+
+def warn_of_batch(name: str) -> None:
+    """Warn of a module with an axis that was taken for a batch and may be heads."""
+    warnings.warn(
+        f"watch: {name}: an axis of q, k and v that may be heads is taken for a batch; for heads, multiply "
+        '[B, H, length, D] as a whole, or watch the module that projects q, k and v; unseen="ignore" silences '
+        "this warning",
+        WatchWarning,
+        stacklevel=user_stacklevel(),
+    )
+
+
+def warn_of_unknown_ids() -> None:
+    """Warn of steps without ``duplicate`` and ``induction``."""
+    warnings.warn(
+        'watch: tokens="inputs": the ids of cached keys are unknown, because no watched step computed these '
+        'keys; duplicate and induction exclude such steps; unseen="ignore" silences this warning',
+        WatchWarning,
+        stacklevel=user_stacklevel(),
+    )

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from headscope._analysis.answers import short_layers
 from headscope._intercept import Kind, LayerOrigin, WatchError, find_other_layers
@@ -18,12 +18,14 @@ from headscope.stats import Column, HeadStats, Summary, merge
 from headscope.stats._layer import LayerStats, equally_segmented
 from headscope.watching import _recording_file
 from headscope.watching._about import About
+from headscope.watching._gathered_recording import gathered
 from headscope.watching._monitor import Alarm, Monitor
 from headscope.watching._verify import Verifier
 
 if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
 
 class Pass(Protocol):
@@ -199,6 +201,34 @@ class Recording:
             ValueError: ``qk``, and a mask that is too large to be saved.
         """
         return _recording_file.save(self.stats, self.about, self.alarms, Path(path), force, qk, exact)
+
+    def gather(
+        self,
+        group: ProcessGroup | None = None,
+        *,
+        to: int | None = 0,
+        axis: Literal["rows", "heads", "layers"] = "rows",
+    ) -> Recording | None:
+        """Return the recordings of all ranks together on one of them, and None on the others; every rank calls it.
+
+        The arguments are those of ``HeadStats.gather``. Of rows, ``about`` counts the forward passes of all ranks.
+
+        Raises:
+            TypeError, ValueError: see ``HeadStats.gather``; or the ranks watched with different options.
+            RuntimeError: a rank did not call it within the timeout of the group, or has ended; the error names it.
+            WatchError: nothing has been recorded yet.
+
+        Examples:
+            >>> import torch
+            >>> from headscope import MultiHeadAttention, watch
+            >>> model = MultiHeadAttention(8, 2)
+            >>> with watch(model) as recording:
+            ...     output = model(torch.zeros(1, 4, 8))
+            >>> recording.gather().forwards  # one process: its own
+            1
+        """
+        found = gathered(lambda: (self.stats, self.about, self.alarms), group, to, axis)
+        return None if found is None else Recording(*found)
 
     def save_html(self, path: str | Path, *, force: bool = False, **options: Any) -> Path:
         """Write one self-contained HTML page with every head; see docs/guides/page.md.

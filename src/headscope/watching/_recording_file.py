@@ -15,6 +15,8 @@ from headscope.stats._header import (
     RECORDING,
     check_format,
     damage_named,
+    open_bytes,
+    parse_entry,
     read_header,
     read_list,
     read_value,
@@ -45,14 +47,23 @@ def save(
     stats: HeadStats, about: About, alarms: Iterable[Alarm], path: Path, force: bool, qk: bool, exact: bool
 ) -> Path:
     """See ``Recording.save``."""
+    return _statistics_file.save(stats.parts, stats.origin, path, force, _entry(about, alarms), qk=qk, exact=exact)
+
+
+def encode(stats: HeadStats, about: About, alarms: Iterable[Alarm]) -> bytes:
+    """Return the bytes of the file of a recording, without q and k."""
+    return _statistics_file.encode(stats.parts, stats.origin, "gather", _entry(about, alarms))
+
+
+def _entry(about: About, alarms: Iterable[Alarm]) -> dict[str, str]:
+    """Return the entry of the header."""
     entries = description(about)
     del entries["origin"]  # a separate entry, which HeadStats.load reads, too
     del entries["run_texts"]  # in a shorter form below
     added = {name: entries.pop(name) for name in _ADDED}  # earlier versions ignore entries outside of "about"
     added |= {"run_texts": _number_texts(about.run_texts)} if about.run_texts else {}
     raised = [asdict(alarm) | {name: float(getattr(alarm, name)) for name in _NUMBERS} for alarm in alarms]
-    header = {RECORDING: json.dumps({"version": VERSION, "about": entries, "alarms": raised, **added})}
-    return _statistics_file.save(stats.parts, stats.origin, path, force, header, qk=qk, exact=exact)
+    return {RECORDING: json.dumps({"version": VERSION, "about": entries, "alarms": raised, **added})}
 
 
 def load(path: Path) -> tuple[HeadStats, About, tuple[Alarm, ...]]:
@@ -67,6 +78,23 @@ def load(path: Path) -> tuple[HeadStats, About, tuple[Alarm, ...]]:
     header = read_header(path, RECORDING)
     if header is None:
         raise ValueError(f"{path}: holds statistics, not a recording; load it with HeadStats.load")
+    return _read(path, stats, header)
+
+
+def decode(name: str, content: bytes) -> tuple[HeadStats, About, tuple[Alarm, ...]]:
+    """Return the same from the result of ``encode``; ``name``: what errors call it.
+
+    Raises:
+        ValueError: the bytes are damaged, or of a newer format.
+    """
+    file = open_bytes(name, content)
+    header = parse_entry(file, RECORDING)
+    if header is None:
+        raise ValueError(f"{name}: does not hold a recording")
+    return _read(file.path, HeadStats(*_statistics_file.decode(file)), header)
+
+
+def _read(path: Path, stats: HeadStats, header: dict[str, Any]) -> tuple[HeadStats, About, tuple[Alarm, ...]]:
     check_format(path, header, VERSION)
     with damage_named(path):
         if not stats.parts:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from headscope._intercept import (
     running_frames,
     select_modules,
     transformers_refusal,
+    unwrapped,
 )
 from headscope._support.arguments import check_type, whole
 from headscope._support.user_line import user_stacklevel
@@ -43,15 +44,19 @@ from headscope.stats import HeadStats, Observe
 from headscope.watching._about import about_of
 from headscope.watching._chosen_heads import RECORDING_GIB, ChosenHeads, check_chosen_heads
 from headscope.watching._known_modules import Described, KnownModules, repeated_options
+from headscope.watching._model_ranks import ranks_together
 from headscope.watching._monitor import Limits
 from headscope.watching._options import Options, check, texts_of
 from headscope.watching._pass import Again, Pass
-from headscope.watching._problems import check_rule, nothing_observed
+from headscope.watching._problems import check_rule, nothing_observed, warn_of_batch, warn_of_unknown_ids
 from headscope.watching._recording import Recording
 from headscope.watching._segments import warn_of_unsegmented
 from headscope.watching._targets import make_monitor
 from headscope.watching._token_ids import Streams, check_texts, ids_of_keys
 from headscope.watching._verify import Verifier
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Watch", "watch"]
 
@@ -76,6 +81,7 @@ def watch(
     verify: int = 0,
     weights: Mapping[str, Collection[int]] | None = None,
     weights_gib: float | None = None,
+    group: ProcessGroup | Literal["model"] | None = "model",
 ) -> Watch:
     """Watch every attention head of a model: ``with headscope.watch(model) as seen: model(**inputs)``.
 
@@ -113,6 +119,8 @@ def watch(
             measures nothing and ``layers`` is None, only these layers are recorded.
         weights_gib: the largest size of all these weights, in GiB; by default 8, and 2 in one call. A call that would
             exceed it raises before it is measured.
+        group: the ranks whose rows together are logged, by the first one of them: a group; "model": those over which
+            DDP, FSDP or DTensor parameters split the model; None: this process alone. docs/guides/ranks.md.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; texts that do not match any layer when the watch ends.
@@ -142,6 +150,8 @@ def watch(
     check_type("accelerate", accelerate, bool, "True or False")
     verify = whole("verify", verify, 0)
     monitor = make_monitor(log, alarms)
+    if monitor is not None and (names := ranks_together(model, group)):
+        monitor.join(names, lambda: model.training)
     what, layers = check_chosen_heads(what, weights, weights_gib, layers)
     limit = RECORDING_GIB if weights_gib is None else what.weights_gib
     options = Options(
@@ -180,7 +190,7 @@ class Watch:
         for pattern in options.kinds:
             match_modules(self.modules, pattern, "kinds")
         self.places = {name: place for place, name in enumerate(self.modules)}
-        self.recording = Recording(HeadStats({}), about_of(model, options, layers, texts))
+        self.recording = Recording(HeadStats({}), about_of(unwrapped(model), options, layers, texts))
         self.recording._monitor = options.monitor
         self.verifier = Verifier(options.verify)
         self.chosen_heads = ChosenHeads(self.modules, self.chosen, options.what, options.weights, options.recording_gib)
@@ -421,25 +431,14 @@ class Watch:
         """Warn, once for each layer, of an axis that was taken for a batch and may be heads."""
         for name in sorted(forward.may_be_heads - self._taken_for_batches):
             self._taken_for_batches.add(name)
-            warnings.warn(
-                f"watch: {name}: an axis of q, k and v that may be heads is taken for a batch; for heads, multiply "
-                '[B, H, length, D] as a whole, or watch the module that projects q, k and v; unseen="ignore" silences '
-                "this warning",
-                WatchWarning,
-                stacklevel=user_stacklevel(),
-            )
+            warn_of_batch(name)
 
     def _warn_of_unknown_ids(self) -> None:
         """Warn, once, of steps without ``duplicate`` and ``induction``."""
         if not self._streams.unknown or self._warned_of_ids:
             return
         self._warned_of_ids = True
-        warnings.warn(
-            'watch: tokens="inputs": the ids of cached keys are unknown, because no watched step computed these '
-            'keys; duplicate and induction exclude such steps; unseen="ignore" silences this warning',
-            WatchWarning,
-            stacklevel=user_stacklevel(),
-        )
+        warn_of_unknown_ids()
 
 
 Watch.__module__ = "headscope.watching"  # its public path
