@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headscope._support.autograd import Function
+from headscope._support.ranks import Ranks
 
 Result = TypeVar("Result")
 
@@ -34,7 +35,7 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 
 def answered(exchange: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
-    """Run an exchange; if a rank has ended, raise an error that says so.
+    """Run an exchange; if a rank has ended, raise an error that names it.
 
     Raises:
         RuntimeError: a rank did not answer within the timeout of the group.
@@ -42,10 +43,7 @@ def answered(exchange: Callable[[], Result], group: dist.ProcessGroup | None) ->
     try:
         return exchange()
     except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {group_rank(group)} of {group_size(group)}: another rank of the group has ended, or did not answer "
-            f"within the group's timeout; see the first error among the ranks. torch: {error}"
-        ) from error
+        raise Ranks(group).failure("context parallelism", error) from error
 
 
 def join_parts(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
