@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+from weakref import WeakKeyDictionary
 from xml.etree import ElementTree
 
 import numpy as np
@@ -22,7 +23,7 @@ from support.html_pages import HOSTILE, browser
 from support.serving import running
 
 try:
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, BrowserContext, Locator, Page
 except ImportError:  # pragma: no cover
     pytest.skip("Playwright is not installed", allow_module_level=True)
 
@@ -89,13 +90,23 @@ class Watched:
         self.pages.give_back(self.page)
 
 
+_SAVED: WeakKeyDictionary[Recording, Path] = WeakKeyDictionary()
+
+
+def saved(recording: Recording, path: Path) -> Path:
+    """The page of a recording, which is written once for all tests that open it."""
+    if recording not in _SAVED:
+        _SAVED[recording] = recording.save_html(path)
+    return _SAVED[recording]
+
+
 @pytest.fixture
 def look(chromium: BrowserContext, tmp_path: Path) -> Iterator[Any]:
     """Opens the page of a recording at an address; in the end nothing was said and nothing asked for."""
     opened: list[Watched] = []
 
     def open_page(found: Recording | Path, at: str = "", **options: Any) -> Page:
-        path = found if isinstance(found, Path) else found.save_html(tmp_path / f"{len(opened)}.html")
+        path = found if isinstance(found, Path) else saved(found, tmp_path / f"{len(opened)}.html")
         watched = Watched(chromium, f"{path.as_uri()}#{at}", **options)
         opened.append(watched)
         return watched.page
@@ -132,7 +143,12 @@ def near(shown: float, wanted: float) -> None:
 
 def thumbs(page: Page) -> list[str]:
     page.locator(".thumb canvas[data-drawn], .thumb .tile").first.wait_for()
-    return [str(each.get_attribute("aria-label")) for each in page.locator(".thumb").all()]
+    return attributes(page.locator(".thumb"), "aria-label")
+
+
+def attributes(elements: Locator, name: str) -> list[str]:
+    """Return an attribute of each of some elements, by one question to the page."""
+    return elements.evaluate_all("(all, name) => all.map((each) => String(each.getAttribute(name)))", name)
 
 
 _STILL = """(quiet) => new Promise((done) => {
