@@ -189,13 +189,13 @@ def check(asked: Asked) -> None:
         assert_as_accurate(mine, right, theirs, magnitude=size, dtype=leaf.dtype, message=f"gradient of {name}")
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=45, deadline=None)
 @given(questions())
 def test_values_and_gradients_are_those_of_float64(asked: Asked) -> None:
     check(asked)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(questions())
 def test_the_portable_form_gives_those_of_float64(asked: Asked) -> None:
     with portable():
