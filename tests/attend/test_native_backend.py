@@ -107,8 +107,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent 
 from headscope import attention
 from headscope._attend.backends import native as cpu
 
-def call(length, train):
-    q = torch.ones(1, 1, length, 64, requires_grad=train)
+def made(length, train):
+    return torch.ones(1, 1, length, 64, requires_grad=train)
+
+def call(q, train):
     out = attention(q, q, q, backend="cpu")
     if train:
         out.sum().backward()
@@ -117,19 +119,20 @@ def call(length, train):
 def nothing(described, call, need_lse):
     return torch.zeros(1, 1, call.queries, 64), torch.zeros(1, 1, call.queries)
 
-expected, usual = call(100, train=True), cpu.run_forward
+expected, usual = call(made(100, True), True), cpu.run_forward
 for threads in (1, 2):
     torch.set_num_threads(threads)
     for train in (False, True):
         cpu.run_forward = nothing if train else usual  # only the one pass shall be long
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        q = made(400_000, train)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
-            call(400_000, train)
+            call(q, train)
             print(threads, train, "finished")
         except KeyboardInterrupt:
             print(threads, train, "interrupted")
         cpu.run_forward = usual
-        torch.testing.assert_close(call(100, train=True), expected, rtol=0, atol=0)
+        torch.testing.assert_close(call(made(100, True), True), expected, rtol=0, atol=0)
 """
 
 

@@ -307,7 +307,7 @@ def test_dropout_within_a_compiled_function(transform: str, backend: str | None)
     [
         ("grad", None),
         *itertools.product(["vmap", "grad of each sample", "grad of vmap", "jacrev"], ["cpu", "blocked"]),
-        ("grad of each sample", "reproducible"),  # the operators of "cpu" with another name: the others are long
+        ("grad of each sample", "reproducible"),  # the same operators call it: the other transforms are long
         *(pytest.param(each, "reproducible", marks=LONG) for each in ("vmap", "grad of vmap", "jacrev")),
     ],
 )
