@@ -261,16 +261,18 @@ def test_without_maps_statistics_are_compared(look: Any, tmp_path: Path) -> None
 # ---------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("form", ["codes", "weights", "exact", "page"])
 def test_a_file_is_compared_as_python_compares_it(
-    look: Any, before: Recording, after: Recording, files: dict[str, Path], form: str
+    look: Any, before: Recording, after: Recording, files: dict[str, Path]
 ) -> None:
-    page = compared(look(before), files[form])
-    agree(page, before, after)
-    expect(page.locator(".changes-summary + .hint")).to_contain_text(f"B: {files[form].name}.")
-    page.locator(".changed canvas[data-drawn]").nth(2).wait_for()
-    page.locator(".changed").first.click()
-    page.locator(".map canvas").nth(2).wait_for()
+    """Each file replaces the one before."""
+    page = look(before)
+    for form in ("codes", "weights", "exact", "page"):
+        choose(page, files[form])
+        expect(page.locator(".changes-summary + .hint")).to_contain_text(f"B: {files[form].name}.")
+        agree(page, before, after)
+        page.locator(".changed canvas[data-drawn]").nth(2).wait_for()
+        page.locator(".changed").first.click()
+        page.locator(".map canvas").nth(2).wait_for()
 
 
 def test_pooled_maps_and_inputs_of_a_batch_are_compared(look: Any, tmp_path: Path) -> None:
