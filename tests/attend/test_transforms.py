@@ -67,8 +67,9 @@ RUNS: dict[str, Callable[[Attend], Callable[..., Tensor]]] = {
 
 
 def list_cases(hows: Iterable[str]) -> list[Any]:
-    """Ways and backends. What "cpu" compiles to is also what no backend compiles to, which selects it: the other one
-    is in the long runs.
+    """Return ways and backends.
+
+    Without a backend a graph has what "cpu" compiles to, because it is selected: that of "cpu" is in the long runs.
     """
     return [
         pytest.param(how, backend, marks=LONG if backend == "cpu" and how in ("eager", "aot_eager", "exported") else ())

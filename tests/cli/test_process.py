@@ -271,7 +271,7 @@ def test_a_caller_keeps_its_own_stdout_and_stderr(capfd: pytest.CaptureFixture[s
 
 @LINUX
 def test_what_stderr_does_not_take_is_lost_and_nothing_else(tmp_path: Path) -> None:
-    asked = ("text", "code " * 300, "--no-page")
+    asked = ("text", "code " * 300, "--json")
     wanted = headscope(*asked, cwd=tmp_path)
     assert wanted.stderr.startswith("headscope text: the text has ")
     for streams in ("2>&-", "2>/dev/full"):

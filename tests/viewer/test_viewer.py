@@ -384,7 +384,9 @@ def test_a_served_page_computes_what_one_zooms_into(chromium: BrowserContext, lo
         watched.close()
 
 
-@pytest.mark.parametrize("bins", [8, BINS, 31], ids=lambda bins: f"{bins} bins")
+@pytest.mark.parametrize(  # fewer bins than either length, and more than the shorter one
+    "bins", [8, pytest.param(BINS, marks=pytest.mark.long), 31], ids=lambda bins: f"{bins} bins"
+)
 def test_of_calls_of_different_lengths_the_page_zooms_into_the_last(
     chromium: BrowserContext, bins: int, tmp_path: Path
 ) -> None:

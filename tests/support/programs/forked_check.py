@@ -36,11 +36,9 @@ class Fork:
             _run(module, (stdin, stdout, stderr))
         for end in (stdin, stdout, stderr):
             os.close(end)
-        self.stdin = open(to_stdin, "wb", buffering=0)  # noqa: SIM115
-        self.stdout, self.stderr = (
-            open(end, "rb", buffering=0)
-            for end in (from_stdout, from_stderr)  # noqa: SIM115
-        )
+        self.stdin = os.fdopen(to_stdin, "wb", buffering=0)
+        self.stdout = os.fdopen(from_stdout, "rb", buffering=0)
+        self.stderr = os.fdopen(from_stderr, "rb", buffering=0)
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
