@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
-from weakref import WeakKeyDictionary
 from xml.etree import ElementTree
 
 import numpy as np
@@ -90,23 +89,13 @@ class Watched:
         self.pages.give_back(self.page)
 
 
-_SAVED: WeakKeyDictionary[Recording, Path] = WeakKeyDictionary()
-
-
-def saved(recording: Recording, path: Path) -> Path:
-    """The page of a recording, which is written once for all tests that open it."""
-    if recording not in _SAVED:
-        _SAVED[recording] = recording.save_html(path)
-    return _SAVED[recording]
-
-
 @pytest.fixture
 def look(chromium: BrowserContext, tmp_path: Path) -> Iterator[Any]:
     """Opens the page of a recording at an address; in the end nothing was said and nothing asked for."""
     opened: list[Watched] = []
 
     def open_page(found: Recording | Path, at: str = "", **options: Any) -> Page:
-        path = found if isinstance(found, Path) else saved(found, tmp_path / f"{len(opened)}.html")
+        path = found if isinstance(found, Path) else found.save_html(tmp_path / f"{len(opened)}.html")
         watched = Watched(chromium, f"{path.as_uri()}#{at}", **options)
         opened.append(watched)
         return watched.page
