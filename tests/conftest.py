@@ -8,6 +8,10 @@ import os
 # Two processes of the run share the cores: threads that wait shall sleep, in what tests start, too.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Images of Python often forbid to write bytecode: each process of the run, and each that a test starts, would then
+# compile the tests and the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

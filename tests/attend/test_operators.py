@@ -202,11 +202,12 @@ LENGTHS = KeyLengths(torch.tensor([9, 4]))
 @pytest.mark.parametrize(
     ("mask", "dynamic"),
     [
-        (None, None),
+        pytest.param(None, None, marks=LONG),
         pytest.param(causal(), None, marks=LONG),
         pytest.param(window(3) | Prefix(2), None, marks=LONG),
         (causal() & LENGTHS, None),
-        (causal(), True),
+        (None, True),
+        pytest.param(causal(), True, marks=LONG),  # also in test_compile_matrix.py
     ],
     ids=str,
 )

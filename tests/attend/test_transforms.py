@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -66,10 +66,21 @@ RUNS: dict[str, Callable[[Attend], Callable[..., Tensor]]] = {
 }
 
 
+def list_cases(hows: Iterable[str]) -> list[Any]:
+    """Return ways and backends.
+
+    Without a backend a graph has what "cpu" compiles to, because it is selected: that of "cpu" is in the long runs.
+    """
+    return [
+        pytest.param(how, backend, marks=LONG if backend == "cpu" and how in ("eager", "aot_eager", "exported") else ())
+        for how in hows
+        for backend in (None, *torch_operators.OPERATOR_BACKENDS)
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of a dual tensor
 @pytest.mark.parametrize("leaves", [False, True], ids=["constants", "leaves"])
-@pytest.mark.parametrize("backend", [None, *torch_operators.OPERATOR_BACKENDS])
-@pytest.mark.parametrize("how", RUNS)
+@pytest.mark.parametrize(("how", "backend"), list_cases(RUNS))
 def test_no_tangent_is_lost(how: str, backend: str | None, leaves: bool) -> None:
     run = RUNS[how](Attend(backend))
     by_torch = how == "aot_eager" and leaves  # it has no forward mode for any function that it compiled with gradients
@@ -87,8 +98,7 @@ def test_no_tangent_is_lost(how: str, backend: str | None, leaves: bool) -> None
             torch.testing.assert_close(still, wanted)
 
 
-@pytest.mark.parametrize("backend", [None, *torch_operators.OPERATOR_BACKENDS])
-@pytest.mark.parametrize("how", RUNS)
+@pytest.mark.parametrize(("how", "backend"), list_cases(RUNS))
 def test_no_tangent_of_a_gradient_is_lost(how: str, backend: str | None) -> None:
     """The gradient is linear in what comes in: blocked torch, where autograd sees it, hands the tangent on."""
     inputs = [x.requires_grad_() for x in given()]
@@ -120,8 +130,7 @@ def counted(module: Attend) -> Callable[..., Tensor]:
     return run
 
 
-@pytest.mark.parametrize("backend", [None, *torch_operators.OPERATOR_BACKENDS])
-@pytest.mark.parametrize("how", [*RUNS, "counted"])
+@pytest.mark.parametrize(("how", "backend"), list_cases([*RUNS, "counted"]))
 def test_a_batch_of_gradients_is_refused(how: str, backend: str | None) -> None:
     inputs = [x.requires_grad_() for x in given()]
     run = {**RUNS, "counted": counted}[how](Attend(backend))
@@ -298,9 +307,9 @@ def test_dropout_within_a_compiled_function(transform: str, backend: str | None)
     ("transform", "backend"),
     [
         ("grad", None),
-        *itertools.product(
-            ["vmap", "grad of each sample", "grad of vmap", "jacrev"], torch_operators.OPERATOR_BACKENDS
-        ),
+        *itertools.product(["vmap", "grad of each sample", "grad of vmap", "jacrev"], ["cpu", "blocked"]),
+        ("grad of each sample", "reproducible"),  # the same operators call it: the other transforms are long
+        *(pytest.param(each, "reproducible", marks=LONG) for each in ("vmap", "grad of vmap", "jacrev")),
     ],
 )
 def test_transforms_of_a_compiled_function(transform: str, backend: str | None) -> None:

@@ -102,7 +102,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command runs the code in this process, which has imported torch, and leaves it as it was."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
-    for name in ("beside", "exits", "homework", "makes", "small"):
+    for name in ("beside", "exits", "homework", "makes", "several", "small"):
         monkeypatch.setitem(sys.modules, name, sys)
         del sys.modules[name]
 
@@ -157,8 +157,6 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         ([":x"], "target: got :x, expected FILE.py:NAME"),
         (["homework.py:1"], "for example homework.py:MultiHeadAttention"),
         (["nothing.py"], "nothing.py: no such file or folder"),
-        (["small.py"], "small.py: defines no class of nn.Module, expected one; name a function or a module with small"),
-        (["several.py"], "several.py: has 2 module classes: First, Second; choose one with several.py:NAME or --class"),
         (["asks.py:A"], "asks.py: import failed: EOFError: EOF when reading a line; call input() only below if __name"),
         (["hw.ipynb:A"], "hw.ipynb: is not a Python file; jupyter nbconvert --to python writes one from a notebook"),
         (["crashes.py:A"], "the code ended its process (SIGSEGV) before the check was done"),
@@ -171,11 +169,6 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         (["homework.py", "--call", "lambda m, x, mask: m(x)"], "--call: got lambda m, x, mask: m(x), expected an exp"),
         (["homework.py", "--call", "module("], "--call: got module(, expected an expression of module, x and mask"),
         (["homework.py", "--class", "a b"], "--class: got a b, expected the name of a class, function or module"),
-        (["homework.py:Attention"], """'width'; pass the arguments that build it, for example --args "512, 8\""""),
-        (
-            ["exits.py:A"],
-            "A: cannot be built without arguments: exits.py, line 3: def __init__(self): sys.exit(0) raises Sys",
-        ),
         (["nothing.py:A"], "nothing.py: no such file, expected a Python file"),
         ([f"{'a' * 300}:A"], f"{'a' * 300}: no such file"),
         (["\0:A"], "no such file, expected a Python file"),
@@ -185,7 +178,6 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
             marks=pytest.mark.skipif(not os.path.exists("/dev/null"), reason="this system has no /dev/null"),
         ),
         ([".:A"], ".: is a directory, expected a Python file; --class A names a class for all its files"),
-        (["homework.py:Attention", "--args", "25, 5", "--embed-dim", "24"], IN_PYTHON),
         (["small.py:attend", "--scale", "nan"], "--scale: got nan, expected a finite number above 0"),
         (["small.py:attend", "--scale", "inf"], "--scale: got inf, expected a finite number above 0"),
         (["small.py:attend", "--scale", "0"], "--scale: got 0, expected a finite number above 0"),
@@ -196,7 +188,6 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         (["homework.py:A", "--args", "b'1'"], "expected literals"),
         (["homework.py:A", "--args", "1) + f(2"], "expected literals"),
         (["endless.py:A", "--timeout", "1"], "--timeout: the code was stopped after 1 seconds"),
-        (["small.py:Attentoin"], "small.py: has no Attentoin, expected one of Attention, attend"),
         (["broken.py:A"], "broken.py: import failed: ZeroDivisionError: division by zero"),
         (["stops.py:A"], "headscope check: stops.py: the file calls sys.exit() when it is imported"),
         (["leaves.py:A"], "the code ended its process (exit code 3) before the check was done: gone\\x1b[2J"),
@@ -217,6 +208,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["small.py"], "small.py: defines no class of nn.Module, expected one; name a function or a module with small"),
+        (["several.py"], "several.py: has 2 module classes: First, Second; choose one with several.py:NAME or --class"),
+        (["homework.py:Attention"], """'width'; pass the arguments that build it, for example --args "512, 8\""""),
+        (
+            ["exits.py:A"],
+            "A: cannot be built without arguments: exits.py, line 3: def __init__(self): sys.exit(0) raises Sys",
+        ),
+        (["homework.py:Attention", "--args", "25, 5", "--embed-dim", "24"], IN_PYTHON),
+        (["small.py:Attentoin"], "small.py: has no Attentoin, expected one of Attention, attend"),
         (["exits.py:attend", "--embed-dim", "4"], "line 4: def attend(x): sys.exit(0) raises SystemExit: 0; give"),
         (["small.py:attend"], "--embed-dim: missing; it cannot be derived without weights"),
         (["small.py:attend", "--args", ""], "attend: cannot be built with --args '': TypeError"),

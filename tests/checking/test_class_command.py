@@ -19,7 +19,8 @@ from headscope.cli._check import class_runner
 from headscope.cli._check.class_runner import run_requests
 from headscope.cli._check.conventions import combine_conventions
 from headscope.cli._check.results import ClassResults, Result
-from support.paths import ROOT
+from support.forking import run_program
+from support.paths import PROGRAMS, ROOT
 
 SUBMISSIONS = ROOT / "tests" / "support" / "submissions"
 FIRST = {
@@ -56,14 +57,19 @@ class Attention(nn.Module):
 """
 
 
+FORKED = (PROGRAMS / "forked_check.py").read_text(encoding="utf-8")
+
+
 def run_check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "headscope", "check", *arguments]
-    return subprocess.run(program, capture_output=True, encoding="utf-8", check=False)
+    """Run the command; it and the processes that it starts have imported torch."""
+    return run_program(FORKED, "check", *arguments)
 
 
 @pytest.fixture(scope="module")
 def judged() -> dict[str, Any]:
-    run = run_check(str(SUBMISSIONS), "--json")
+    """The results of all submissions, by the command as a shell starts it."""
+    program = [sys.executable, "-m", "headscope", "check", str(SUBMISSIONS), "--json"]
+    run = subprocess.run(program, capture_output=True, encoding="utf-8", check=False)
     assert run.returncode == 1, run.stderr
     return json.loads(run.stdout)
 
@@ -114,20 +120,23 @@ def test_the_misconceptions_are_counted_and_the_most_frequent_is_first(judged: d
 
 # ---------------------------------------------------------------- submissions that do harm
 
+WRITES = "import time\nfor _ in range(2000): print('\\x1b' * 10000)\ntime.sleep(60)"  # more than a pipe holds
+
 HARM = {
     "asks.py": ("name = input('name? ')", "import failed: EOFError"),
     "crashes.py": ("import ctypes\nctypes.string_at(0)", "the code ended its process (SIGSEGV) before the check"),
     "ends.py": ("import os\nos._exit(0)", "the code ended its process (exit code 0) before the check was done"),
     "exits.py": ("import sys\nsys.exit(0)", "the file calls sys.exit() when it is imported"),
-    "hangs.py": ("import time\ntime.sleep(60)", "--timeout: the code was stopped after 4 seconds"),
     "interrupts.py": ("raise KeyboardInterrupt", "before the check was done: KeyboardInterrupt:"),
+    "keeps.py": ("import time\ntime.sleep(0.5)" + ATTENTION, ""),  # runs beside the next one, and again by itself
     "kills.py": ("import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(9)", "ended the process that checks all files"),
     "none.py": ("def attend(x): return x", "defines no class of nn.Module, expected one"),
-    "prints.py": ("while True: print('\\x1b' * 10000)", "--timeout: the code was stopped after 4 seconds"),
     "raises.py": ("raise ValueError('\\x1b[31m\\n=1')", "import failed: ValueError: \\x1b[31m =1"),
     "several.py": (ATTENTION + "class Other(Attention): pass", "has 2 module classes: Attention, Other; choose one"),
     "syntax.py": ("def f(:", "import failed: SyntaxError"),
-    "types.py": (ATTENTION, ""),
+    # both run until the end, so that their times pass together
+    "waits.py": ("import time\ntime.sleep(60)", "--timeout: the code was stopped after 4 seconds"),
+    "writes.py": (WRITES, "--timeout: the code was stopped after 4 seconds"),
     "=1 ünïcode.py": (ATTENTION + "import torch\ntorch.softmax = None", ""),
 }
 
@@ -158,7 +167,7 @@ def test_a_submission_that_does_harm_affects_only_its_own_result(tmp_path: Path)
 
 def test_without_fork_each_file_has_a_process_that_imports_torch(tmp_path: Path) -> None:
     requests = []
-    for name, code in {"right": ATTENTION, "ends": "import os\nos._exit(4)", "hangs": "while True: pass"}.items():
+    for name, code in {"right": ATTENTION, "hangs": "while True: pass"}.items():
         (tmp_path / f"{name}.py").write_text(code)
         conventions = combine_conventions(None, {"args": "24, 3", "timeout": 1 if name == "hangs" else 60})
         requests.append(conventions.to_request(tmp_path / f"{name}.py", None, 60))
@@ -166,8 +175,7 @@ def test_without_fork_each_file_has_a_process_that_imports_torch(tmp_path: Path)
     answers = dict(run_requests(requests, 2, fork=False))
 
     assert [each["name"] for each in answers[0]["findings"]["findings"]] == ["nan-on-empty-row"]
-    assert answers[1]["mistake"].startswith("the code ended its process (exit code 4)")
-    assert answers[2]["mistake"] == "--timeout: the code was stopped after 1 seconds"
+    assert answers[1]["mistake"] == "--timeout: the code was stopped after 1 seconds"
 
 
 SLEEPS = """
@@ -175,7 +183,11 @@ import fcntl, os, sys, time
 lock = open(sys.argv[0] + ".lock", "w")
 fcntl.flock(lock, fcntl.LOCK_EX)
 open(sys.argv[0] + ".started", "w").close()
-time.sleep(60)
+"""
+STRIKES = """
+while not os.path.exists(os.path.join(os.path.dirname(sys.argv[0]), "a.py.started")):
+    time.sleep(0.01)
+os.kill(int(os.environ["COMMAND"]), NUMBER)
 """
 
 
@@ -197,20 +209,14 @@ def is_locked(path: Path) -> bool:
 @needs_fork
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_signal_ends_every_submission(name: str, tmp_path: Path) -> None:
-    for stem in "ab":
-        (tmp_path / f"{stem}.py").write_text(SLEEPS)
     number = getattr(signal, name)
-    unblocked = f"import signal; signal.signal({int(signal.SIGINT)}, signal.default_int_handler); "
-    code = f"{unblocked}from headscope.cli import main; main(['check', {str(tmp_path)!r}, '--jobs', '2'])"
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as running:
-        while len(list(tmp_path.glob("*.started"))) < 2 and running.poll() is None:
-            time.sleep(0.02)
+    for stem, strikes in (("a", ""), ("b", STRIKES.replace("NUMBER", str(int(number))))):
+        (tmp_path / f"{stem}.py").write_text(f"{SLEEPS}{strikes}time.sleep(60)")
 
-        running.send_signal(number)
-        _, err = running.communicate(timeout=20)
+    ended = run_check(str(tmp_path), "--jobs", "2")
 
-    assert running.returncode == (130 if name == "SIGINT" else -number)
-    assert err.endswith(b"headscope: interrupted\n") == (name == "SIGINT")
+    assert ended.returncode == (130 if name == "SIGINT" else -number)
+    assert ended.stderr.endswith("headscope: interrupted\n") == (name == "SIGINT")
     assert not any(is_locked(tmp_path / f"{stem}.py.lock") for stem in "ab")
 
 

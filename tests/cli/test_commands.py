@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from headscope import __version__, load_example, masks
 from headscope._attend.backends import native
 from headscope.cli import main
 from headscope.cli._commands.text import _example
+from headscope.cli._shared import check_child
 from headscope.cli._shared.console import console
 from headscope.cli._shared.observation import Choice
 from headscope.report import regions, text_sheet
@@ -623,11 +626,31 @@ def test_trace_of_a_class_of_a_file_has_its_lines(run: Run, tmp_path: Path) -> N
     assert rows["weights"]["axes"] == {"B": 2, "H": 3, "Q": 7, "K": 7}
     assert rows["scores"]["code"] == "# homework.py:14\nscores = q @ k.transpose(-2, -1)"
     assert "(check: scale-sqrt-embed-dim)" in rows["scale"]["note"]
-    shown = run("trace", target, "--args", "24, 3")
+
+
+@pytest.fixture
+def traced_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of a file runs in this process, which has imported torch, and leaves it as it was."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setitem(sys.modules, "homework", sys)
+    del sys.modules["homework"]
+
+    def answer_here(request: dict[str, Any], timeout: int) -> dict[str, Any]:
+        return json.loads(json.dumps(check_child.answer_request(request)))
+
+    monkeypatch.setattr(import_module("headscope.cli._commands.trace"), "ask_child", answer_here)
+
+
+@pytest.mark.usefixtures("traced_here")
+def test_trace_of_a_class_of_a_file_notes_what_is_unusual(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "homework.py").write_text(HOMEWORK, encoding="utf-8")
+    shown = run("trace", str(tmp_path / "homework.py") + ":Attention", "--args", "24, 3")
     assert shown.code == 0
     assert "unusual: scale" in shown.out
 
 
+@pytest.mark.usefixtures("traced_here")
 def test_trace_of_a_file_shows_the_layer_that_is_asked_for(run: Run, tmp_path: Path) -> None:
     both = "class Both(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
     both += "        self.parts = nn.Sequential(Attention(24, 3), Attention(24, 2))\n\n"
@@ -648,6 +671,7 @@ def test_trace_of_a_file_shows_the_layer_that_is_asked_for(run: Run, tmp_path: P
         (["--args", "24, 3", "--layer", "1"], "--layer: got 1, expected 0 to 0, the attentions of Attention"),
     ],
 )
+@pytest.mark.usefixtures("traced_here")
 def test_trace_of_a_file_names_the_mistake(run: Run, tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "homework.py").write_text(HOMEWORK, encoding="utf-8")
     ran = run("trace", str(tmp_path / "homework.py") + ":Attention", *arguments)

@@ -189,13 +189,13 @@ def check(asked: Asked) -> None:
         assert_as_accurate(mine, right, theirs, magnitude=size, dtype=leaf.dtype, message=f"gradient of {name}")
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=45, deadline=None)
 @given(questions())
 def test_values_and_gradients_are_those_of_float64(asked: Asked) -> None:
     check(asked)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(questions())
 def test_the_portable_form_gives_those_of_float64(asked: Asked) -> None:
     with portable():
@@ -299,9 +299,9 @@ def test_long_rows_have_the_gradients_of_float64(name: str, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["native", "portable"])
 def test_gradcheck(form: str) -> None:
-    q, k, v = draw_call(5, 7, 4, 2, 2, 3, torch.float64)
-    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(1, 4, 5, 7, dtype=torch.float64, requires_grad=True)
+    q, k, v = draw_call(5, 7, 2, 1, 2, 3, torch.float64)
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(1, 2, 5, 7, dtype=torch.float64, requires_grad=True)
     what = Observe(segments=Segments(["a", "b"], [0, 1, 1, -1, 0, 1, 0]))
 
     def statistics(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -581,7 +581,7 @@ def step(length):
     assert torch.autograd.grad(loss, q)[0].any()
 step(101)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-step(10007)
+step(6007)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
 
@@ -590,7 +590,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 @pytest.mark.parametrize("form", ["native", "portable"])
 def test_memory_is_linear_in_the_length(form: str) -> None:
     done = run(LINEAR, form)
-    assert int(done.stdout) < 120, done.stdout + done.stderr  # MiB; one matrix of this length has 382
+    assert int(done.stdout) < 60, done.stdout + done.stderr  # MiB; one matrix of this length has 137
 
 
 def test_a_sample_of_a_very_long_sequence() -> None:

@@ -22,7 +22,7 @@ from support.html_pages import HOSTILE, browser
 from support.serving import running
 
 try:
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, BrowserContext, Locator, Page
 except ImportError:  # pragma: no cover
     pytest.skip("Playwright is not installed", allow_module_level=True)
 
@@ -132,7 +132,12 @@ def near(shown: float, wanted: float) -> None:
 
 def thumbs(page: Page) -> list[str]:
     page.locator(".thumb canvas[data-drawn], .thumb .tile").first.wait_for()
-    return [str(each.get_attribute("aria-label")) for each in page.locator(".thumb").all()]
+    return attributes(page.locator(".thumb"), "aria-label")
+
+
+def attributes(elements: Locator, name: str) -> list[str]:
+    """Return an attribute of each of some elements, by one question to the page."""
+    return elements.evaluate_all("(all, name) => all.map((each) => String(each.getAttribute(name)))", name)
 
 
 _STILL = """(quiet) => new Promise((done) => {

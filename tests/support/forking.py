@@ -67,10 +67,14 @@ def run_program(
 
 
 RANKS = """
-import importlib, json, os, runpy, sys, tempfile
+import gc, importlib, json, os, runpy, sys, tempfile
 script, world, *arguments = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(script))
 importlib.import_module(os.path.basename(script)[:-3])  # the ranks share what it imports
+if "torch.distributed.tensor" in sys.modules:
+    importlib.import_module("torch._dynamo")  # which each rank would import when it first shards
+gc.collect()
+gc.freeze()
 files = [tempfile.TemporaryFile() for _ in range(int(world))]
 children = []
 for rank, file in enumerate(files):

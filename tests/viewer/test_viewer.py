@@ -83,7 +83,7 @@ def test_hostile_tokens_stay_text(look: Any, short: Recording) -> None:
     page = look(short, "view=head&row=12&column=0")
     chips = page.locator(".strip").first.locator("button")
     chips.first.wait_for()
-    assert [chip.inner_text() for chip in chips.all()] == [visible(token) for token in HOSTILE]
+    assert chips.all_inner_texts() == [visible(token) for token in HOSTILE]
     assert page.locator("h1").inner_text() == "a <model>"
     assert page.locator("img, iframe, object").count() == 0
     assert visible(HOSTILE[12], limit=200) in page.locator(".pinned").inner_text()
@@ -140,8 +140,8 @@ def test_heads_are_sorted_and_filtered_by_their_figures(look: Any, short: Record
 
 def test_the_table_and_its_csv_have_the_figures(look: Any, short: Recording) -> None:
     page = look(short, "view=table")
-    headings = [cell.inner_text() for cell in page.locator("table.every thead th").all()]
-    first = [cell.inner_text() for cell in page.locator("table.every tbody tr").nth(4).locator("th, td").all()]
+    headings = page.locator("table.every thead th").all_inner_texts()
+    first = page.locator("table.every tbody tr").nth(4).locator("th, td").all_inner_texts()
     shown = dict(zip(headings, first, strict=True))
     summary = short.stats[1, 1, "entropy"]
     assert (shown["head"], shown["entropy"]) == ("layer 1, head 1", figure(summary.mean))
@@ -340,10 +340,10 @@ def test_two_heads_are_compared(look: Any, short: Recording) -> None:
     canvas = page.locator(".map canvas")
     canvas.nth(2).wait_for()
     assert page.get_by_label("Head B").input_value() == "1.2"
-    rows = {row.locator("th").inner_text(): row for row in page.locator("tbody tr").all()}
+    at = page.locator("tbody tr th").all_inner_texts().index("entropy")
     one, other = (short.stats[layer, head, "entropy"].mean for layer, head in ((0, 1), (1, 2)))
     change = figure(float(f"{other:.7g}") - float(f"{one:.7g}")).replace("-", "−")
-    assert [cell.inner_text() for cell in rows["entropy"].locator("td").all()] == [figure(one), figure(other), change]
+    assert page.locator("tbody tr").nth(at).locator("td").all_inner_texts() == [figure(one), figure(other), change]
     box, plot = canvas.nth(2).bounding_box(), page.evaluate("document.querySelectorAll('.map canvas')[2].dataset.plot")
     x, y, width = (numbers(plot)[n] for n in (0, 1, 2))
     page.mouse.move(box["x"] + x + 4.5 / 13 * width, box["y"] + y + 8.5 / 13 * width)
@@ -384,7 +384,9 @@ def test_a_served_page_computes_what_one_zooms_into(chromium: BrowserContext, lo
         watched.close()
 
 
-@pytest.mark.parametrize("bins", [8, BINS, 31], ids=lambda bins: f"{bins} bins")
+@pytest.mark.parametrize(  # fewer bins than either length, and more than the shorter one
+    "bins", [8, pytest.param(BINS, marks=pytest.mark.long), 31], ids=lambda bins: f"{bins} bins"
+)
 def test_of_calls_of_different_lengths_the_page_zooms_into_the_last(
     chromium: BrowserContext, bins: int, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ def selection(url: str) -> dict[str, str]:
 def test_cards_state_what_python_states(look: Any, cats: Recording) -> None:
     page = look(cats)
     found = recording_highlights(cats)
-    shown = [each.inner_text().replace("\xa0", " ") for each in page.locator(".card").all()]
+    shown = [text.replace("\xa0", " ") for text in page.locator(".card").all_inner_texts()]
     assert len(shown) == len(found) == 4
     induction, previous, *counts = found
     first, uniform = sorted(counts, key=lambda each: each.pattern)
@@ -65,7 +65,7 @@ def test_cards_count_the_heads_that_captions_name(look: Any, cats: Recording) ->
     page = look(cats)
     texts = [text.removeprefix("partly ") for text in page.locator(".thumb small").all_inner_texts()]
     captions = [name.split()[0] for text in texts for name in text.split(" · ")]
-    cards = [each.inner_text() for each in page.locator("button.card").all()]
+    cards = page.locator("button.card").all_inner_texts()
     for pattern, sentence in (
         ("uniform", "come closest to an even spread"),
         ("first", "often look at the first"),

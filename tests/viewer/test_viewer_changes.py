@@ -26,7 +26,7 @@ from headscope.report import save, text_sheet
 from headscope.stats import HeadStats
 from headscope.stats._statistics_file import VERSION
 from headscope.watching import About, Recording
-from support.browser import Page, chromium, in_a_browser, look, numbers, open_menu, thumbs
+from support.browser import Page, attributes, chromium, in_a_browser, look, numbers, open_menu, thumbs
 from support.html_pages import HOSTILE
 from support.paths import ROOT
 
@@ -58,15 +58,23 @@ def after() -> Recording:
     return shipped(CODE, 1.5, map=64, keep_qk=True)
 
 
-@pytest.fixture
-def files(before: Recording, after: Recording, tmp_path: Path) -> dict[str, Path]:
+@pytest.fixture(scope="module")
+def files(before: Recording, after: Recording, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The later recording, in each form that a page reads."""
+    folder = tmp_path_factory.mktemp("files")
     return {
-        "codes": after.save(tmp_path / "codes.safetensors"),
-        "weights": after.save(tmp_path / "weights.safetensors", qk=True),
-        "exact": after.save(tmp_path / "exact.safetensors", exact=True),
-        "page": after.save_html(tmp_path / "after.html", exact=()),
+        "codes": after.save(folder / "codes.safetensors"),
+        "weights": after.save(folder / "weights.safetensors", qk=True),
+        "exact": after.save(folder / "exact.safetensors", exact=True),
+        "page": after.save_html(folder / "after.html", exact=()),
     }
+
+
+@pytest.fixture(scope="module")
+def two(before: Recording, after: Recording, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of both recordings."""
+    path = tmp_path_factory.mktemp("two") / "two.html"
+    return before.save_html(path, against=after, labels=("old.safetensors", "<b>new</b>"))
 
 
 def made(scale: float = 1.0, length: int = 11, bins: int = 5, **options: Any) -> Recording:
@@ -131,7 +139,7 @@ def agree(page: Page, one: Recording, other: Recording, *, map: float = 1e-3) ->
     summary = page.locator(".changes-summary").inner_text()
     count = len(comparison.moved)
     assert summary.startswith(f"{count} of {len(comparison.heads)} heads moved" if count else "None of the"), summary
-    framed = [str(each.get_attribute("aria-label")).split(":")[0] for each in page.locator(".changed.moved").all()]
+    framed = [label.split(":")[0] for label in attributes(page.locator(".changed.moved"), "aria-label")]
     order = [*one.layers]
     names = {f"layer {order.index(name)}" if name.startswith("layers.") else name for name in order}
     names &= {
@@ -154,9 +162,8 @@ def test_thresholds_and_formats_of_the_page_are_those_of_python() -> None:
 # ---------------------------------------------------------------- a page of two
 
 
-def test_the_page_opens_on_the_heads_that_moved(look: Any, before: Recording, after: Recording, tmp_path: Path) -> None:
-    path = before.save_html(tmp_path / "two.html", against=after, labels=("old.safetensors", "<b>new</b>"))
-    page = look(path)
+def test_the_page_opens_on_the_heads_that_moved(look: Any, before: Recording, after: Recording, two: Path) -> None:
+    page = look(two)
     summary = page.locator(".changes-summary")
     expect(summary).to_contain_text("all in layer 3. Most: 3.6 (sharper: normalized entropy ")
     assert page.get_by_role("tab").first.inner_text() == "Changes"
@@ -173,8 +180,8 @@ def test_the_page_opens_on_the_heads_that_moved(look: Any, before: Recording, af
     assert "moved=0" in page.evaluate("new Promise((done) => setTimeout(() => done(location.hash), 400))")
 
 
-def test_one_head_opens_in_both(look: Any, before: Recording, after: Recording, tmp_path: Path) -> None:
-    page = look(before.save_html(tmp_path / "two.html", against=after))
+def test_one_head_opens_in_both(look: Any, before: Recording, after: Recording, two: Path) -> None:
+    page = look(two)
     page.get_by_role("button", name="layer 3, head 3").click()
     page.locator(".map canvas").nth(2).wait_for()
     assert page.locator("#change-title").inner_text() == "layer 3, head 3"
@@ -209,19 +216,18 @@ def test_one_head_opens_in_both(look: Any, before: Recording, after: Recording, 
     page.locator("#change-title").wait_for()
 
 
-def test_an_address_leads_to_a_head_in_both(look: Any, before: Recording, after: Recording, tmp_path: Path) -> None:
-    path = before.save_html(tmp_path / "two.html", against=after)
-    page = look(path, "view=change&layer=2&head=5")
+def test_an_address_leads_to_a_head_in_both(look: Any, before: Recording, two: Path) -> None:
+    page = look(two, "view=change&layer=2&head=5")
     page.locator(".map canvas").nth(2).wait_for()
     assert page.locator("#change-title").inner_text() == "layer 2, head 5"
     expect(page.locator(".change-head")).to_contain_text("did not move")
-    page = look(before.save_html(tmp_path / "one.html"), "view=change&layer=2&head=5")
+    page = look(before, "view=change&layer=2&head=5")
     thumbs(page)
     assert "Changes" not in page.get_by_role("tablist").inner_text(), "a page of one recording has nothing to compare"
 
 
-def test_the_keyboard_moves_along_the_list(look: Any, before: Recording, after: Recording, tmp_path: Path) -> None:
-    page = look(before.save_html(tmp_path / "two.html", against=after))
+def test_the_keyboard_moves_along_the_list(look: Any, two: Path) -> None:
+    page = look(two)
     page.locator(".changed").first.focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
@@ -255,16 +261,18 @@ def test_without_maps_statistics_are_compared(look: Any, tmp_path: Path) -> None
 # ---------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("form", ["codes", "weights", "exact", "page"])
 def test_a_file_is_compared_as_python_compares_it(
-    look: Any, before: Recording, after: Recording, files: dict[str, Path], form: str
+    look: Any, before: Recording, after: Recording, files: dict[str, Path]
 ) -> None:
-    page = compared(look(before), files[form])
-    agree(page, before, after)
-    expect(page.locator(".changes-summary + .hint")).to_contain_text(f"B: {files[form].name}.")
-    page.locator(".changed canvas[data-drawn]").nth(2).wait_for()
-    page.locator(".changed").first.click()
-    page.locator(".map canvas").nth(2).wait_for()
+    """Each file replaces the one before."""
+    page = look(before)
+    for form in ("codes", "weights", "exact", "page"):
+        choose(page, files[form])
+        expect(page.locator(".changes-summary + .hint")).to_contain_text(f"B: {files[form].name}.")
+        agree(page, before, after)
+        page.locator(".changed canvas[data-drawn]").nth(2).wait_for()
+        page.locator(".changed").first.click()
+        page.locator(".map canvas").nth(2).wait_for()
 
 
 def test_pooled_maps_and_inputs_of_a_batch_are_compared(look: Any, tmp_path: Path) -> None:

@@ -15,7 +15,16 @@ from axe_playwright_python.sync_playwright import Axe
 
 from headscope.watching import Recording
 from support.all_views import VIEWS, first_of_each, write_pages
-from support.browser import BrowserContext, Page, Watched, chromium, in_a_browser, long, wait_until_drawn
+from support.browser import (
+    BrowserContext,
+    Page,
+    Watched,
+    attributes,
+    chromium,
+    in_a_browser,
+    long,
+    wait_until_drawn,
+)
 
 pytestmark = in_a_browser
 
@@ -225,7 +234,7 @@ def test_arrows_walk_through_a_group(show: Any, name: str, view: str, selector: 
         assert page.evaluate("(s) => [...document.querySelectorAll(s)].indexOf(document.activeElement)", selector) == n
     page.keyboard.press("Home")
     assert items.first.evaluate("(e) => e === document.activeElement")
-    assert [each.get_attribute("tabindex") for each in items.all()].count("0") == 1
+    assert attributes(items, "tabindex").count("0") == 1
     assert "view=" + view.split("=")[1].split("&")[0] in page.url, "the arrows changed nothing else"
 
 

@@ -323,13 +323,13 @@ def test_segments_are_a_figure(look: Any) -> None:
     found = recorded(7, None, Observe(map=7, segments=Segments.from_spans(names, 7)))
     page = look(found, "view=head&layer=0&head=1")
     page.locator(".segments table").wait_for()
-    table = [cell.inner_text().split("\n")[0] for cell in page.locator(".segments td").all()]  # without the even share
+    table = [text.split("\n")[0] for text in page.locator(".segments td").all_inner_texts()]  # without the even share
     texts = texts_of(save_figure(page, "the segments of layer 0, head 1"))
     assert [text for text in texts if text.endswith("%") and "·" not in text] == table
     assert texts.count("<b>image</b>") == 2
     page.locator("#tab-segments").click()
     page.locator(".segment-heads").wait_for()
-    shown = [cell.inner_text() for cell in page.locator(".segment-heads td").all()]
+    shown = page.locator(".segment-heads td").all_inner_texts()
     texts = texts_of(save_figure(page, "the segments of all heads"))
     assert texts[0] == "Segments: from “answer” to “system”"
     assert [text for text in texts if text.endswith("%")] == shown

@@ -96,7 +96,7 @@ def parameters(page: Page) -> dict[str, str]:
 
 
 def texts(page: Page, selector: str) -> list[str]:
-    return [each.inner_text().replace("\xa0", " ") for each in page.locator(selector).all()]
+    return [text.replace("\xa0", " ") for text in page.locator(selector).all_inner_texts()]
 
 
 def pixel(page: Page, row: int, step: int) -> tuple[int, ...]:
@@ -242,7 +242,7 @@ def test_alarms_are_listed_and_stepped_through(opened: Any, history: History) ->
     assert texts(page, ".history-side h2")[1] == "Head 1.2 (b): all quantities"
     assert page.get_by_role("button", name="Next alarm").get_attribute("aria-disabled") == "true"
     page.get_by_role("tab", name="Alarms").click()
-    lines = [each.inner_text().split("\t") for each in page.locator("tbody tr").all()]
+    lines = [text.split("\t") for text in page.locator("tbody tr").all_inner_texts()]
     assert len(lines) == len(history.alarms) >= 3
     first = history.alarms[0]
     assert lines[0] == [

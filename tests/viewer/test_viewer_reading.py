@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import expect
 
 from headscope import Observe
-from support.browser import LONG, chromium, in_a_browser, long, look, recorded, short, weight
+from support.browser import LONG, attributes, chromium, in_a_browser, long, look, recorded, short, weight
 
 __all__ = ["chromium", "long", "look", "short"]  # fixtures
 
@@ -52,7 +52,7 @@ def test_a_kept_token_lists_its_largest_keys_and_the_address_holds_it(look: Any,
     page.keyboard.press("Enter")
     page.locator(".context li").first.wait_for()
     order = [int(key) for key in np.argsort(-p[at]) if p[at][key] >= 0.001][:10]
-    titles = [each.get_attribute("title") for each in page.locator(".context button").all()]
+    titles = attributes(page.locator(".context button"), "title")
     assert titles == [f"Go to token {key}" for key in order]
     shown = page.locator(".context li > span:last-child").all_inner_texts()
     assert float(shown[0].split()[0]) == pytest.approx(100 * p[at].max(), abs=0.6)
@@ -86,7 +86,7 @@ def test_a_pooled_map_shows_the_largest_weights_of_each_token(look: Any, long: A
     page = look(long, f"view=reading&layer=0&head=0&token={LONG - 1}")
     p = weight(long, 0, 0)
     page.locator(".context li").first.wait_for()
-    titles = [each.get_attribute("title") for each in page.locator(".context button").all()]
+    titles = attributes(page.locator(".context button"), "title")
     assert titles == [f"Go to token {int(key)}" for key in np.argsort(-p[LONG - 1])[:3]]
     assert "largest weights of each token only" in page.locator("#view").inner_text()
 

@@ -177,7 +177,7 @@ def test_only_figures_that_are_there_can_be_chosen(look: Any, short: Recording) 
 
 def test_every_figure_has_a_meaning_that_needs_no_pointer(look: Any) -> None:
     page = look(recorded(7, None, Observe(windows=(2,))), "view=table")
-    headings = [cell.inner_text() for cell in page.locator("thead button").all()][1:]
+    headings = page.locator("thead button").all_inner_texts()[1:]
     assert {"lse", "max logit", "chance", "window 2", "streaming 2"} <= {*headings}
     page.get_by_text("What each statistic means").press("Enter")
     said = dict(zip(*(page.locator(f".meanings {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))

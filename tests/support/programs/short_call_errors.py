@@ -2,12 +2,18 @@
 
 Short calls have few queries, few keys, narrow heads with large logits, or narrow heads with wide values.
 
-The errors against float64 are pooled: their root mean square over heads, sizes and draws. A test of its own process
-starts this for each target.
+The errors against float64 are pooled: their root mean square over heads, sizes and draws.
+
+python short_call_errors.py TARGET ...
+
+Each target runs in forks of one process, which has the truth and torch's results.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,6 +22,7 @@ import torch
 from torch import Tensor
 
 from headscope import attention
+from headscope._attend.backends import native
 
 HEADS = ((2, 2), (8, 2), (8, 1))  # query heads, key/value heads
 NAMES = ("out", "dq", "dk", "dv")
@@ -64,10 +71,24 @@ def compute_results(
     return [x.double() for x in (out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype)))]
 
 
-def error_ratios(case: Case, seed: int) -> list[float]:
-    """Return the ratio of the pooled errors for the output and the gradients of q, k and v."""
+@dataclass(frozen=True)
+class Draw:
+    """A call, and its results in float64."""
+
+    inputs: Sequence[Tensor]
+    grad: Tensor
+    exact: Sequence[Tensor]
+
+    def square_errors(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the squared errors in float32 of the output and of the gradients of q, k and v."""
+        results = compute_results(attend, self.inputs, self.grad, torch.float32)
+        return torch.stack([(x - y).square().sum() for x, y in zip(results, self.exact, strict=True)])
+
+
+def draw_calls(case: Case, seed: int) -> list[Draw]:
+    """Return the calls of a case."""
     random = torch.Generator().manual_seed(seed)
-    native_squares, plain_squares = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    draws: list[Draw] = []
     for (heads, kv_heads), keys, depth, _ in product(HEADS, case.keys, case.depths, range(3)):
         width = case.width or depth
         shapes = (
@@ -79,15 +100,34 @@ def error_ratios(case: Case, seed: int) -> list[float]:
         *inputs, grad = (torch.randn(1, *shape, generator=random) for shape in shapes)
         for x in inputs[:2]:
             x *= case.deviation
-        exact = compute_results(plain_attention, inputs, grad, torch.float64)
-        for squares, attend in ((native_squares, native_attention), (plain_squares, plain_attention)):
-            results = compute_results(attend, inputs, grad, torch.float32)
-            squares += torch.stack([(x - y).square().sum() for x, y in zip(results, exact, strict=True)])
-    return (native_squares / plain_squares).sqrt().tolist()
+        draws.append(Draw(inputs, grad, compute_results(plain_attention, inputs, grad, torch.float64)))
+    return draws
+
+
+def print_ratios(target: str, case: Case, draws: list[Draw], plain: Tensor) -> None:
+    """Print the ratios of the pooled errors of a target in a fork, which is the first to run the kernels."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:
+        os.environ["HEADSCOPE_CPU_TARGET"] = target
+        assert native.extension is not None
+        assert native.extension.target() == target
+        ratios = (sum(draw.square_errors(native_attention) for draw in draws) / plain).sqrt().tolist()
+        print(target, case.name, *(f"{name} {ratio:.2f}" for name, ratio in zip(NAMES, ratios, strict=True)))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for seed, case in enumerate(CASES, start=1):
-        ratios = zip(NAMES, error_ratios(case, seed), strict=True)
-        print(case.name, *(f"{name} {ratio:.2f}" for name, ratio in ratios))
+        draws = draw_calls(case, seed)
+        plain = torch.stack([draw.square_errors(plain_attention) for draw in draws]).sum(0)
+        for target in sys.argv[1:]:
+            print_ratios(target, case, draws, plain)
