@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,6 @@ from torch import Tensor
 
 from headscope._support.autograd import Function
 from headscope._support.ranks import Ranks
-
-Result = TypeVar("Result")
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
@@ -34,16 +32,21 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return rank
 
 
-def answered(exchange: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
-    """Run an exchange; if a rank has ended, raise an error that names it.
+def finish(start: Callable[[], Any], group: dist.ProcessGroup | None) -> None:
+    """Start a collective operation and wait for it; if a rank has ended, raise an error that names it.
+
+    Args:
+        start: starts the operation, and returns its work.
+        group: the ranks.
 
     Raises:
         RuntimeError: a rank did not answer within the timeout of the group.
     """
+    ranks = Ranks(group)
     try:
-        return exchange()
+        ranks.finish(start())
     except RuntimeError as error:
-        raise Ranks(group).failure("context parallelism", error) from error
+        raise ranks.failure("context parallelism", error) from error
 
 
 def join_parts(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
@@ -81,8 +84,7 @@ def gather(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -
 
 def gather_into(parts: list[Tensor], own: Tensor, group: dist.ProcessGroup | None) -> None:
     """Gather tensors of one size from all ranks."""
-    exchange: Callable[[], object] = partial(dist.all_gather, parts, own, group)
-    answered(exchange, group)
+    finish(partial(dist.all_gather, parts, own, group, async_op=True), group)
 
 
 def sum_parts(whole: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
@@ -100,8 +102,7 @@ def swap(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGro
     flat, got = x.contiguous().view(-1), x.new_empty(sum(received))
     if len(sent) == 1:
         return flat
-    exchange: Callable[[], object] = partial(dist.all_to_all_single, got, flat, received, sent, group)
-    answered(exchange, group)
+    finish(partial(dist.all_to_all_single, got, flat, received, sent, group, async_op=True), group)
     return got
 
 
@@ -123,12 +124,23 @@ class Transfer:
         self.got = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
         sends = [dist.P2POp(dist.isend, x, group=group, group_peer=after) for x in self.sent]
         receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=into) for x in self.got]
-        self.works = answered(partial(dist.batch_isend_irecv, [*sends, *receives]), group)
+        self.works: list[Any] = []
+        try:
+            self.works = dist.batch_isend_irecv([*sends, *receives])
+        except RuntimeError as error:
+            raise Ranks(group).failure("context parallelism", error) from error
 
     def wait(self) -> list[Tensor]:
-        """Return the tensors of the rank before."""
-        for work in self.works:
-            answered(work.wait, self.group)
+        """Return the tensors of the rank before.
+
+        Raises:
+            RuntimeError: a rank did not answer within the timeout of the group.
+        """
+        try:
+            for work in self.works:
+                work.wait()  # gloo completes it in this call only
+        except RuntimeError as error:
+            raise Ranks(self.group).failure("context parallelism", error) from error
         return self.got
 
 

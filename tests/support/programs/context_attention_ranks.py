@@ -273,7 +273,7 @@ def main() -> None:
     if rank == world - 1:
         print(json.dumps(found), flush=True)
         os._exit(0)  # as if it were killed
-    found["a rank ended"] = raised(lambda: context_attention(q, q, q, places=places, how="ring"))
+    found["a rank ended"] = raised(lambda: context_attention(q, q, q, places=places))
     print(json.dumps(found))
 
 
