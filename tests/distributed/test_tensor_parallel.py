@@ -18,7 +18,14 @@ OPTIONS = {
     *("qk_norm rms_all", "qk_norm rms, 2 kv heads", "qk_norm layer, 2 kv heads", "qk_norm rms_all, 2 kv heads"),
     *("gate", "bias_kv, 8 kv heads", "bias_kv, 2 kv heads", "bias_kv, 1 kv heads", "causal", "mask of heads"),
     *("a mask of one's own", "lengths", "documents", "bias of heads", "bias of all heads", "weights"),
-    *("dropout, not training", "all options", "plan", "plan, q alone", "plan, all options"),
+    *(
+        "dropout, not training",
+        "all options",
+        "plan",
+        "plan, q alone",
+        "plan, DTensors between projections",
+        "plan, all options",
+    ),
 }
 REFUSED = {
     "heads": "ValueError: mesh: has {world} ranks, which do not divide the 7 heads of MultiHeadAttention; expected a",

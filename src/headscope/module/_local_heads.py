@@ -19,7 +19,7 @@ from headscope._attend.dropout import draw_seed
 from headscope._linear import merge_heads, split_heads
 from headscope._support.arguments import check_type, narrow, shapes
 from headscope._support.collectives import Group, gather_axis, sum_gradients, sum_over_ranks
-from headscope._support.tensor_classes import is_distributed
+from headscope._support.tensor_classes import ORDINARY, is_distributed
 from headscope.masks import Mask, as_mask
 from headscope.positions import ALiBi, RelativeBias
 
@@ -283,6 +283,8 @@ def heads_of(module: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     Raises:
         ValueError: a width that is not that of whole heads, or k and v of different numbers of heads.
     """
+    if type(q) not in ORDINARY and is_distributed(q):
+        q, k, v = map(_of_rank, (q, k, v))
     width, v_width, splits = module.head_dim, module.v_head_dim, module.splits
     heads, kv_heads = module.num_heads, module.kv_heads
     if q.shape[-1] != splits[0]:
@@ -292,6 +294,15 @@ def heads_of(module: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
         if kv_heads != _whole_heads("v_proj", v, v_width):
             raise ValueError(f"v_proj: expected as many heads as k_proj, {kv_heads}; {shapes(k=k, v=v)}")
     return split_heads(q, heads, width), split_heads(k, kv_heads, width), split_heads(v, kv_heads, v_width)
+
+
+def _of_rank(x: Any) -> Tensor:
+    """Return this rank's heads of a projection, if it is a DTensor that is sharded by them; any other x as it is."""
+    if is_distributed(x) and all(
+        p.is_replicate() or (p.is_shard() and p.dim % x.ndim == x.ndim - 1) for p in x.placements
+    ):
+        return x.to_local()
+    return x
 
 
 def _whole_heads(name: str, x: Tensor, width: int) -> int:

@@ -43,11 +43,11 @@ class EveryOtherHead(masks.Mask):
         return ((i - j) % 2 == h % 2) | (i == j)
 
 
-def by_plan(*names: str) -> Callable[[Any, Mesh], Any]:
+def by_plan(*names: str, local: bool = True) -> Callable[[Any, Mesh], Any]:
     """Split a module by torch's own planner; the names are those of the projections split by rows."""
 
     def split(module: Any, mesh: Mesh) -> Any:
-        plan: dict[str, Any] = {name: ColwiseParallel() for name in names}
+        plan: dict[str, Any] = {name: ColwiseParallel(use_local_output=local) for name in names}
         return parallelize_module(module.unpack(), mesh, {**plan, "out_proj": RowwiseParallel()})
 
     return split
@@ -109,6 +109,10 @@ CASES: dict[str, Case] = {
     ),
     "plan": Case({}, how=by_plan(*QKV)),
     "plan, q alone": Case({"kv_heads": 2, "bias_kv": True, "qk_norm": "layer"}, how=by_plan("q_proj")),
+    "plan, DTensors between projections": Case(
+        {"sinks": True, "qk_norm": "rms", "gate": True, "rotary": positions.Rotary(2)},
+        lambda: {"mask": masks.causal(), "need_weights": True}, by_plan(*QKV, local=False),
+    ),
     "plan, all options": Case(
         {"sinks": True, "gate": True, "qk_norm": "rms_all", "position_bias": positions.T5Buckets(8, 16)},
         lambda: {"mask": masks.causal(), "need_weights": True}, by_plan(*QKV),
