@@ -318,6 +318,15 @@ def in_processes() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
+def all_processes() -> ProcessGroup | None:
+    """Return the default process group, if it has several processes; else None."""
+    if not in_processes():
+        return None
+    import torch.distributed as dist
+
+    return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+
 def _store() -> Any:
     """Return the store by which the processes have met."""
     from torch.distributed import distributed_c10d

@@ -21,8 +21,8 @@ class LightningMonitor(_lightning.Callback):
     the trainer's loggers, under that number, as ``attn/L03/H05/entropy``. Otherwise the model runs as without a
     monitor. An alarm is a warning of the logger "headscope" and counts in ``attn/alarms``.
 
-    A compiled module requires headscope's attention, see ``watch_compiled``. With several processes, only the first one
-    looks, at its own part of the batch.
+    A compiled module requires headscope's attention, see ``watch_compiled``. With several processes, values are those
+    of all their rows, and the first one logs them; of a compiled module, those of the first one's part of the batch.
 
     Args:
         every, rows, quantities, what, layers, kinds, alarms, log, compiled: as for ``TrainerMonitor``.
@@ -57,12 +57,11 @@ class LightningMonitor(_lightning.Callback):
         return self._steps.recording
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start to watch the module, in the first process."""
+        """Start to watch the module."""
         self._due = trainer.global_step
         self._loggers = list(trainer.loggers)
-        if trainer.is_global_zero:
-            compiled = getattr(pl_module, "_compiler_ctx", None) is not None
-            self._steps.open(pl_module, compiled=True if compiled else None)
+        compiled = True if getattr(pl_module, "_compiler_ctx", None) is not None else None
+        self._steps.open(pl_module, compiled=compiled, first=trainer.is_global_zero)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Look at the batch, if a step is due."""

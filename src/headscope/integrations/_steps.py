@@ -77,8 +77,14 @@ class Steps:
         """Whether a training is running."""
         return self._watch is not None
 
-    def open(self, model: nn.Module, *, compiled: bool | None = None) -> None:
-        """Start a training of a model; ``compiled``: what its trainer states, if the caller did not."""
+    def open(self, model: nn.Module, *, compiled: bool | None = None, first: bool = True) -> None:
+        """Start a training of a model; every process calls it.
+
+        Args:
+            model: the model.
+            compiled: what its trainer states, if the caller did not.
+            first: whether this is the first process of the training.
+        """
         self.close(failed=True)  # of a training that an exception has ended
         settings = self.settings
         more = settings.log if isinstance(settings.log, (list, tuple)) else [settings.log]
@@ -91,7 +97,10 @@ class Steps:
             kinds=settings.kinds,
             log=[self._pass_on, *(each for each in more if each is not None)],
             alarms=settings.alarms,
+            first=first,
         )
+        if watched is None:
+            return
         watched.__enter__()
         self._watch, self.recording = watched, watched.recording
         if watched.monitor is not None:

@@ -27,7 +27,8 @@ class TrainerMonitor(_trainers.TrainerCallback):
     the logger "headscope" and counts in ``attn/alarms``.
 
     A compiled model (``torch_compile=True``) requires headscope's attention, see ``watch_compiled``. With several
-    processes, only the first one looks, at its own part of the batch.
+    processes, values are those of all their rows, and the first one logs them; of a compiled model, those of the first
+    one's part of the batch.
 
     Args:
         every: look at one of every ``every`` steps.
@@ -71,11 +72,11 @@ class TrainerMonitor(_trainers.TrainerCallback):
         self._steps.close(failed=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start to watch the model, in the first process."""
+        """Start to watch the model."""
         self._handler = _calling_handler()
         self._first = True
-        if state.is_world_process_zero:
-            self._steps.open(kwargs["model"], compiled=True if args.torch_compile else None)
+        compiled = True if args.torch_compile else None
+        self._steps.open(kwargs["model"], compiled=compiled, first=state.is_world_process_zero)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look at the step, if it is due: the trainer counts it when it ends."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from headscope._intercept import Choice, Kind, WatchError, close_watch, find_compiled, list_modules, open_watch
+from headscope._support.ranks import all_processes
 from headscope.stats import Observe
 from headscope.watching._compiled import CompiledWatch, watch_compiled
 from headscope.watching._monitor import Limits, Monitor
@@ -74,17 +75,25 @@ def watch_steps(
     kinds: Mapping[str, Kind] | None,
     log: Any,
     alarms: bool | Limits,
-) -> StepWatch | CompiledWatch:
-    """Return a watch of chosen steps.
+    first: bool = True,
+) -> StepWatch | CompiledWatch | None:
+    """Return a watch of chosen steps; None where this process does not watch.
+
+    All processes of torch.distributed watch together, and the first one writes. Of a compiled model the first process
+    watches its own rows.
 
     Args:
         model, what, rows, layers, kinds, log, alarms: as for ``watch``.
         compiled: whether torch.compile runs the model, see ``watch_compiled``; None: if it or a part of it is marked
             so.
+        first: whether this is the first process of the training.
     """
     options: dict[str, Any] = {"rows": rows, "layers": layers, "kinds": kinds, "log": log, "alarms": alarms}
     if compiled is None:
         compiled = bool(find_compiled(list_modules(model)))
     if compiled:
-        return watch_compiled(model, what=what, **options)
-    return StepWatch(watch(model, what=Observe(received=False) if what is None else what, **options))
+        return watch_compiled(model, what=what, **options) if first else None
+    group = all_processes()
+    if group is None and not first:
+        return None
+    return StepWatch(watch(model, what=Observe(received=False) if what is None else what, group=group, **options))
