@@ -65,6 +65,11 @@ def test_a_watch_of_each_rank_merges_to_that_of_one_process(ranks: list[dict[str
     assert max(errors) <= 2e-6  # of float32 rows; sums and counts are compared exactly
 
 
+def test_heads_and_the_sequence_may_be_split_at_once(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks if len(ranks) == 4 else ():
+        assert {name: error for name, error in found["both"].items() if not error <= 2e-6} == {}
+
+
 @pytest.mark.parametrize("argument", ["dropout", "softcap", "mask", "how", "sinks"])
 def test_an_argument_that_differs_between_ranks_is_named_on_each(ranks: list[dict[str, Any]], argument: str) -> None:
     for rank, found in enumerate(ranks):
