@@ -11,7 +11,7 @@ import { Bar } from "./legend";
 import { Largest } from "./largest";
 import { LayerStrip } from "./layer_strip";
 import { MapView, type Zoom } from "./map";
-import { alsoOf, degreeOf, NAMED, SCORED } from "./naming";
+import { alsoOf, degreeOf, isScored, NAMED } from "./naming";
 import { Images, Regions } from "./picture";
 import { ImageTokens } from "./image_tokens";
 import { Keys } from "./reading";
@@ -145,7 +145,7 @@ function Region({ look }: { look: [string, number] | null | undefined }) {
 export function Likeness({ layer, head }: { layer: number; head: number }) {
   if (data.image && data.image.looks.length > 0 && data.patterns[layer]?.[head]?.[0]?.[0] !== "fixed key") return <Region look={data.image.looks[layer]?.[head]} />;
   const best = data.patterns[layer]?.[head]?.[0];
-  if (!best && !SCORED) return null;
+  if (!best && !isScored()) return null;
   const [name, score, rows] = best ?? ["", 0, 0];
   if (score < NAMED) return <p class="likeness" title={texts.head.noPatternHelp}>{texts.head.noPattern}</p>;
   const { kind, does } = texts.patterns[name]?.(UNIT) ?? { kind: name, does: data.patternWords[name] };

@@ -1,7 +1,7 @@
 // German. Words: der Head, die Query, der Key, das Token, der Patch, die Schicht, das Gewicht; "attends to" is "achtet auf".
 
 import { glossary, help, tour } from "./language_de_help";
-import { changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace } from "./language_de_views";
+import { changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace, whose } from "./language_de_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, counted, exponent, figure, type FirstColumn, fixed, local, percent, product, sum, whole } from "./texts";
 
@@ -200,7 +200,7 @@ export const german: Translation = {
     drawing: (at, of) => `Head ${whole(at)} von ${whole(of)} wird gezeichnet`,
   },
   files: { csv: "CSV" },
-  figures, everyHead, headTip,
+  figures, everyHead, headTip, whose,
   changes,
   dropped, links, compare, table, trace,
   history,

@@ -27,6 +27,16 @@ export const headTip: Translation["headTip"] = {
   strip: (layer) => `Heads von ${layer}`,
 };
 
+export const whose: Translation["whose"] = {
+  shows: "Diese Ansicht zeigt",
+  unlike: "B hat andere Heads, Längen oder Karten, also zeigt diese Ansicht nur A. Eine Seite von B allein: headscope report B.",
+  title: "Zwei Heads, von A und B oder beide von A",
+  group: (side, name) => (side === name ? side : `${side}: ${name}`),
+  within: "Zweiter − erster",
+  scales: "Zweiter − erster: Orange ist mehr Aufmerksamkeit im zweiten Head, Violett weniger. Beide Karten sind von A und haben eine gemeinsame Farbskala.",
+  columns: { a: "erster", b: "zweiter" },
+};
+
 export const everyHead: Translation["everyHead"] = {
   label: "Das Token in allen Heads",
   title: "{token} ({at}) in allen Heads: das Token, auf das es am meisten achtet. Zeigt man auf eine Zelle, erscheinen die Linien dieses Heads.",

@@ -1,7 +1,7 @@
 // Chinese (simplified). Words: 注意力头 or 头, 查询, 键, 词元, 图块, 层, 权重; "attends to" is 关注.
 
 import { glossary, help, tour } from "./language_zh_help";
-import { changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace } from "./language_zh_views";
+import { changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace, whose } from "./language_zh_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, counted, exponent, figure, type FirstColumn, percent, product, sum, whole } from "./texts";
 
@@ -183,7 +183,7 @@ export const chinese: Translation = {
     drawing: (at, of) => `正在绘制第 ${whole(at)} 个头，共 ${whole(of)} 个`,
   },
   files: { csv: "CSV" },
-  figures, everyHead, headTip,
+  figures, everyHead, headTip, whose,
   changes,
   dropped, links, compare, table, trace,
   history,

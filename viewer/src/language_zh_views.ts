@@ -20,6 +20,16 @@ export const headTip: Translation["headTip"] = {
   strip: (layer) => `${layer}的各个头`,
 };
 
+export const whose: Translation["whose"] = {
+  shows: "此视图显示",
+  unlike: "B 的头、长度或图不同，因此此视图只显示 A。单独生成 B 的页面：headscope report B。",
+  title: "两个头：A 与 B 各一，或都来自 A",
+  group: (side, name) => (side === name ? side : `${side}：${name}`),
+  within: "第二个 − 第一个",
+  scales: "第二个 − 第一个：橙色表示第二个头的注意力更多，紫色表示更少。两张图都来自 A，共用一个颜色标尺。",
+  columns: { a: "第一个", b: "第二个" },
+};
+
 export const everyHead: Translation["everyHead"] = {
   label: "该词元在所有头中",
   title: "{token}（{at}）在所有头中最关注的词元。将指针移到单元格上可查看该头的连线。",

@@ -1,7 +1,7 @@
 // One box that finds heads, positions and tokens.
 
 import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { data, HAS_READING, token } from "./data";
+import { data, HAS_READING, onOtherData, token } from "./data";
 import { all } from "./grid";
 import { opened } from "./head";
 import { selected } from "./selection";
@@ -59,6 +59,7 @@ interface Index {
 }
 
 let index: Index | null = null;
+onOtherData(() => (index = null));
 
 /** The text, or the texts of all windows, made once: it may have a million tokens. */
 function indexed(): Index {

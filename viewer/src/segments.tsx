@@ -2,7 +2,7 @@
 
 import { useRef } from "preact/hooks";
 import { hasBands, Swatch } from "./bands";
-import { data, type Layer } from "./data";
+import { data, type Layer, onOtherData } from "./data";
 import { all, bestPattern, isWeak, type Place } from "./grid";
 import { colour } from "./field";
 import { coloursOn, type Figure, origin, type Paper, tabular } from "./figure";
@@ -40,6 +40,7 @@ const CLEAR = 1.2; // times the even share, or that part of it: as for regions o
 const LEAST_DIFFERENCE = 0.01;
 
 const flags = new Map<number, string>();
+onOtherData(() => (decoded.clear(), flags.clear()));
 
 /** Whether chance does not explain a share: by its spread if that is known, else by the distance from an even share. True where both are
  * unknown. */

@@ -815,6 +815,17 @@ export const compare = {
   columns: { mean: "mean over queries", a: "A", b: "B", difference: "B − A" },
 };
 
+/** On a page of two recordings: which one a view shows. */
+export const whose = {
+  shows: "This view shows",
+  unlike: "B has other heads, lengths or maps, so this view shows A only. Make a page of B alone: headscope report B.",
+  title: "Two heads, of A and B or both of A",
+  group: (side: string, name: string) => (side === name ? side : `${side}: ${name}`),
+  within: "second − first",
+  scales: "Second − first: orange is more attention in the second head, purple is less. Both maps are of A, and share one colour scale.",
+  columns: { a: "first", b: "second" },
+};
+
 export const table = {
   title: "Statistics of all heads",
   hint: "Each value is a mean over the queries that have the statistic. Entropies are in nats. Click a heading to sort.",

@@ -144,7 +144,10 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
     return data, packed.content
 
 
-OTHER = ("layers", "masks", "bits", "names", "statistics", "tokens", "title", "origin", "numbers")
+OTHER = (
+    *("layers", "masks", "bits", "names", "statistics", "patterns", "also", "highlights", "tokens", "runTokens"),
+    *("title", "origin", "numbers"),
+)
 
 
 def _other_data(against: Against) -> tuple[str, str]:
