@@ -1,7 +1,7 @@
 // German. Words: der Head, die Query, der Key, das Token, der Patch, die Schicht, das Gewicht; "attends to" is "achtet auf".
 
 import { glossary, help, tour } from "./language_de_help";
-import { changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace, whose } from "./language_de_views";
+import { chance, changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace, whose } from "./language_de_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, counted, exponent, figure, type FirstColumn, fixed, local, percent, product, sum, whole } from "./texts";
 
@@ -51,11 +51,11 @@ export const german: Translation = {
     evenHint: "gleichmäßig = der Anteil, wenn jedes Token sein Gewicht gleichmäßig auf alle Tokens verteilte, auf die es achten darf.",
     evenTip: (share) => `Eine gleichmäßige Verteilung ergäbe ${share}.`,
     viewEven: (share) => `Eine gleichmäßige Verteilung ergäbe ${share}.`,
-    pale: (clear) => (clear ? "Blass: Der Zufall erklärt den Anteil, der davon höchstens 3 Standardabweichungen oder 1 % entfernt ist." : "Blass: Der Anteil weicht davon höchstens um ein Fünftel ab."),
+    ...chance,
     without: "ohne das erste Token",
     withoutShare: (share) => ` ohne das erste Token: ${share}`,
     withoutHint: "„Ohne das erste Token“ lässt das Gewicht auf dem ersten Token weg, auf dem viele Heads ungenutztes Gewicht ablegen. Der Rest wird nicht hochskaliert.",
-    withoutChance: "Was der Zufall dort ergäbe, ist nicht bekannt, daher ist keine Zelle blass.",
+    withoutChance: "Was der Zufall dort ergäbe, ist nicht bekannt, daher zeigt die Farbe nur den Anteil.",
     hint: "Welcher Anteil des Gewichts der Tokens eines Segments (Zeile) im Mittel auf den Tokens jedes Segments (Spalte) liegt. Eine Zeile ergibt weniger als 100 %, wenn Keys in keinem Segment liegen.",
     viewHint: "Jede Zelle ist ein Head: der Anteil des Gewichts der Tokens des ersten Segments, der auf dem zweiten liegt. Ein Klick öffnet den Head.",
     from: "Wie sehr achten die Tokens von",

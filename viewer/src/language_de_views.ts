@@ -27,6 +27,18 @@ export const headTip: Translation["headTip"] = {
   strip: (layer) => `Heads von ${layer}`,
 };
 
+export const chance: Pick<Translation["segments"], "scale" | "below" | "above" | "within" | "reads" | "readsNone" | "readsLess" | "counts" | "withoutIn"> = {
+  scale: "Anteil, verglichen mit dem Zufall",
+  below: (points) => `${points} Punkte darunter`,
+  above: (points) => `${points} Punkte darüber`,
+  within: (clear) => (clear ? "Grau: Der Zufall erklärt den Anteil, der davon höchstens 3 Standardabweichungen oder 1 % entfernt ist." : "Grau: Der Anteil weicht höchstens um ein Fünftel vom Zufall ab."),
+  reads: (to, share, chance) => `{head} liest „${to}“ am meisten: ${share} (Zufall ${chance}).`,
+  readsNone: (to, share, chance) => `Kein Head liest „${to}“ mehr als der Zufall. Der Zufall (${chance}) erklärt den größten Anteil, ${share} von {head}.`,
+  readsLess: (to) => `Kein Head liest „${to}“ mehr als der Zufall.`,
+  counts: (more, less, of) => `Von ${of === 1 ? "einem Head" : `${whole(of)} Heads`} ${(more || less) === 1 ? "liest" : "lesen"} es ${more === 0 ? "" : `${whole(more)} mehr als der Zufall, `}${whole(less)} weniger.`,
+  withoutIn: (share) => `(${share} ohne das erste Token)`,
+};
+
 export const whose: Translation["whose"] = {
   shows: "Diese Ansicht zeigt",
   unlike: "B hat andere Heads, Längen oder Karten, also zeigt diese Ansicht nur A. Eine Seite von B allein: headscope report B.",

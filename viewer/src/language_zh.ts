@@ -1,7 +1,7 @@
 // Chinese (simplified). Words: 注意力头 or 头, 查询, 键, 词元, 图块, 层, 权重; "attends to" is 关注.
 
 import { glossary, help, tour } from "./language_zh_help";
-import { changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace, whose } from "./language_zh_views";
+import { chance, changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace, whose } from "./language_zh_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, counted, exponent, figure, type FirstColumn, percent, product, sum, whole } from "./texts";
 
@@ -36,11 +36,11 @@ export const chinese: Translation = {
     evenHint: "均匀 = 每个词元把权重均匀分给它可以关注的所有词元时的份额。",
     evenTip: (share) => `均匀分布时为 ${share}。`,
     viewEven: (share) => `均匀分布时为 ${share}。`,
-    pale: (clear) => (clear ? "颜色较淡：份额与之相差不到 3 个标准差或不到 1%，可由随机解释。" : "颜色较淡：份额与之相差不超过五分之一。"),
+    ...chance,
     without: "不含第一个词元",
     withoutShare: (share) => ` 不含第一个词元：${share}`,
     withoutHint: "“不含第一个词元”去掉第一个词元上的权重，许多头把用不上的权重放在那里。其余部分不按比例放大。",
-    withoutChance: "此时不知道随机分布的结果，因此没有颜色较淡的单元格。",
+    withoutChance: "此时不知道随机分布的结果，因此颜色只表示份额。",
     hint: "某片段（行）的词元平均有多少权重落在各片段（列）的词元上。如果有的键不属于任何片段，一行之和小于 100%。",
     viewHint: "每个单元格是一个头：第一个片段的词元有多少权重落在第二个片段上。点击可打开该头。",
     from: "查询所在片段",

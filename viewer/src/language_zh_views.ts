@@ -20,6 +20,18 @@ export const headTip: Translation["headTip"] = {
   strip: (layer) => `${layer}的各个头`,
 };
 
+export const chance: Pick<Translation["segments"], "scale" | "below" | "above" | "within" | "reads" | "readsNone" | "readsLess" | "counts" | "withoutIn"> = {
+  scale: "份额，与随机相比",
+  below: (points) => `低 ${points} 个百分点`,
+  above: (points) => `高 ${points} 个百分点`,
+  within: (clear) => (clear ? "灰色：份额与随机相差不到 3 个标准差或不到 1%，可由随机解释。" : "灰色：份额与随机相差不超过五分之一。"),
+  reads: (to, share, chance) => `{head} 读取“${to}”最多：${share}（随机为 ${chance}）。`,
+  readsNone: (to, share, chance) => `没有头读取“${to}”多于随机。最大份额（{head} 的 ${share}）可由随机（${chance}）解释。`,
+  readsLess: (to) => `没有头读取“${to}”多于随机。`,
+  counts: (more, less, of) => `在 ${whole(of)} 个头中，${more === 0 ? "" : `${whole(more)} 个多于随机，`}${whole(less)} 个少于随机。`,
+  withoutIn: (share) => `（不含第一个词元为 ${share}）`,
+};
+
 export const whose: Translation["whose"] = {
   shows: "此视图显示",
   unlike: "B 的头、长度或图不同，因此此视图只显示 A。单独生成 B 的页面：headscope report B。",
