@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 
 from headscope import Observe, masks, observe
 from headscope.watching import About, Recording
-from support.all_views import write_pair
+from support.all_views import shipped
 from support.browser import chromium, in_a_browser, long, look, recorded, save_figure, short, texts_of, thumbs, weight
 
 __all__ = ["chromium", "long", "look", "short"]  # fixtures
@@ -297,7 +297,7 @@ def test_what_scrolls_fades_until_its_end(look: Any) -> None:
 
 
 def test_head_b_of_compare_is_that_of_the_second_card(look: Any, tmp_path: Path) -> None:
-    page = look(write_pair(tmp_path), "view=heads")
+    page = look(shipped(1.0).save_html(tmp_path / "one.html"), "view=heads")
     cards = page.locator(".cards .card b").all_inner_texts()
     named = [text for text in cards if re.fullmatch(r"\d+\.\d+", text)]
     assert len(named) > 1

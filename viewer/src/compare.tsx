@@ -109,18 +109,23 @@ interface ChoiceProps {
   choose: (side: "a" | "b", layer: number, head: number) => void;
 }
 
+/** "3.2", of this page; "b.3.2", of the recording that it is compared with. */
+function valueOf(side: "a" | "b", { layer, head }: Place): string {
+  return `${side === "b" ? "b." : ""}${layer}.${head}`;
+}
+
 function Choice({ label, place: { layer, head, side = "a" }, other, choose }: ChoiceProps) {
   const options = (of: "a" | "b", places: Place[]) => places.map((each) => (
-    <option key={`${of}.${each.layer}.${each.head}`} value={`${of}.${each.layer}.${each.head}`}>{nameOf(each.layer, each.head)}</option>
+    <option key={`${of}.${each.layer}.${each.head}`} value={valueOf(of, each)}>{nameOf(each.layer, each.head)}</option>
   ));
   const theirs = other ? [...other.is.heads].sort((x, y) => x.layer - y.layer || x.head - y.head) : [];
   return (
     <p class="choice">
       <label>
         {label}{" "}
-        <select value={`${side}.${layer}.${head}`} onChange={(event) => {
-          const [of, to, number] = event.currentTarget.value.split(".");
-          choose(of as "a" | "b", Number(to), Number(number));
+        <select value={valueOf(side, { layer, head })} onChange={(event) => {
+          const [number, to, of] = event.currentTarget.value.split(".").reverse();
+          choose(of === "b" ? "b" : "a", Number(to), Number(number));
         }}>
           {other ? (
             <>

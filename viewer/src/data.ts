@@ -157,6 +157,7 @@ export interface Highlight {
   score: number | null;
   share: number | null;
   cell: [number, number] | null;
+  run?: number | null; // the forward pass of the cell; pages of earlier versions lack it
   weight: number | null;
   texts: [string, string] | null;
   also: [string, number] | null; // the second pattern of the head beyond chance

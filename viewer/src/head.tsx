@@ -25,7 +25,7 @@ import { asField, isExact, served, type Tile } from "./tiles";
 import * as texts from "./texts";
 import { counted, figure, fill, percent, whole } from "./texts";
 import { Why } from "./why";
-import { binning, ending, isClear, nameOf, withoutFirst } from "./words";
+import { binning, ending, isClear, nameOf, windowsOf, withoutFirst } from "./words";
 
 interface Props {
   state: State;
@@ -97,7 +97,7 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
         {shown && found && (
           <div ref={canvas} class="drawing">
             {hasPatches(layer) && <h3>{texts.head.fullMap}</h3>}
-            <Legend {...{ layer, field: tile ? asField(tile, state.pool) : shown, state, tile }} />
+            <Legend {...{ layer, field: tile ? asField(tile, state.pool) : shown, state, tile, change }} />
             <BandLegend layer={layer} />
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
@@ -199,16 +199,31 @@ export function opened(state: State, layer: number, head: number): Partial<State
 
 // ---------------------------------------------------------------- under the map
 
-export function Legend({ layer, field: of, state, tile, head = state.head }: { layer: Layer; head?: number; field: Field; state: State; tile?: Tile | null }) {
+interface LegendProps {
+  layer: Layer;
+  head?: number;
+  field: Field;
+  state: State;
+  tile?: Tile | null;
+  change?: Props["change"]; // where the reader can select what cells show
+}
+
+export function Legend({ layer, field: of, state, tile, head = state.head, change }: LegendProps) {
   const low = of.signed ? figure(-of.top) : state.scale === "log" ? texts.legend.atMost(figure(of.top / 1e4)) : figure(0);
   const scale = of.signed ? "linear" : state.scale;
   const what = of.signed ? "difference" : (tile ? isExact(tile) : layer.map!.exact) ? "weight" : of.pool;
+  const windows = windowsOf(layer);
   const codes = 2 ** data.bits - 1;
   const levels = layer.map!.levels?.[head] ?? FULL;
   const [bits, rough] = levels < FULL ? [texts.legend.levels(levels), texts.legend.coarse(levels)] : [texts.legend.bits(data.bits, codes), data.bits === 8 && texts.legend.rough];
   return (
     <p class="hint legend">
-      <Bar what={texts.legend.what(what, scale)} low={low} high={of.above ? texts.legend.orMore(figure(of.top)) : figure(of.top)} colours={state.colours} signed={of.signed} />
+      <Bar what={windows > 1 && !of.signed && !tile ? texts.legend[of.pool === "max" ? "largestOf" : "meanOf"](windows, scale) : texts.legend.what(what, scale)} low={low} high={of.above ? texts.legend.orMore(figure(of.top)) : figure(of.top)} colours={state.colours} signed={of.signed} />
+      {windows > 1 && change && !tile && (
+        <span role="group" aria-label={texts.controls.pool} class="pools">
+          {(["mean", "max"] as const).map((pool) => <button type="button" key={pool} aria-pressed={state.pool === pool} onClick={() => change({ pool })}>{texts.controls.pools[pool]}</button>)}
+        </span>
+      )}
       {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[binning(layer, of.pool), !of.signed && ending(of), withoutFirst(layer, of), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
     </p>
   );

@@ -70,7 +70,8 @@ export const german: Translation = {
   },
   search: {
     label: "Ein Token, eine Position oder einen Head suchen (Taste /)",
-    placeholder: "Suche: cat, 10240, 3.3",
+    placeholder: (word, at, head) => `Suche: ${[word, at, head].filter(Boolean).join(", ")}`,
+    beyond: (tokens) => `Der Text hat ${counted(tokens, "token")}, gezählt ab 0.`,
     results: "Treffer",
     token: (at, around) => `${whole(at)}: ${around}`,
     more: (count) => `und ${whole(count)} weitere`,
@@ -178,7 +179,7 @@ export const german: Translation = {
   },
   grid: {
     title: "Alle Heads",
-    ownScale: (what, scale, largest) => (what === "image" ? "Jedes Bild hat seine eigene Farbskala." : `Zeilen sind Queries, Spalten sind Keys.${largest ? " Jede Zelle zeigt ihr größtes Gewicht." : ""} Jede Karte hat ihre eigene Farbskala (${scale}).`),
+    ownScale: (what, scale, largest) => (what === "image" ? "Jedes Bild hat seine eigene Farbskala." : `Zeilen sind Queries, Spalten sind Keys.${largest === 0 ? "" : largest > 1 ? ` Jede Zelle zeigt ihr größtes Gewicht aus ${whole(largest)} Fenstern.` : " Jede Zelle zeigt ihr größtes Gewicht."} Jede Karte hat ihre eigene Farbskala (${scale}).`),
     click: "Ein Klick öffnet einen Head.",
     noMap: (statistic) => `Jede Kachel zeigt den Mittelwert von: ${statistic}. Es wurde keine Karte aufgezeichnet; Observe(map=64) zeichnet eine auf.`,
     layer: "Schicht",
@@ -292,6 +293,7 @@ export const german: Translation = {
   reason: {
     title: "Warum dieses Gewicht?",
     choose: "Eine einzelne Zelle der Karte auswählen, um zu sehen, wie ihr Gewicht berechnet wird. Zuerst hineinzoomen, wenn eine Zelle mehrere Tokens umfasst.",
+    absent: "Die Seite enthält q und k dieses Heads nicht. So werden sie aufgezeichnet: headscope watch --keep-qk, oder Observe(keep_qk=True). So entsteht die Seite: headscope report --exact LAYER.HEAD.",
     served: "Die Seite eines Servers enthält q und k nicht. Eine gespeicherte Seite zeigt, wie ein Gewicht berechnet wird: recording.save_html(path, exact=[(layer, head)]).",
     others: "Diese Seite kann die Gewichte berechnen von: {heads}.",
     pair: "{query} → {key}",
@@ -384,6 +386,8 @@ export const german: Translation = {
   },
   legend: {
     what: (kind, scale) => `${{ difference: "Differenz", weight: "Gewicht", mean: "mittleres Gewicht einer Zelle", max: "Maximum einer Zelle" }[kind]}, ${{ linear: "linear", log: "logarithmisch" }[scale]}`,
+    largestOf: (windows, scale) => `größtes Gewicht aus ${whole(windows)} Fenstern, ${scale === "log" ? "logarithmisch" : "linear"}`,
+    meanOf: (windows, scale) => `mittleres Gewicht aus ${whole(windows)} Fenstern, ${scale === "log" ? "logarithmisch" : "linear"}`,
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} oder mehr`,
     visiblePart: "Die Farbskala ist die des sichtbaren Ausschnitts.", quantile: "Die Skala endet beim 99,5-%-Quantil.", pixel: "Ein Pixel mit mehreren Zellen zeigt die größte.",

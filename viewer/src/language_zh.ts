@@ -55,7 +55,8 @@ export const chinese: Translation = {
   },
   search: {
     label: "查找词元、位置或头（按 /）",
-    placeholder: "查找：cat、10240、3.3",
+    placeholder: (word, at, head) => `查找：${[word, at, head].filter(Boolean).join("、")}`,
+    beyond: (tokens) => `文本有 ${counted(tokens, "token")}，从 0 数起。`,
     results: "查找结果",
     token: (at, around) => `${whole(at)}：${around}`,
     more: (count) => `另有 ${whole(count)} 个`,
@@ -161,7 +162,7 @@ export const chinese: Translation = {
   },
   grid: {
     title: "所有头",
-    ownScale: (what, scale, largest) => (what === "image" ? "每幅图各有自己的颜色刻度。" : `行是查询，列是键。${largest ? "每个单元格显示其最大权重。" : ""}每幅热图各有自己的${scale}颜色刻度。`),
+    ownScale: (what, scale, largest) => (what === "image" ? "每幅图各有自己的颜色刻度。" : `行是查询，列是键。${largest === 0 ? "" : largest > 1 ? `每个单元格显示其在 ${whole(largest)} 个窗口中的最大权重。` : "每个单元格显示其最大权重。"}每幅热图各有自己的${scale}颜色刻度。`),
     click: "点击可打开一个头。",
     noMap: (statistic) => `每格显示${statistic}的平均值。未记录热图；用 Observe(map=64) 可记录。`,
     layer: "层",
@@ -275,6 +276,7 @@ export const chinese: Translation = {
   reason: {
     title: "为什么是这个权重？",
     choose: "选中热图的一个单元格，查看其权重如何算出。如果一个单元格包含多个词元，请先放大。",
+    absent: "此页面没有这个头的 q 和 k。记录它们：headscope watch --keep-qk，或 Observe(keep_qk=True)。然后生成页面：headscope report --exact LAYER.HEAD。",
     served: "服务器的页面不保存 q 和 k。保存的页面可显示权重如何算出：recording.save_html(path, exact=[(layer, head)])。",
     others: "本页可以计算以下各头的权重：{heads}。",
     pair: "{query} → {key}",
@@ -366,6 +368,8 @@ export const chinese: Translation = {
   },
   legend: {
     what: (kind, scale) => `${{ difference: "差", weight: "权重", mean: "单元格的平均权重", max: "单元格的最大值" }[kind]}，${{ linear: "线性", log: "对数" }[scale]}`,
+    largestOf: (windows, scale) => `${whole(windows)} 个窗口中的最大权重，${scale === "log" ? "对数" : "线性"}`,
+    meanOf: (windows, scale) => `${whole(windows)} 个窗口的平均权重，${scale === "log" ? "对数" : "线性"}`,
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} 或更大`,
     visiblePart: "颜色刻度以可见部分为准。",

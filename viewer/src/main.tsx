@@ -30,7 +30,7 @@ import { Table } from "./table";
 import { controls, grid, image } from "./texts";
 import { Tour } from "./tour";
 import { Trace } from "./trace";
-import { ending, withoutFirst } from "./words";
+import { ending, windowsOf, withoutFirst } from "./words";
 import "./style.css";
 
 function App() {
@@ -173,7 +173,7 @@ function headingOf(name: string): string {
 
 /** The sentence above the heads. */
 function gridHint(state: State): string {
-  const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && data.layers.some(({ map }) => map && !map.exact));
+  const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && data.layers.some(({ map }) => map && !map.exact) ? Math.max(1, ...data.layers.map(windowsOf)) : 0);
   const many = !data.image && data.layers.find(({ map }) => map && hasQuantile(map))?.map;
   const [found, heads] = [chosen(state).length, all().length];
   const shown = data.image && HAS_MAPS && (state.thumbs === "patch" ? image.shownOf.patch(keyName(queryOf(state, state.layer, state.head))) : image.shownOf[state.thumbs]);

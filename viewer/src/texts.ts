@@ -117,7 +117,7 @@ export const segments = {
 
 export const search = {
   label: "Find a token, a position or a head (press /)",
-  placeholder: "Find: cat, 10240, 3.3",
+  placeholder: (word: string, at: string, head: string) => `Find: ${[word, at, head].filter(Boolean).join(", ")}`,
   results: "What fits",
   token: (at: number, around: string) => `${whole(at)}: ${around}`,
   more: (count: number) => `and ${whole(count)} more`,
@@ -125,6 +125,7 @@ export const search = {
   merged: "The map merges all windows, so its row stands for these positions in each of them.",
   nth: (n: number, of: number) => `${whole(n)} of ${whole(of)}, Enter: next.`,
   none: "Nothing fits.",
+  beyond: (tokens: number) => `The text has ${counted(tokens, "token")}, counted from 0.`,
   onlyHeads: "Find a head: 3.3",
   steps: "Find: 3.3, step 120",
   noTokens: "Heads only, such as 3.3: the page does not hold one text, token by token.",
@@ -270,7 +271,7 @@ export const cards = {
 
 export const grid = {
   title: "All heads",
-  ownScale: (what: "image" | "map", scale: string, largest: boolean) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys.${largest ? " Each cell shows its largest weight." : ""} Each map has its own ${scale} colour scale.`,
+  ownScale: (what: "image" | "map", scale: string, largest: number) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys.${largest === 0 ? "" : largest > 1 ? ` Each cell shows its largest weight over ${whole(largest)} windows.` : " Each cell shows its largest weight."} Each map has its own ${scale} colour scale.`,
   click: "Click a head to open it.",
   noMap: (statistic: string) => `Each tile shows the mean of ${statistic}. No map was recorded; Observe(map=64) records one.`,
   layer: "layer",
@@ -540,6 +541,7 @@ function four(value: number): string {
 export const reason = {
   title: "Why this weight?",
   choose: "Select one cell of the map to see how its weight is computed. Zoom in first if a cell covers several tokens.",
+  absent: "This page does not hold q and k of this head. Record them: headscope watch --keep-qk, or Observe(keep_qk=True). Then make the page: headscope report --exact LAYER.HEAD.",
   served: "A page from a server does not hold q and k. A saved page shows how a weight is computed: recording.save_html(path, exact=[(layer, head)]).",
   others: "This page can compute the weights of {heads}.",
   pair: "{query} → {key}",
@@ -726,6 +728,8 @@ export const cell = {
 export const legend = {
   what: (kind: "difference" | "weight" | "mean" | "max", scale: "linear" | "log") =>
     `${{ difference: "difference", weight: "weight", mean: "mean weight of a cell", max: "maximum of a cell" }[kind]}, ${scale}`,
+  largestOf: (windows: number, scale: "linear" | "log") => `largest weight over ${whole(windows)} windows, ${scale}`,
+  meanOf: (windows: number, scale: "linear" | "log") => `mean weight over ${whole(windows)} windows, ${scale}`,
   atMost: (value: string) => `≤ ${value}`,
   orMore: (value: string) => `${value} or more`,
   visiblePart: "The colour scale is that of the visible part.",
