@@ -265,6 +265,8 @@ export const history: Translation["history"] = {
   quiet: (steps) => `Kein Alarm in ${steps === 1 ? "einem Schritt" : `${whole(steps)} Schritten`}.`,
   unwatched: "Es wurden keine Alarme verlangt: watch(alarms=True) löst sie aus.",
   changed: (name, quantity) => `Stärkste Veränderung (${quantity}): ${name}`,
+  rises: (step, heads, of) => `Ab Schritt ${step} steigt die Entropie von ${heads} der ${of} Heads`,
+  riseOf: (name, before, after) => `Am stärksten: ${name}, normierte Entropie ${before} → ${after}`,
   open: "Diesen Head bei diesem Schritt zeigen",
   openHead: "Diesen Head zeigen",
   head: (name) => `Head ${name}`,

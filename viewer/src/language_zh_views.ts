@@ -257,6 +257,8 @@ export const history: Translation["history"] = {
   quiet: (steps) => `${counted(steps, "step")}中没有警报。`,
   unwatched: "未要求警报：watch(alarms=True) 可启用警报。",
   changed: (name, quantity) => `${quantity}变化最大：${name}`,
+  rises: (step, heads, of) => `从第 ${step} 步起，${of} 个头中有 ${heads} 个的熵上升`,
+  riseOf: (name, before, after) => `最多：${name}，归一化熵 ${before} → ${after}`,
   open: "显示这一步的这个头",
   openHead: "显示这个头",
   head: (name) => `头 ${name}`,

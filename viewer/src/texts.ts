@@ -1010,6 +1010,8 @@ export const history = {
   quiet: (steps: number) => `No alarm in ${counted(steps, "step")}.`,
   unwatched: "No alarms were requested: watch(alarms=True) raises them.",
   changed: (name: string, quantity: string) => `Most change in ${quantity}: ${name}`,
+  rises: (step: string, heads: string, of: string) => `From step ${step} the entropy of ${heads} of ${of} heads rises`,
+  riseOf: (name: string, before: string, after: string) => `Most: ${name}, normalized entropy ${before} → ${after}`,
   open: "Show this head at this step",
   openHead: "Show this head",
   head: (name: string) => `Head ${name}`,
