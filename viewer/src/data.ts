@@ -86,6 +86,7 @@ export interface ImageFacts {
   regionWords: Record<string, { heading: string; meaning: string }>;
   looks: ([string, number] | null)[][];
   clear: (string | null)[][]; // the region of each head that cards count
+  fixed?: boolean[][]; // whether the rows of each head are nearly the same; pages of earlier versions lack it
 }
 
 export interface Step {

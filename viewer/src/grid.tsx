@@ -80,7 +80,7 @@ function hasLook({ layer, head }: Place): boolean {
 
 function namePattern({ layer, head }: Place): string {
   const look = data.image?.looks[layer]?.[head];
-  if (look) return isClear(look) ? grid.region(regionNames[look[0]] ?? look[0], look[1]) : NO_VALUE;
+  if (look) return isClear(look) ? (data.image!.fixed?.[layer]?.[head] ? grid.fixedRegion : grid.region)(regionNames[look[0]] ?? look[0], look[1]) : NO_VALUE;
   const best = data.patterns[layer]?.[head]?.[0];
   if (!best) return isScored() ? NO_VALUE : "";
   return best[1] < NAMED ? NO_VALUE : grid.match(nameInWords(best[0], best[1]), best[1]);

@@ -135,15 +135,16 @@ export function single({ map, lengths }: Layer): boolean {
 }
 
 /** The region of the image that the head looks at most, in a sentence. */
-function Region({ look }: { look: [string, number] | null | undefined }) {
-  const { mostRegion, noRegion } = texts.image;
+function Region({ look, fixed }: { look: [string, number] | null | undefined; fixed: boolean }) {
+  const { noRegion } = texts.image;
+  const mostRegion = fixed ? texts.image.fixedRegion : texts.image.mostRegion;
   if (!isClear(look)) return <p class="likeness">{noRegion}</p>;
   return <p class="likeness" title={data.image!.regionWords[look[0]].meaning}>{fill(mostRegion(look[1]), { region: <b>{texts.regionNames[look[0]] ?? look[0]}</b> })}</p>;
 }
 
 /** The pattern that the head matches best, in a sentence. */
 export function Likeness({ layer, head }: { layer: number; head: number }) {
-  if (data.image && data.image.looks.length > 0 && data.patterns[layer]?.[head]?.[0]?.[0] !== "fixed key") return <Region look={data.image.looks[layer]?.[head]} />;
+  if (data.image && data.image.looks.length > 0 && data.patterns[layer]?.[head]?.[0]?.[0] !== "fixed key") return <Region look={data.image.looks[layer]?.[head]} fixed={data.image.fixed?.[layer]?.[head] ?? false} />;
   const best = data.patterns[layer]?.[head]?.[0];
   if (!best && !isScored()) return null;
   const [name, score, rows] = best ?? ["", 0, 0];

@@ -291,6 +291,7 @@ export const grid = {
   partly: (pattern: string) => `partly ${pattern}`,
   also: (pattern: string, score: string) => `; also ${pattern}, ${score}`,
   region: (region: string, ratio: number) => `${region} × ${ratio.toFixed(1)}`,
+  fixedRegion: (region: string) => `fixed keys: ${region}`,
   drawing: (at: number, of: number) => `Drawing head ${whole(at)} of ${whole(of)}`,
 };
 
@@ -786,6 +787,7 @@ export const image = {
   outline: "The line is the outline of the object.",
   regions: "What it looks at",
   mostRegion: (ratio: number) => `Looks at {region} (${ratio.toFixed(1)} × chance): ${ratio.toFixed(1)} times as much as an even spread.`,
+  fixedRegion: (ratio: number) => `Fixed keys: all patches attend to nearly the same patches, whatever they show. Of the regions, {region} has most: ${ratio.toFixed(1)} times as much as an even spread.`,
   noRegion: "Looks at none of the regions much more than an even spread does.",
   ratio: (ratio: number) => `× ${ratio.toFixed(2)}`,
   even: "The line marks × 1, an even spread. Regions overlap.",

@@ -208,6 +208,7 @@ def _picture(picture: Picture) -> dict[str, Any]:
         "regionWords": {name: {"heading": word.heading, "meaning": word.meaning} for name, word in REGIONS.items()},
         "looks": [[look and list(look) for look in layer] for layer in picture.looks],
         "clear": [list(layer) for layer in picture.clear],
+        "fixed": [list(layer) for layer in picture.fixed],
     }
 
 
