@@ -171,3 +171,31 @@ def test_a_recording_of_another_length_is_not_shown_as_this_one(look: Any, tmp_p
     assert button.get_attribute("aria-disabled") == "true"
     assert page.get_by_role("button", name=re.compile("^A")).get_attribute("aria-pressed") == "true"
     assert "lengths" in page.locator(".whose").inner_text()
+
+
+def test_a_head_that_moved_by_its_values_alone_states_so(look: Any, tmp_path: Path) -> None:
+    q, k, v = torch.randn(3, 1, 3, 13, 8, generator=torch.Generator().manual_seed(11))
+    later = v.clone()
+    later[:, 1] *= 4
+    kinds: Any = {"layers.0.attention": "self"}
+    a, b = (
+        Recording(
+            observe(q, k, each, mask=masks.causal(), what=Observe(map=13)).named("layers.0.attention"),
+            About("m", {}, {}, kinds, None, 1, 1),
+        )
+        for each in (v, later)
+    )
+    page = look(a.save_html(tmp_path / "two.html", against=b))
+    assert "1 of 3 heads moved" in page.locator(".changes-summary").inner_text()
+    assert "only the value norm, not the attention" in page.locator(".changed").first.inner_text()
+    page.locator(".changed").first.click()
+    assert "only the value norm" in page.locator(".change-head").inner_text()
+
+
+def test_the_legend_of_a_difference_states_that_it_is_linear(changed: Page) -> None:
+    changed.locator(".changed").first.click()
+    changed.locator(".map canvas").nth(2).wait_for()
+    assert "logarithmic" not in changed.locator("#view").inner_text()
+    changed.evaluate("location.hash += '&scale=log'")
+    changed.locator(".legend").last.get_by_text("This scale is linear").wait_for()
+    assert changed.get_by_text("This scale is linear").count() == 1

@@ -165,10 +165,11 @@ function blues(at: number): string {
   return `rgb(${parts.join(" ")})`;
 }
 
-/** Purple, the ground of a dark page, orange. */
+/** Purple, a grey that is lighter than the ground of a dark page, orange. Near the middle the colours change faster: dark colours that differ
+ * as little as those of a light page look the same. */
 function signedDark(at: number): string {
-  const [end, ground] = [at < 0.5 ? [190, 160, 255] : [255, 170, 80], [27, 25, 31]];
-  const share = Math.abs(2 * at - 1);
+  const [end, ground] = [at < 0.5 ? [190, 160, 255] : [255, 170, 80], [44, 41, 50]];
+  const share = Math.abs(2 * at - 1) ** 0.6;
   return `rgb(${ground.map((from, n) => Math.round(from + (end[n] - from) * share)).join(" ")})`;
 }
 

@@ -391,6 +391,7 @@ export const german: Translation = {
     meanOf: (windows, scale) => `mittleres Gewicht aus ${whole(windows)} Fenstern, ${scale === "log" ? "logarithmisch" : "linear"}`,
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} oder mehr`,
+    linearAlone: "Diese Skala ist linear, die von A und B sind logarithmisch: Eine Differenz kleiner Gewichte ist hier blass.",
     visiblePart: "Die Farbskala ist die des sichtbaren Ausschnitts.", quantile: "Die Skala endet beim 99,5-%-Quantil.", pixel: "Ein Pixel mit mehreren Zellen zeigt die größte.",
     bits: (bits, codes) => `Mit ${bits} Bit gespeichert: Wert = größter × (c / ${whole(codes)})², mit einem Fehler von höchstens ${local((1 / codes).toPrecision(1))} des größten.`,
     rough: "Werte mit ≈ sind mit 8 Bit gespeichert.",

@@ -150,7 +150,7 @@ export const changes: Translation["changes"] = {
   largest: "Die größte Veränderung ist die von {head} ({change}): {size} der Schwelle.",
   hint: "Ein Klick öffnet den Head.",
   limits: ({ share, nats, logits, ratio, map, errors }) =>
-    `Verändert: ein Anteil um ${whole(100 * share)} Prozentpunkte, die Entropie um ${figure(nats, 2)} nats, Keys um × ${figure(ratio)}, ein Logit um ${whole(logits)}, oder ${percent(map)} der Aufmerksamkeit anderswo; und um ${whole(errors)} Standardfehler.`,
+    `Verändert: ein Anteil um ${whole(100 * share)} Prozentpunkte, die Entropie um ${figure(nats, 2)} nats, Keys, Distanz oder Value-Norm um × ${figure(ratio)}, ein Logit um ${whole(logits)}, oder ${percent(map)} der Aufmerksamkeit anderswo; und um ${whole(errors)} Standardfehler.`,
   sharper: (change) => `schärfer: ${change}`,
   broader: (change) => `breiter: ${change}`,
   only: "Nur veränderte Heads",
@@ -167,6 +167,7 @@ export const changes: Translation["changes"] = {
   receivedChange: (share) => `erhalten: ${share} gehen an andere Tokens`,
   brokenChange: (before, after) => `Zeilen mit NaN oder Unendlich ${whole(before)} → ${whole(after)}`,
   moved: "verändert",
+  valuesOnly: "nur die Value-Norm, nicht die Aufmerksamkeit",
   still: "nicht verändert",
   label: (head, moved, what) => `${head}, ${moved ? "verändert" : "nicht verändert"}${what && `: ${what}`}`,
   back: "← Alle Veränderungen",

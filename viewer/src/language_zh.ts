@@ -373,6 +373,7 @@ export const chinese: Translation = {
     meanOf: (windows, scale) => `${whole(windows)} 个窗口的平均权重，${scale === "log" ? "对数" : "线性"}`,
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} 或更大`,
+    linearAlone: "此刻度为线性，A 和 B 的刻度为对数：小权重之间的差在这里颜色很浅。",
     visiblePart: "颜色刻度以可见部分为准。",
     quantile: "刻度止于 99.5% 分位数。",
     pixel: "含多个单元格的像素显示其中最大的一个。",

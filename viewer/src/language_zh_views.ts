@@ -142,7 +142,7 @@ export const changes: Translation["changes"] = {
   largest: "变化最大的是{head}（{change}）：为其阈值的 {size}。",
   hint: "点击可打开一个头。",
   limits: ({ share, nats, logits, ratio, map, errors }) =>
-    `有变化：份额变化 ${whole(100 * share)} 个百分点，熵变化 ${figure(nats, 2)} nats，键数变化 × ${figure(ratio)}，logit 变化 ${whole(logits)}，或 ${percent(map)} 的注意力落在别处；并且超过 ${whole(errors)} 个标准误。`,
+    `有变化：份额变化 ${whole(100 * share)} 个百分点，熵变化 ${figure(nats, 2)} nats，键数、距离或值的范数变化 × ${figure(ratio)}，logit 变化 ${whole(logits)}，或 ${percent(map)} 的注意力落在别处；并且超过 ${whole(errors)} 个标准误。`,
   sharper: (change) => `更集中：${change}`,
   broader: (change) => `更分散：${change}`,
   only: "只显示发生变化的头",
@@ -159,6 +159,7 @@ export const changes: Translation["changes"] = {
   receivedChange: (share) => `得到的注意力：${share} 转到其他词元`,
   brokenChange: (before, after) => `含有 NaN 或无穷大的行 ${whole(before)} → ${whole(after)}`,
   moved: "有变化",
+  valuesOnly: "只有值的范数变化，注意力没有变化",
   still: "无变化",
   label: (head, moved, what) => `${head}，${moved ? "有变化" : "无变化"}${what && `：${what}`}`,
   back: "← 所有变化",
