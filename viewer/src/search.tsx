@@ -112,10 +112,11 @@ const MOST_LETTERS = 6; // of the word in the placeholder
 /** What the placeholder offers: a word, a position and a head that this page has. */
 const EXAMPLES = ((): [string, string, string] => {
   const labels = data.tokens?.labels ?? data.runTokens?.labels ?? [];
-  const words = labels.slice(0, 200).map((label) => label.replaceAll(SPACE, "")).filter((word) => /^[a-z]{3,}$/.test(word) && word.length <= MOST_LETTERS);
+  // the first token of a word has a space before it with most tokenizers
+  const [first, any] = [`^${SPACE}`, "^"].map((start) => labels.slice(0, 200).find((label) => new RegExp(`${start}[a-z]{3,${MOST_LETTERS}}$`).test(label))?.replace(SPACE, ""));
   const count = data.tokens?.labels.length ?? data.runTokens?.ids.reduce((sum, ids) => sum + ids.length, 0) ?? 0;
   const layer = Math.min(3, data.layers.length - 1);
-  return [words[0] ?? "", whole(Math.min(count - 1, Math.floor((count * 2) / 3))), `${layer}.${Math.min(3, data.layers[layer].heads - 1)}`];
+  return [first ?? any ?? "", whole(Math.min(count - 1, Math.floor((count * 2) / 3))), `${layer}.${Math.min(3, data.layers[layer].heads - 1)}`];
 })();
 
 /** Why nothing fits; of a number, how long the text is. */
