@@ -160,6 +160,20 @@ def test_regions_are_named_of_the_trained_vision_model_and_not_of_a_random_one()
     assert [each.pattern for each in random if each.layer is not None] == []
 
 
+def test_a_head_with_the_same_rows_is_not_named_by_a_region_first() -> None:
+    sheet = digit_sheet(False)
+    fixed = {
+        (layer, head)
+        for layer, weights in enumerate(sheet.weights)
+        for head, each in enumerate(weights)
+        if 0.5 * abs(each - each.mean(0)).sum(-1).mean() <= 0.1
+    }
+    looks = [(layer, head) for layer, head in fixed if sheet.named_looks[layer][head] is not None]
+    assert looks, "some of them have a region"
+    regions = [each for each in sheet_highlights(sheet) if each.pattern in REGIONS]
+    assert not {(each.layer, each.head) for each in regions} & fixed
+
+
 def test_a_head_on_one_patch_is_not_named_by_the_region_of_that_patch() -> None:
     sheet = digit_sheet(False)
     fixed = {

@@ -59,7 +59,7 @@ def write_pages(folder: Path) -> dict[str, Path]:
 
 def write_pair(folder: Path) -> Path:
     """Write the page of two recordings, of which the heads of layer 3 differ."""
-    return _shipped(1.0).save_html(folder / "pair.html", against=_shipped(1.5))
+    return shipped(1.0).save_html(folder / "pair.html", against=shipped(1.5))
 
 
 def write_history(folder: Path) -> Path:
@@ -71,7 +71,7 @@ def _run(*arguments: str) -> None:
     assert main(arguments) == 0
 
 
-def _shipped(factor: float) -> Recording:
+def shipped(factor: float) -> Recording:
     """The shipped model on the fable, with the queries of layer 3 multiplied."""
     example = load_example("text")
     ids = torch.tensor([example.tokenizer.encode(FABLE)])

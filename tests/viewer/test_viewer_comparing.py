@@ -108,3 +108,94 @@ def test_without_hiding_nothing_is_stated(look: Any, short: Recording) -> None:
     page = look(short, "view=head")
     page.locator(".legend").first.wait_for()
     assert "Without the first token" not in page.locator("#view").inner_text()
+
+
+def mean_of(recording: Recording, head: int, name: str) -> float:
+    return float(recording.stats.parts["layers.0.attention"].moments[name].mean[head])
+
+
+def test_on_a_page_of_two_recordings_compare_shows_one_head_of_a_and_of_b(changed: Page) -> None:
+    changed.get_by_role("tab", name="Compare").click()
+    changed.locator(".map canvas").nth(2).wait_for()
+    labels = [each.split("\n")[0].strip() for each in changed.locator(".choice label").all_inner_texts()]
+    assert [label[0] for label in labels] == ["A", "B"]
+    places = [each.input_value() for each in changed.locator(".choice select").all()]
+    assert f"b.{places[0]}" == places[1]
+    changed.locator(".choice select").first.select_option("0.1")
+    assert changed.locator(".choice select").last.input_value() == "b.0.1", "the second one follows"
+    line = changed.locator("tbody tr", has_text="max weight").first
+    line.get_by_text(figure(mean_of(scaled(5.0), 1, "max_weight")), exact=True).wait_for()
+    assert line.locator("td").first.inner_text() == figure(mean_of(scaled(1.0), 1, "max_weight"))
+
+
+def test_two_heads_of_a_are_named_so_that_nobody_takes_them_for_b(changed: Page) -> None:
+    changed.get_by_role("tab", name="Compare").click()
+    changed.locator(".choice select").last.select_option("0.2")
+    changed.get_by_role("columnheader", name="second − first").wait_for()
+    assert [each.split(maxsplit=1)[0][0] for each in changed.locator(".choice label").all_inner_texts()] == ["A", "A"]
+    assert "B − A" not in changed.locator("#view").inner_text()
+
+
+@pytest.mark.parametrize("view", ["All heads", "One head", "Statistics"])
+def test_each_view_of_one_recording_names_it_and_switches_to_the_other(view: str, changed: Page) -> None:
+    changed.get_by_role("tab", name=view).click()
+    group = changed.get_by_role("group", name="This view shows")
+    assert [each.get_attribute("aria-pressed") for each in group.get_by_role("button").all()] == ["true", "false"]
+    shown = changed.locator("#view").inner_text()
+    group.get_by_role("button", name=re.compile("^B")).click()
+    assert [each.get_attribute("aria-pressed") for each in group.get_by_role("button").all()] == ["false", "true"]
+    if view != "All heads":
+        head = changed.evaluate("new URLSearchParams(location.hash.slice(1)).get('head')") or "1"
+        value = figure(mean_of(scaled(5.0), int(head), "max_weight"))
+        changed.locator("#view").get_by_text(value, exact=True).first.wait_for()
+    group.get_by_role("button", name=re.compile("^A")).click()
+    changed.wait_for_function("(before) => document.querySelector('#view').innerText === before", arg=shown)
+
+
+def test_the_address_names_the_recording(look: Any, tmp_path: Path) -> None:
+    path = scaled(1.0).save_html(tmp_path / "two.html", against=scaled(5.0))
+    page = look(path, "view=head&layer=0&head=1&side=b")
+    of_b = figure(mean_of(scaled(5.0), 1, "max_weight"))
+    page.locator("tr[data-name=max_weight]").get_by_text(of_b, exact=True).first.wait_for()
+    assert page.get_by_role("button", name=re.compile("^B")).get_attribute("aria-pressed") == "true"
+
+
+def test_a_recording_of_another_length_is_not_shown_as_this_one(look: Any, tmp_path: Path) -> None:
+    q, k = torch.randn(2, 1, 3, 17, 8, generator=torch.Generator().manual_seed(11))
+    found = observe(q, k, mask=masks.causal(), what=Observe(map=17)).named("layers.0.attention")
+    kinds: Any = dict.fromkeys(found.parts, "self")
+    other = Recording(found, About("m", {}, {}, kinds, None, 1, 1))
+    page = look(scaled(1.0).save_html(tmp_path / "two.html", against=other), "view=head&side=b")
+    button = page.get_by_role("button", name=re.compile("^B"))
+    button.wait_for()
+    assert button.get_attribute("aria-disabled") == "true"
+    assert page.get_by_role("button", name=re.compile("^A")).get_attribute("aria-pressed") == "true"
+    assert "lengths" in page.locator(".whose").inner_text()
+
+
+def test_a_head_that_moved_by_its_values_alone_states_so(look: Any, tmp_path: Path) -> None:
+    q, k, v = torch.randn(3, 1, 3, 13, 8, generator=torch.Generator().manual_seed(11))
+    later = v.clone()
+    later[:, 1] *= 4
+    kinds: Any = {"layers.0.attention": "self"}
+    a, b = (
+        Recording(
+            observe(q, k, each, mask=masks.causal(), what=Observe(map=13)).named("layers.0.attention"),
+            About("m", {}, {}, kinds, None, 1, 1),
+        )
+        for each in (v, later)
+    )
+    page = look(a.save_html(tmp_path / "two.html", against=b))
+    assert "1 of 3 heads moved" in page.locator(".changes-summary").inner_text()
+    assert "only the value norm, not the attention" in page.locator(".changed").first.inner_text()
+    page.locator(".changed").first.click()
+    assert "only the value norm" in page.locator(".change-head").inner_text()
+
+
+def test_the_legend_of_a_difference_states_that_it_is_linear(changed: Page) -> None:
+    changed.locator(".changed").first.click()
+    changed.locator(".map canvas").nth(2).wait_for()
+    assert "logarithmic" not in changed.locator("#view").inner_text()
+    changed.evaluate("location.hash += '&scale=log'")
+    changed.locator(".legend").last.get_by_text("This scale is linear").wait_for()
+    assert changed.get_by_text("This scale is linear").count() == 1

@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 
 from headscope import Observe, masks, observe
 from headscope.watching import About, Recording
-from support.all_views import write_pair
+from support.all_views import shipped
 from support.browser import chromium, in_a_browser, long, look, recorded, save_figure, short, texts_of, thumbs, weight
 
 __all__ = ["chromium", "long", "look", "short"]  # fixtures
@@ -83,7 +83,10 @@ def test_the_pieces_of_a_word_touch_and_a_space_is_a_space(look: Any, pieces: Re
     page = look(pieces, "view=reading&layer=0&head=0")
     texts = page.locator(".reading-text button").all_inner_texts()
     assert texts[1] == " c"
-    assert texts[6] == "␣", "a token that is only a space stays visible"
+    assert texts[6].strip() == "", "a space is a space wherever it is"
+    blank = page.locator(".reading-text [data-at='6']")
+    assert blank.evaluate("(of) => getComputedStyle(of).borderBottomStyle") == "dotted", "it is underlined"
+    assert blank.bounding_box()["width"] > 6
     boxes = [page.locator(f".reading-text [data-at='{at}']").bounding_box() for at in (1, 2)]
     assert boxes[1]["x"] - (boxes[0]["x"] + boxes[0]["width"]) < 1
     assert page.locator(".reading-text .word", has=page.locator("[data-at='1']")).locator("button").count() == 2
@@ -297,7 +300,7 @@ def test_what_scrolls_fades_until_its_end(look: Any) -> None:
 
 
 def test_head_b_of_compare_is_that_of_the_second_card(look: Any, tmp_path: Path) -> None:
-    page = look(write_pair(tmp_path), "view=heads")
+    page = look(shipped(1.0).save_html(tmp_path / "one.html"), "view=heads")
     cards = page.locator(".cards .card b").all_inner_texts()
     named = [text for text in cards if re.fullmatch(r"\d+\.\d+", text)]
     assert len(named) > 1

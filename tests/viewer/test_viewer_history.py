@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from io import BytesIO
 from pathlib import Path
@@ -125,6 +126,40 @@ def test_the_first_screen_states_which_head_collapsed_and_when(opened: Any, hist
     assert texts(page, ".history-side h2") == [f"All heads at step {COLLAPSE}", "Head 1.1 (b): all quantities"]
     assert texts(page, "[role=tab]") == ["Training", f"Alarms ({len(history.alarms)})"], "what does not apply is absent"
     assert others == [], "no head turns to the first token"
+
+
+class Spreading(Model):
+    """The weight of all heads but the first of each layer spreads evenly from a step on; that one is sharper later."""
+
+    def forward(self, step: int) -> None:
+        for layer in self.layers.values():
+            sharp = torch.full((self.heads,), 4.0)
+            if step > COLLAPSE:
+                sharp[1:] = 4.0 / (step - COLLAPSE + 1)
+            if step >= COLLAPSE + 5:
+                sharp[0] = 150.0 + step
+            layer(sharp)
+
+
+@pytest.mark.parametrize("alarms", [True, False])
+def test_a_rise_of_the_entropy_of_most_heads_has_a_card(alarms: bool, opened: Any, tmp_path: Path) -> None:
+    history, model = History(tmp_path / "run.safetensors"), Spreading(["a", "b"], heads=3)
+    with warnings.catch_warnings(), watch(model, log=history, alarms=alarms):
+        warnings.simplefilter("ignore", AttentionWarning)
+        for step in range(STEPS):
+            model(step)
+    page = opened(history)
+    title = f"From step {COLLAPSE} the entropy of 4 of 6 heads rises"
+    card = page.locator(".card", has_text=title)
+    card.click()
+    assert page.locator(".history-steps output").inner_text() == f"Step {COLLAPSE}"
+    assert card.get_attribute("aria-pressed") == "true"
+    assert re.search(r"Head [01]\.[12] ", texts(page, ".history-side h2")[1]), "a head that rises"
+    if alarms:
+        steps = [int(re.findall(r"step (\d+)", text)[0]) for text in texts(page, ".card b")]
+        assert len(steps) > 2
+        assert steps == sorted(steps), "cards are in the order of the steps"
+        assert steps[0] == COLLAPSE
 
 
 def test_heads_that_collapse_at_once_are_counted(opened: Any, tmp_path: Path) -> None:
@@ -264,7 +299,7 @@ def test_the_bands_have_the_quantiles_and_the_limits(opened: Any, history: Histo
     assert label.startswith("normalized entropy over all heads. At step 7: ")
     found = [part.rsplit(" ", 1)[1] for part in label.partition("step 7: ")[2].rstrip(".").split(", ")]
     assert (found[0], found[3], found[4]) == (parts[0], parts[3], parts[4])
-    assert page.locator(".history-band .limit text").all_text_contents() == ["alarm 0.1", "alarm 100"]
+    assert page.locator(".history-band .history-limit").all_text_contents() == ["┄ alarm 0.1", "┄ alarm 100"]
     box = logit.bounding_box()
     assert box is not None
     page.mouse.click(box["x"] + GUTTER + (box["width"] - GUTTER) * 20.5 / STEPS, box["y"] + 20)
@@ -284,7 +319,7 @@ def test_without_alarms_the_page_says_so(opened: Any, tmp_path: Path) -> None:
     page = opened(run(tmp_path / "b.safetensors", ["a", "b"], alarms=False))
     (card,) = texts(page, ".card")
     assert card.splitlines()[0] == "No alarms were requested: watch(alarms=True) raises them."
-    assert page.locator(".limit").count() == 0
+    assert page.locator(".limit, .history-limit").count() == 0
 
 
 def test_one_step_and_one_head(opened: Any, tmp_path: Path) -> None:

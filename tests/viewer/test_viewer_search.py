@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from playwright.sync_api import expect
@@ -29,6 +30,17 @@ def test_a_head_is_opened_by_its_number(look: Any, short: Any) -> None:
     expect(page.locator("#head-title")).to_have_text("Layer 1, head 2")
     search(page, "1.3")
     expect(page.get_by_role("status").filter(has_text="Nothing fits.")).to_be_visible()
+
+
+def test_of_a_number_beyond_the_text_the_box_states_how_long_it_is(look: Any, long: Any) -> None:
+    page = look(long)
+    search(page, "10240")
+    expect(page.get_by_role("status").filter(has_text="The text has 97 tokens")).to_be_visible()
+    offered = str(page.get_by_role("combobox", name="Find").get_attribute("placeholder"))
+    (at,) = re.findall(r"\b(\d+),", offered)
+    assert int(at) < 97
+    (head,) = re.findall(r"\d+\.\d+", offered)
+    expect(search(page, head)).to_have_count(1)
 
 
 def test_a_position_and_the_tokens_that_fit_are_listed_with_those_around_them(look: Any, long: Any) -> None:

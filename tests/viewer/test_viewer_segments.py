@@ -72,7 +72,7 @@ def test_a_head_of_the_first_token_is_named_beside_its_share(look: Any) -> None:
     share, without = float(mass.mean[0, 2, 0]), float(mass.without_first()[0, 2, 0])
     assert without < share / 2
     line = page.locator(".ranks li").first.inner_text().replace("\xa0", " ")
-    assert f"without the first token: {100 * without:.1f} %" in line
+    assert f"({100 * without:.1f} % without the first token)" in line
     assert re.search(r"· first 8\d %$", line)
     page.get_by_label("without the first token").check()
     page.wait_for_url("**segmentFirst=hidden*")
@@ -145,7 +145,7 @@ def test_thumbnails_have_the_bands_where_they_fit(look: Any) -> None:
     assert len({thumb.evaluate(read, at) for at in (0.2, 0.5, 0.9)}) == 3
 
 
-def test_a_share_stands_beside_its_even_share_and_is_pale_if_it_is_near(look: Any) -> None:
+def test_a_share_stands_beside_its_even_share_and_is_grey_if_it_is_near(look: Any) -> None:
     recording = banded(31, 31)
     page = look(recording, "view=head&head=1")
     last = page.locator(".segments tbody tr").last.locator("td")
@@ -184,7 +184,7 @@ def test_the_table_has_the_share_without_the_first_token(language: str, words: s
     assert page.locator(".segments tbody tr").last.locator(".without").count() == 0, "an even head has little on it"
 
 
-def test_a_share_that_chance_explains_is_pale(look: Any) -> None:
+def test_a_share_that_chance_explains_is_grey(look: Any) -> None:
     length = 61
     ids = torch.arange(length) * 3 // length
     q, k = torch.randn(2, 1, 4, length, 8, generator=torch.Generator().manual_seed(3))
@@ -204,6 +204,54 @@ def test_a_share_that_chance_explains_is_pale(look: Any) -> None:
         for n, row in enumerate(page.locator(".segments tbody tr").all()):
             for m, cell in enumerate(row.locator("td").all()):
                 assert (cell.get_attribute("class") != "dim") == bool(clear[head, n, m])
+
+
+def hue(cell: Any) -> str:
+    """The colour of a cell: blue, orange, or none."""
+    red, _, blue = (int(each) for each in re.findall(r"\d+", cell.evaluate("(of) => getComputedStyle(of).backgroundColor"))[:3])
+    return "blue" if blue > red + 12 else "orange" if red > blue + 12 else "none"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_blue_is_above_chance_orange_below_and_grey_within(scheme: str, look: Any) -> None:
+    length = 61
+    ids = torch.arange(length) * 3 // length
+    q, k = torch.randn(2, 1, 4, length, 8, generator=torch.Generator().manual_seed(3))
+    q[..., 0], k[..., 0] = 8.0, 0.0
+    k[0, 1, ids == 0, 0] = k[0, 2, ids == 2, 0] = 1.5
+    what = Observe(segments=Segments(["a", "b", "c"], ids))
+    parts = observe(q, k, mask=masks.causal(), what=what).named("0").parts
+    mass = parts["0"].segments
+    assert mass is not None
+    assert mass.null is not None
+    recording = Recording(HeadStats(parts), About("m", {}, {}, {"0": "self"}, None, 1, 1))
+    seen = set()
+    for to in range(3):
+        page = look(recording, f"view=segments&segmentFrom=2&segmentTo={to}", scheme=scheme)
+        clear = (mass.z[:, 2, to].abs() >= 3) & ((mass.mean - mass.null.mean)[:, 2, to].abs() >= 0.01)
+        above = mass.mean[:, 2, to] > mass.null.mean[:, 2, to]
+        expected = ["none" if not c else "blue" if a else "orange" for c, a in zip(clear, above, strict=True)]
+        assert [hue(cell) for cell in page.locator(".segment-heads button").all()] == expected
+        seen |= set(expected)
+        summary = page.locator(".segment-summary").inner_text().replace("\xa0", " ")
+        if "blue" in expected:
+            best = max((n for n in range(4) if expected[n] == "blue"), key=lambda n: float(mass.mean[n, 2, to]))
+            assert summary.startswith(f"0.{best} reads “{'abc'[to]}” most: {100 * float(mass.mean[best, 2, to]):.0f} %")
+        else:
+            assert summary.startswith(f"No head reads “{'abc'[to]}” more than chance.")
+        assert f"{expected.count('orange')} " in summary
+        assert "points below" in page.locator(".legend.chance").inner_text()
+    assert seen == {"none", "blue", "orange"}
+
+
+def test_an_item_of_the_list_ends_without_a_dot(look: Any) -> None:
+    q, k = torch.ones(1, 2, 19, 8), torch.zeros(1, 2, 19, 8)
+    k[:, :, 0, 0] = 3
+    parts = observe(q, k, mask=masks.causal(), what=Observe(segments=Segments(NAMES, IDS))).named("a").parts
+    page = look(Recording(HeadStats(parts), About("m", {}, {}, {"a": "self"}, None, 1, 1)), "view=segments")
+    lines = [each.inner_text().strip() for each in page.locator(".segment-columns .ranks li > :last-child").all()]
+    assert any("% without the first token)" in line for line in lines), lines
+    assert not [line for line in lines if line.endswith("·")]
 
 
 # ---------------------------------------------------------------- images in a prompt

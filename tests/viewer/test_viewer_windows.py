@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -53,6 +54,49 @@ def test_the_legend_states_that_windows_are_merged(lengths: tuple[int, ...], bin
     page = look(windows(lengths, bins), "view=head&head=1&row=5&column=1&pool=mean")
     expect(page.locator(".legend").first).to_contain_text(f"merged over {len(lengths)} windows")
     assert "largest" not in page.locator(".legend").first.inner_text()
+
+
+def test_an_entry_of_the_strongest_connections_selects_its_cell_and_window(look: Any) -> None:
+    page = look(windows((23, 19)), "view=head&head=1")
+    page.get_by_text(re.compile("Strongest connections")).click()
+    entries = page.locator(".largest button").all()
+    assert len(entries) > 3
+    for entry in entries[:4]:
+        query, key, run = (int(each) for each in re.findall(r"(?:query|key|window) (\d+)", entry.inner_text()))
+        entry.click()
+        length = (23, 19)[run]
+        row, column = (((at + 1) * 7 - 1) // length for at in (query, key))
+        page.wait_for_url(f"**row={row}&column={column}*")
+        assert f"window={run}" in page.url
+
+
+def test_a_card_opens_a_head_of_windows_with_its_example(look: Any) -> None:
+    parts: list[HeadStats] = []
+    for length in (23, 19):
+        weights = 400 * torch.eye(length)[None, None]
+        what = Observe(map=7, edges=4, keep_rows=True)
+        parts.append(observe(weights.roll(-1, -1), torch.eye(length)[None, None], mask=masks.causal(), what=what).named("0"))
+    texts = tuple(tuple(f"␣{letter}{n}" for n in range(length)) for letter, length in (("a", 23), ("b", 19)))
+    stats = parts[0].merge(parts[1])
+    page = look(Recording(stats, About("m", {}, {}, {"0": "self"}, None, 2, 2, run_texts=texts)))
+    page.locator("button.card").first.click()
+    expect(page.locator(".pinned")).to_contain_text("mean")
+    assert "row=" in page.url
+    assert "column=" in page.url
+
+
+def test_a_page_without_q_and_k_states_how_to_get_a_reason(look: Any) -> None:
+    page = look(windows((23, 19)), "view=head&head=1")
+    expect(page.locator(".why")).to_contain_text("--keep-qk")
+    expect(page.locator(".why")).to_contain_text("--exact")
+
+
+def test_the_scale_states_the_windows_and_switches_to_the_mean(look: Any) -> None:
+    page = look(windows((23, 19)), "view=head&head=1")
+    legend = page.locator(".legend").first
+    expect(legend).to_contain_text("largest weight over 2 windows")
+    legend.get_by_role("button", name="mean").click()
+    expect(legend).to_contain_text("mean weight over 2 windows")
 
 
 def test_the_text_of_a_window_is_read_with_its_weights(look: Any) -> None:

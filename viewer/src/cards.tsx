@@ -7,7 +7,7 @@ import type { Place } from "./grid";
 import { alsoInWords, degreeOf } from "./naming";
 import type { State } from "./state";
 import { cards, fill, percent, whole } from "./texts";
-import { binAt, nameOf } from "./words";
+import { binIn, nameOf, windowsOf } from "./words";
 
 const CLEAR = 0.3; // the score from which a head has a name
 
@@ -101,13 +101,14 @@ function named(layer: Layer, [query, key]: [number, number]): [string, string] {
   return [name(queryAt(layer, query)), name(key)];
 }
 
-/** The bins of the example, which are then selected; where a server has single weights, the cell itself. */
-function selection({ layer, cell }: Highlight): Partial<State> {
+/** The bins of the example, which are then selected, and its window; where a server has single weights, the cell itself. */
+function selection({ layer, cell, run }: Highlight): Partial<State> {
   const of = data.layers[layer!];
   if (!cell || !of.map) return {};
-  const [row, column] = [binAt(of, "query", cell[0]), binAt(of, "key", cell[1])];
+  const [row, column] = [binIn(of, "query", cell[0], run ?? 0), binIn(of, "key", cell[1], run ?? 0)];
   if (row === null || column === null) return {};
+  const window = windowsOf(of) > 0 ? { window: run ?? 0 } : {};
   const lengths = data.served?.[layer!];
   const served = lengths && of.runs === 1 && cell[0] < lengths[0] && cell[1] < lengths[1];
-  return { row, column, zoom: [1, 0.5, 0.5], cell: served ? cell : null };
+  return { row, column, zoom: [1, 0.5, 0.5], cell: served ? cell : null, ...window };
 }

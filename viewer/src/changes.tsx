@@ -54,6 +54,15 @@ function largest(head: HeadChange, most: number): string[] {
   return parts.sort((x, y) => (head.moved ? x[0] - y[0] : 0) || y[1] - x[1]).slice(0, most).map(([, , text]) => text);
 }
 
+const OF_VALUES = "value_norm";
+
+/** Whether a head moved by the length of its values alone: its attention did not. */
+function onlyValues(head: HeadChange): boolean {
+  const moved = head.changes.filter((each) => each.moved);
+  const elsewhere = (["map", "received"] as const).some((name) => (head[name] ?? 0) >= LIMITS[name]);
+  return moved.length > 0 && moved.every(({ name }) => name === OF_VALUES) && !elsewhere && head.broken[0] > 0 === head.broken[1] > 0;
+}
+
 function shortName({ layer, head }: HeadChange): string {
   const { short } = data.layers[layer];
   return /^\d+$/.test(short) ? `${short}.${head}` : nameOf(layer, head);
@@ -162,7 +171,7 @@ function Line({ head, other, state, theme, open }: { head: HeadChange; other: Ot
           <small>{name}</small>
         </span>
       ))}
-      <span class={`what${data.layers[head.layer].map ? alike ? "" : " wide" : " alone"}`}>{head.moved ? what.map((text, n) => <span key={n}>{text}</span>) : <span class="weak">{texts.still}{what[0] && ` (${what[0]})`}</span>}</span>
+      <span class={`what${data.layers[head.layer].map ? alike ? "" : " wide" : " alone"}`}>{head.moved ? [...what, ...(onlyValues(head) ? [texts.valuesOnly] : [])].map((text, n) => <span key={n}>{text}</span>) : <span class="weak">{texts.still}{what[0] && ` (${what[0]})`}</span>}</span>
     </button>
   );
 }
@@ -267,7 +276,7 @@ export function ChangeView({ state, theme, change }: Props) {
           {button("←", texts.previous, step(-1))} <span>{at >= 0 && texts.at(at + 1, list.length)}</span> {button("→", texts.next, step(1))}
         </nav>
         <h2 id="change-title" tabIndex={-1} ref={title}>{name}</h2>
-        <span class={head.moved ? "moved" : "weak"}>{head.moved ? texts.moved : texts.still}</span>
+        <span class={head.moved ? "moved" : "weak"}>{head.moved ? texts.moved : texts.still}{onlyValues(head) && `: ${texts.valuesOnly}`}</span>
       </div>
       <Maps {...{ head, other, state, theme, change, name }} />
       <Figures head={head} />

@@ -86,6 +86,7 @@ export interface ImageFacts {
   regionWords: Record<string, { heading: string; meaning: string }>;
   looks: ([string, number] | null)[][];
   clear: (string | null)[][]; // the region of each head that cards count
+  fixed?: boolean[][]; // whether the rows of each head are nearly the same; pages of earlier versions lack it
 }
 
 export interface Step {
@@ -157,6 +158,7 @@ export interface Highlight {
   score: number | null;
   share: number | null;
   cell: [number, number] | null;
+  run?: number | null; // the forward pass of the cell; pages of earlier versions lack it
   weight: number | null;
   texts: [string, string] | null;
   also: [string, number] | null; // the second pattern of the head beyond chance
@@ -346,36 +348,65 @@ function readMap(reader: Reader, facts: MapFacts, head: number, tops: Float32Arr
 }
 
 const CACHED = 48; // heads that stay decoded: the last ones that were shown
-interface Decoded {
-  later: Promise<Head>;
-  now: Head | null;
-}
-const cached = new Map<string, Decoded>();
 
-function begun(layer: number, number: number): Decoded {
-  const found: Decoded = { later: read(data.layers[layer], number), now: null };
-  void found.later.then((is) => (found.now = is), () => undefined); // who asked reports the error
-  return found;
+/** The heads of a recording, decoded. */
+export class Heads {
+  private readonly cached = new Map<string, { later: Promise<Head>; now: Head | null }>();
+  constructor(private readonly read: (layer: number, number: number) => Promise<Head>) {}
+
+  private begun(layer: number, number: number) {
+    const found = { later: this.read(layer, number), now: null as Head | null };
+    void found.later.then((is) => (found.now = is), () => undefined); // who asked reports the error
+    return found;
+  }
+
+  known(layer: number, number: number): Head | null {
+    return this.cached.get(`${layer}.${number}`)?.now ?? null;
+  }
+
+  get(layer: number, number: number): Promise<Head> {
+    const key = `${layer}.${number}`;
+    const found = this.cached.get(key) ?? this.begun(layer, number);
+    this.cached.delete(key);
+    this.cached.set(key, found);
+    if (this.cached.size > CACHED) this.cached.delete(this.cached.keys().next().value!);
+    return found.later;
+  }
+
+  passing(layer: number, number: number): Promise<Head> {
+    return this.cached.get(`${layer}.${number}`)?.later ?? this.read(layer, number);
+  }
+}
+
+const ownLayers = data.layers;
+export const ownHeads = new Heads((layer, number) => read(ownLayers[layer], number));
+let heads = ownHeads;
+const caches: (() => void)[] = [];
+
+/** Show the heads of another recording from now on, or this page's own ones. */
+export function showHeads(of: Heads): void {
+  heads = of;
+  for (const empty of caches) empty();
+}
+
+/** `empty` is called before another recording is shown: it empties what is computed from the data of one. */
+export function onOtherData(empty: () => void): void {
+  caches.push(empty);
 }
 
 /** A head that is cached and decoded; null otherwise. */
 export function known(layer: number, number: number): Head | null {
-  return cached.get(`${layer}.${number}`)?.now ?? null;
+  return heads.known(layer, number);
 }
 
 /** A head, decoded; the same object while it is cached. */
 export function head(layer: number, number: number): Promise<Head> {
-  const key = `${layer}.${number}`;
-  const found = cached.get(key) ?? begun(layer, number);
-  cached.delete(key);
-  cached.set(key, found);
-  if (cached.size > CACHED) cached.delete(cached.keys().next().value!);
-  return found.later;
+  return heads.get(layer, number);
 }
 
 /** A head that is drawn once: it evicts none from the cache. */
 export function passing(layer: number, number: number): Promise<Head> {
-  return cached.get(`${layer}.${number}`)?.later ?? read(data.layers[layer], number);
+  return heads.passing(layer, number);
 }
 
 /** The strip of a head: codes, row by row. */

@@ -165,21 +165,36 @@ function blues(at: number): string {
   return `rgb(${parts.join(" ")})`;
 }
 
-/** Purple, the ground of a dark page, orange. */
+/** Purple, a grey that is lighter than the ground of a dark page, orange. Near the middle the colours change faster: dark colours that differ
+ * as little as those of a light page look the same. */
 function signedDark(at: number): string {
-  const [end, ground] = [at < 0.5 ? [190, 160, 255] : [255, 170, 80], [27, 25, 31]];
-  const share = Math.abs(2 * at - 1);
+  const [end, ground] = [at < 0.5 ? [190, 160, 255] : [255, 170, 80], [44, 41, 50]];
+  const share = Math.abs(2 * at - 1) ** 0.6;
   return `rgb(${ground.map((from, n) => Math.round(from + (end[n] - from) * share)).join(" ")})`;
+}
+
+/** Orange below chance, blue above it, on the ground of the page. */
+function chancePainter(dark: boolean): (at: number) => string {
+  const [below, above, ground] = dark ? [[255, 170, 80], [99, 179, 254], [27, 25, 31]] : [[205, 105, 10], [22, 94, 187], [255, 255, 255]];
+  return (at) => {
+    const [end, share] = [at < 0.5 ? below : above, Math.abs(2 * at - 1)];
+    return `rgb(${ground.map((from, n) => Math.round(from + (end[n] - from) * share)).join(" ")})`;
+  };
 }
 
 const painters = {
   blues, "blues-dark": (at: number) => blues(1 - at),
   viridis: interpolateViridis, cividis: interpolateCividis, magma: interpolateMagma, signed: interpolatePuOr, "signed-dark": signedDark,
+  chance: chancePainter(false), "chance-dark": chancePainter(true),
 };
 
+/** A scale around a middle: a difference of two maps, or a share against what chance gives. */
+export type Signed = boolean | "chance";
+
 /** The colours of differences beside those of weights. */
-function signedOf(colours: Colours): "signed" | "signed-dark" {
-  return colours === "blues-dark" ? "signed-dark" : "signed";
+function signedOf(colours: Colours, signed: Signed = true): keyof typeof painters {
+  const name = signed === "chance" ? "chance" : "signed";
+  return colours === "blues-dark" ? `${name}-dark` : name;
 }
 
 /** Red, green and blue at even steps. */
@@ -208,8 +223,8 @@ export function place(value: number, of: Field, scale: Scale): number {
 }
 
 /** The colour of a place as CSS has it, and whether ink on it is to be white. */
-export function colour(at: number, colours: Colours, signed = false): { fill: string; white: boolean } {
-  const parts = table(signed ? signedOf(colours) : colours);
+export function colour(at: number, colours: Colours, signed: Signed = false): { fill: string; white: boolean } {
+  const parts = table(signed ? signedOf(colours, signed) : colours);
   const n = 3 * Math.round(Math.min(1, Math.max(0, at)) * (STEPS - 1));
   const [red, green, blue] = parts.subarray(n, n + 3);
   const light = [0.2126 * red ** 2.2, 0.7152 * green ** 2.2, 0.0722 * blue ** 2.2].reduce((a, b) => a + b) / 255 ** 2.2;

@@ -3,7 +3,7 @@
 
 import { ticks } from "d3-array";
 import { data, type Layer, queryAt, range, token } from "./data";
-import { type Colours, coloursOf, colour, DECADES, type Field, Pictures, place, type Scale } from "./field";
+import { type Colours, coloursOf, colour, DECADES, type Field, Pictures, place, type Scale, type Signed } from "./field";
 import { hatch, type Box, CanvasSurface, type Surface, SvgSurface } from "./surface";
 import { say } from "./languages";
 import { figures as texts, map as mapTexts, percent, whole, local } from "./texts";
@@ -32,7 +32,7 @@ export interface Body {
 export interface Bar {
   label: string;
   colours: Colours;
-  signed: boolean;
+  signed: Signed;
   ticks: [number, string][];
 }
 
@@ -349,7 +349,7 @@ export function sidesOf(columns: number, rows: number, named: boolean): [number,
 // ---------------------------------------------------------------- tables of numbers
 
 /** A table as a picture: names of its rows and columns, and a share in each cell. */
-export function tabular(rows: string[], columns: string[], titles: [string, string], value: (row: number, column: number) => number | null, colours: Colours, { inks }: Paper): Body {
+export function tabular(rows: string[], columns: string[], titles: [string, string], value: (row: number, column: number) => number | null, paint: (row: number, column: number) => { fill: string; white: boolean } | null, { inks }: Paper): Body {
   const cell = { width: Math.max(46, Math.min(120, ...[Math.max(...columns.map((each) => measured(each))) + 12])), height: 24 };
   const names = Math.ceil(Math.min(NAMES * 2, Math.max(...rows.map((each) => measured(each)))));
   const left = 16 + names + 8;
@@ -367,9 +367,9 @@ export function tabular(rows: string[], columns: string[], titles: [string, stri
         columns.forEach((_, column) => {
           const share = value(row, column);
           const box = { x: x + left + column * cell.width, y: top, width: cell.width, height: cell.height };
-          const { fill, white } = share === null ? { fill: inks.hidden, white: false } : colour(share, colours);
-          surface.box(box, fill);
-          if (share !== null) surface.text(percent(share), box.x + cell.width / 2, top + cell.height / 2, { fill: white ? "#ffffff" : "#000000", anchor: "middle", size: SMALL });
+          const found = share === null ? null : paint(row, column);
+          surface.box(box, found?.fill ?? inks.hidden);
+          if (share !== null) surface.text(percent(share), box.x + cell.width / 2, top + cell.height / 2, { fill: !found ? inks.ink : found.white ? "#ffffff" : "#000000", anchor: "middle", size: SMALL });
         });
       });
       surface.frame({ ...plot, x: x + plot.x, y: y + plot.y }, inks.quiet, 1);

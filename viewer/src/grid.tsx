@@ -4,12 +4,12 @@
 import type { ComponentChildren, RefObject } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { hasBands, segmentInks } from "./bands";
-import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer, passing, queryAt, token } from "./data";
+import { data, type Head, hasPatches, head as decoded, type HeadMap, type Layer, onOtherData, passing, queryAt, token } from "./data";
 import { drawWhenNear } from "./drawing_queue";
 import { type Colours, colour, FEW_CELLS, field, hasQuantile, Pictures } from "./field";
 import { type Body, coloursOn, type Figure, fitted, measured, origin, type Paper, SMALL, ticksOf } from "./figure";
 import { FigureMenu } from "./figure_menu";
-import { NAMED, nameInWords, namesOf, SCORED, secondName } from "./naming";
+import { isScored, NAMED, nameInWords, namesOf, secondName } from "./naming";
 import { drawPatches, queryOf, received, rowOf, topOf } from "./picture";
 import { useWidth } from "./screen";
 import type { State } from "./state";
@@ -80,9 +80,9 @@ function hasLook({ layer, head }: Place): boolean {
 
 function namePattern({ layer, head }: Place): string {
   const look = data.image?.looks[layer]?.[head];
-  if (look) return isClear(look) ? grid.region(regionNames[look[0]] ?? look[0], look[1]) : NO_VALUE;
+  if (look) return isClear(look) ? (data.image!.fixed?.[layer]?.[head] ? grid.fixedRegion : grid.region)(regionNames[look[0]] ?? look[0], look[1]) : NO_VALUE;
   const best = data.patterns[layer]?.[head]?.[0];
-  if (!best) return SCORED ? NO_VALUE : "";
+  if (!best) return isScored() ? NO_VALUE : "";
   return best[1] < NAMED ? NO_VALUE : grid.match(nameInWords(best[0], best[1]), best[1]);
 }
 
@@ -258,6 +258,7 @@ export function Thumb({ place, state, theme, open, stop }: Props & { place: Plac
 }
 
 const spans = new Map<string, [number, number]>();
+onOtherData(() => spans.clear());
 
 /** The least and the most of a statistic of all heads. */
 export function spanOf(name: string): [number, number] {
@@ -371,7 +372,7 @@ function gridFigure(state: State, paper: Paper, progress: (drawn: number) => voi
     caption: [
       ...origin(),
       pictures ? (state.thumbs === "patch" ? figures.eachPatch(token(patchOf(state), true)!) : figures.eachPicture(controls.thumbsMean(data.image!.special))) : figures.eachMap,
-      pictures ? grid.ownScale("image", "", false) : figures.ownScales,
+      pictures ? grid.ownScale("image", "", 0) : figures.ownScales,
       pictures ? "" : binning(first, state.pool),
       figures.scale(scale),
       pictures || !first.map ? "" : ending(first.map, FEW_CELLS),

@@ -11,7 +11,7 @@ import { Bar } from "./legend";
 import { Largest } from "./largest";
 import { LayerStrip } from "./layer_strip";
 import { MapView, type Zoom } from "./map";
-import { alsoOf, degreeOf, NAMED, SCORED } from "./naming";
+import { alsoOf, degreeOf, isScored, NAMED } from "./naming";
 import { Images, Regions } from "./picture";
 import { ImageTokens } from "./image_tokens";
 import { Keys } from "./reading";
@@ -25,7 +25,7 @@ import { asField, isExact, served, type Tile } from "./tiles";
 import * as texts from "./texts";
 import { counted, figure, fill, percent, whole } from "./texts";
 import { Why } from "./why";
-import { binning, ending, isClear, nameOf, withoutFirst } from "./words";
+import { binning, ending, isClear, nameOf, windowsOf, withoutFirst } from "./words";
 
 interface Props {
   state: State;
@@ -80,7 +80,10 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
     if (over !== null && !section.current!.querySelector(".strip:is(:hover, :focus-within)")) setOver(null);
   });
   const title = nameOf(state.layer, state.head);
-  const pin = (row: number | null, column: number | null, cell?: [number, number]) => change({ row, column, cell: cell ?? null });
+  const pin = (row: number | null, column: number | null, cell?: [number, number]) => {
+    if (beside.current) beside.current.scrollTop = 0; // what is selected is described there
+    change({ row, column, cell: cell ?? null });
+  };
   const [tile, setTile] = useState<Tile | null>(null);
   return (
     <section aria-labelledby="head-title" ref={section}>
@@ -97,7 +100,7 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
         {shown && found && (
           <div ref={canvas} class="drawing">
             {hasPatches(layer) && <h3>{texts.head.fullMap}</h3>}
-            <Legend {...{ layer, field: tile ? asField(tile, state.pool) : shown, state, tile }} />
+            <Legend {...{ layer, field: tile ? asField(tile, state.pool) : shown, state, tile, change }} />
             <BandLegend layer={layer} />
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
@@ -135,17 +138,18 @@ export function single({ map, lengths }: Layer): boolean {
 }
 
 /** The region of the image that the head looks at most, in a sentence. */
-function Region({ look }: { look: [string, number] | null | undefined }) {
-  const { mostRegion, noRegion } = texts.image;
+function Region({ look, fixed }: { look: [string, number] | null | undefined; fixed: boolean }) {
+  const { noRegion } = texts.image;
+  const mostRegion = fixed ? texts.image.fixedRegion : texts.image.mostRegion;
   if (!isClear(look)) return <p class="likeness">{noRegion}</p>;
   return <p class="likeness" title={data.image!.regionWords[look[0]].meaning}>{fill(mostRegion(look[1]), { region: <b>{texts.regionNames[look[0]] ?? look[0]}</b> })}</p>;
 }
 
 /** The pattern that the head matches best, in a sentence. */
 export function Likeness({ layer, head }: { layer: number; head: number }) {
-  if (data.image && data.image.looks.length > 0 && data.patterns[layer]?.[head]?.[0]?.[0] !== "fixed key") return <Region look={data.image.looks[layer]?.[head]} />;
+  if (data.image && data.image.looks.length > 0 && data.patterns[layer]?.[head]?.[0]?.[0] !== "fixed key") return <Region look={data.image.looks[layer]?.[head]} fixed={data.image.fixed?.[layer]?.[head] ?? false} />;
   const best = data.patterns[layer]?.[head]?.[0];
-  if (!best && !SCORED) return null;
+  if (!best && !isScored()) return null;
   const [name, score, rows] = best ?? ["", 0, 0];
   if (score < NAMED) return <p class="likeness" title={texts.head.noPatternHelp}>{texts.head.noPattern}</p>;
   const { kind, does } = texts.patterns[name]?.(UNIT) ?? { kind: name, does: data.patternWords[name] };
@@ -199,17 +203,32 @@ export function opened(state: State, layer: number, head: number): Partial<State
 
 // ---------------------------------------------------------------- under the map
 
-export function Legend({ layer, field: of, state, tile, head = state.head }: { layer: Layer; head?: number; field: Field; state: State; tile?: Tile | null }) {
+interface LegendProps {
+  layer: Layer;
+  head?: number;
+  field: Field;
+  state: State;
+  tile?: Tile | null;
+  change?: Props["change"]; // where the reader can select what cells show
+}
+
+export function Legend({ layer, field: of, state, tile, head = state.head, change }: LegendProps) {
   const low = of.signed ? figure(-of.top) : state.scale === "log" ? texts.legend.atMost(figure(of.top / 1e4)) : figure(0);
   const scale = of.signed ? "linear" : state.scale;
   const what = of.signed ? "difference" : (tile ? isExact(tile) : layer.map!.exact) ? "weight" : of.pool;
+  const windows = windowsOf(layer);
   const codes = 2 ** data.bits - 1;
   const levels = layer.map!.levels?.[head] ?? FULL;
   const [bits, rough] = levels < FULL ? [texts.legend.levels(levels), texts.legend.coarse(levels)] : [texts.legend.bits(data.bits, codes), data.bits === 8 && texts.legend.rough];
   return (
     <p class="hint legend">
-      <Bar what={texts.legend.what(what, scale)} low={low} high={of.above ? texts.legend.orMore(figure(of.top)) : figure(of.top)} colours={state.colours} signed={of.signed} />
-      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[binning(layer, of.pool), !of.signed && ending(of), withoutFirst(layer, of), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
+      <Bar what={windows > 1 && !of.signed && !tile ? texts.legend[of.pool === "max" ? "largestOf" : "meanOf"](windows, scale) : texts.legend.what(what, scale)} low={low} high={of.above ? texts.legend.orMore(figure(of.top)) : figure(of.top)} colours={state.colours} signed={of.signed} />
+      {windows > 1 && change && !tile && (
+        <span role="group" aria-label={texts.controls.pool} class="pools">
+          {(["mean", "max"] as const).map((pool) => <button type="button" key={pool} aria-pressed={state.pool === pool} onClick={() => change({ pool })}>{texts.controls.pools[pool]}</button>)}
+        </span>
+      )}
+      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[binning(layer, of.pool), of.signed && state.scale === "log" && texts.legend.linearAlone, !of.signed && ending(of), withoutFirst(layer, of), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
     </p>
   );
 }
@@ -233,7 +252,7 @@ export function Figures({ layer, head }: { layer: number; head: number }) {
       {patterns.length > 0 && (
         <p>
           {fill(texts.head.patternMatch, { list: patterns.map(([name, score, rows, exact], n) => (
-            <span key={name} title={data.patternWords[name]}>
+            <span key={name} title={`${data.patternWords[name]} ${texts.head.patternScale}${name in statistics ? ` ${texts.head.matchAndMean}` : ""}`}>
               {n > 0 && ", "}<b><Term name={name}>{texts.patternNames[name] ?? name}</Term></b> {exact ? "" : texts.head.about}{percent(score)} <small>({counted(rows, UNIT)})</small>
             </span>
           )) })} <small>{texts.head.patternScale}</small>

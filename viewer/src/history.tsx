@@ -3,12 +3,12 @@
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { data } from "./data";
 import { Curves, Band, useCurves } from "./history_chart";
-import { type Alarm, ALARMED, alarms, allValues, COUNT, firstAlarms, history, type Quantity, quantityOf, ranked, RANKS, type What } from "./history_data";
+import { type Alarm, ALARMED, alarms, allValues, COUNT, ENTROPY, firstAlarms, HEADS, history, type Quantity, quantityOf, ranked, RANKS, type Rise, riseOf, type What } from "./history_data";
 import { across, EDGE, ends, FLAG, headName, round, shown } from "./history_draw";
 import { StepGrid } from "./history_grid";
 import { HeadsMap } from "./history_map";
 import { Bar } from "./legend";
-import { useWidth } from "./screen";
+import { useMore, useWidth } from "./screen";
 import { Select } from "./select";
 import type { State } from "./state";
 import { history as texts, whole, tabs } from "./texts";
@@ -29,6 +29,8 @@ export function History({ state, theme, change }: Props) {
   useSteps(state.moment, change);
   const rows = useMemo(() => ranked(state.rank, found?.of ?? of, found?.values ?? null), [state.rank, found]);
   const step = history.steps[state.moment];
+  const side = useRef<HTMLElement>(null);
+  useMore(side);
   const name = headName(state.layer, state.head);
   return (
     <>
@@ -48,7 +50,7 @@ export function History({ state, theme, change }: Props) {
           ))}
           <p class="hint">{texts.hint} {history.starts.length > 1 && texts.startsHint} {history.bands.length > 0 && texts.bandHint} {texts.stored(of)}</p>
         </section>
-        <section class="history-side" aria-label={texts.side(step, name)}>
+        <section class="history-side" ref={side} aria-label={texts.side(step, name)}>
           <h2>{texts.gridTitle(step)}</h2>
           {found && <StepGrid {...{ state, theme, change }} of={found.of} values={found.values} />}
           <h2>{texts.curves(name)}</h2>
@@ -88,18 +90,45 @@ function useSteps(moment: number, change: Props["change"]): void {
   }, [moment, change]);
 }
 
-/** What to look at first: for each kind of alarm the head and the step of its first one. */
+/** From which step on the entropy of most heads rises; null where it does not, and until the values are decoded. */
+function useRise(): Rise | null {
+  const [rise, setRise] = useState<Rise | null>(null);
+  useEffect(() => {
+    if (!history.quantities.some(({ name }) => name === ENTROPY)) return;
+    let stale = false;
+    void allValues(ENTROPY).then((values) => !stale && setRise(riseOf(values)));
+    return () => void (stale = true);
+  }, []);
+  return rise;
+}
+
+/** A rise that no single head stands for: most of the heads spread their weight more evenly. */
+function RiseCard({ rise, state, change }: Pick<Props, "state" | "change"> & { rise: Rise }) {
+  const { moment, place: { layer, head }, heads } = rise;
+  const now = state.moment === moment && state.layer === layer && state.head === head && state.quantity === ENTROPY;
+  return (
+    <button type="button" class="card" title={texts.open} aria-pressed={now} onClick={() => change({ layer, head, moment, quantity: ENTROPY })}>
+      <span><i class="mark rise" aria-hidden="true">↗</i> <b>{texts.rises(whole(history.steps[moment]), whole(heads), whole(HEADS))}</b></span>
+      <small>{texts.riseOf(headName(layer, head), shown(rise.before), shown(rise.after))}</small>
+    </button>
+  );
+}
+
+/** What to look at first, in the order of the steps: for each kind of alarm the head and the step of its first one; and a rise of most heads. */
 function Happened({ state, change }: Pick<Props, "state" | "change">) {
+  const rise = useRise();
   const kinds = useMemo(() => {
     const of = new Map<What, Alarm[]>();
     for (const each of firstAlarms) of.set(each.what, [...(of.get(each.what) ?? []), each]);
     return [...of.values()];
   }, []);
-  if (kinds.length === 0) return <Quiet {...{ state, change }} />;
+  if (kinds.length === 0) return <Quiet {...{ state, change, rise }} />;
+  const cards = [...kinds.map((raised) => ({ step: raised[0].step, raised })), ...(rise ? [{ step: history.steps[rise.moment], raised: null }] : [])];
   return (
     <div class="cards happened">
       <ul>
-        {kinds.map((raised) => {
+        {cards.sort((a, b) => a.step - b.step).map(({ raised }) => {
+          if (!raised) return <li key="rise"><RiseCard {...{ state, change }} rise={rise!} /></li>;
           const [first] = raised;
           const more = raised.length - 1;
           const { layer, head, moment } = first;
@@ -121,7 +150,7 @@ function Happened({ state, change }: Pick<Props, "state" | "change">) {
 }
 
 /** Without an alarm: the head that changed most. */
-function Quiet({ state, change }: Pick<Props, "state" | "change">) {
+function Quiet({ state, change, rise }: Pick<Props, "state" | "change"> & { rise: Rise | null }) {
   const [layer, head] = data.opensOn ?? [0, 0];
   const quantity = history.quantities[0];
   const now = state.layer === layer && state.head === head && state.quantity === quantity.name;
@@ -134,6 +163,7 @@ function Quiet({ state, change }: Pick<Props, "state" | "change">) {
             <small>{texts.changed(headName(layer, head), quantity.heading)}</small>
           </button>
         </li>
+        {rise && <li><RiseCard {...{ rise, state, change }} /></li>}
       </ul>
     </div>
   );

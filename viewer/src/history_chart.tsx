@@ -31,7 +31,7 @@ function Chart({ axis, gutter, height, label, moment, ticks, flags, limit, move,
   };
   const y = (value: number) => down(placeOn(axis, value), height);
   const marks = ticks.filter((tick, n) => !ticks.slice(0, n).some((other) => Math.abs(y(other) - y(tick)) < 12)); // names do not overlap
-  const seen = limit != null && placeOn(axis, limit) <= 1.0001 && placeOn(axis, limit) >= 0;
+  const seen = isSeen(axis, limit);
   return (
     <div class="history-chart" ref={box} onPointerDown={pressed} onPointerMove={pressed}>
       <svg role="img" aria-label={label} width={width + gutter} height={height}>
@@ -43,12 +43,7 @@ function Chart({ axis, gutter, height, label, moment, ticks, flags, limit, move,
         ))}
         <g transform={`translate(${gutter} 0)`}>
           {width > 0 && draw(width, height)}
-          {seen && width > 0 && (
-            <g class="limit">
-              <line x1={0} x2={width} y1={y(limit)} y2={y(limit)} />
-              <text x={4} y={y(limit) + (y(limit) < 16 ? 10 : -5)}>{texts.limit(round(limit))}</text>
-            </g>
-          )}
+          {seen && width > 0 && <g class="limit"><line x1={0} x2={width} y1={y(limit)} y2={y(limit)} /></g>}
           {width > 0 && flags.map((each, n) => (
             <polygon key={n} class={`flag ${FLAG[each.what]}`} transform={`translate(${across(each.moment, width)} ${y(each.value)}) scale(5)`} points={SHAPES[each.what].join(" ")} />
           ))}
@@ -57,6 +52,15 @@ function Chart({ axis, gutter, height, label, moment, ticks, flags, limit, move,
       {width > 0 && <i class="history-now" style={{ left: `${gutter + across(moment, width)}px` }} />}
     </div>
   );
+}
+
+function isSeen(axis: Axis, limit: number | null | undefined): limit is number {
+  return limit != null && placeOn(axis, limit) <= 1.0001 && placeOn(axis, limit) >= 0;
+}
+
+/** The limit of an alarm, in the caption: in the chart a curve would go through it. */
+function Limit({ axis, limit }: { axis: Axis; limit: number | null | undefined }) {
+  return isSeen(axis, limit) ? <small class="history-limit">┄ {texts.limit(round(limit))}</small> : null;
 }
 
 interface BandProps {
@@ -92,7 +96,7 @@ export function Band({ name, place, gutter, state, selected, change }: BandProps
   }, [curves, selected]);
   return (
     <figure class="history-band">
-      <figcaption>{texts.bands(of.heading)} {of.scale === "asinh" && <small title={texts.logScale}>{texts.log}</small>}</figcaption>
+      <figcaption>{texts.bands(of.heading)} {of.scale === "asinh" && <small title={texts.logScale}>{texts.log}</small>} <Limit axis={of} limit={limit} /></figcaption>
       <Chart axis={of} height={70} ticks={ticksOf(of)} moment={state.moment} label={texts.bandLabel(of.heading, history.steps[state.moment], parts)}
         flags={alarmsOf(state).filter((each) => ALARMED[each.what] === name)} move={(moment) => change({ moment })} {...{ gutter, limit, draw }} />
     </figure>
@@ -146,7 +150,7 @@ function HeadCurve({ of, curve, state, change }: { of: Quantity; curve: Float32A
   const flags = alarmsOf(state).filter((each) => ALARMED[each.what] === of.name);
   return (
     <figure title={of.meaning}>
-      <figcaption><button type="button" aria-pressed={state.quantity === of.name} onClick={() => change({ quantity: of.name })}>{of.heading}</button> {of.scale === "asinh" && <small title={texts.logScale}>{texts.log}</small>} <b>{value}</b></figcaption>
+      <figcaption><button type="button" aria-pressed={state.quantity === of.name} onClick={() => change({ quantity: of.name })}>{of.heading}</button> {of.scale === "asinh" && <small title={texts.logScale}>{texts.log}</small>} <Limit axis={axis} limit={history.limits[of.name]} /> <b>{value}</b></figcaption>
       <Chart axis={axis} gutter={44} height={54} ticks={known.every((value) => value === known[0]) ? [known[0]] : ends(axis)} moment={state.moment} limit={history.limits[of.name]}
         label={texts.curveLabel(of.heading, name, history.steps[state.moment], value, low, high)} move={(moment) => change({ moment })} {...{ flags, draw }} />
     </figure>

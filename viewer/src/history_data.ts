@@ -193,6 +193,53 @@ export function ranked(rank: Rank, of: Quantity, values: Float32Array | null): P
   return places;
 }
 
+export const ENTROPY = "normalized_entropy";
+
+/** A rise of the entropy of most heads, with the head that rises most. */
+export interface Rise {
+  moment: number;
+  heads: number;
+  place: Place;
+  before: number;
+  after: number;
+}
+
+const LEAST_RISE = 0.1; // of the normalized entropy
+const LEAST_HEADS = 0.5; // of all heads
+const NEAR = 0.1; // of the rise: so far from its least value the median has not begun to rise
+const LAST = 0.2; // of the steps
+
+/** From which step on the normalized entropy of most heads rises, to the last fifth of the steps: the last step at which their median is near
+ * its least value. Null where fewer than half of the heads rise. */
+export function riseOf(values: Float32Array): Rise | null {
+  const last = COUNT - Math.max(1, Math.round(LAST * COUNT)); // where the last fifth begins
+  const curves = Array.from({ length: HEADS }, (_, n) => values.subarray(n * COUNT, (n + 1) * COUNT));
+  const median = Array.from({ length: COUNT }, (_, at) => middle(curves.map((curve) => curve[at])));
+  const end = mean(median.slice(last));
+  const least = Math.min(...median.slice(0, last).filter(Number.isFinite));
+  if (!(end - least >= LEAST_RISE)) return null;
+  let moment = last - 1;
+  while (!(median[moment] <= least + NEAR * (end - least))) moment--;
+  const near = (curve: ArrayLike<number>) => mean(Array.from(curve).slice(Math.max(0, moment - 1), moment + 2)); // a single step may be noise
+  const rises = curves.map((curve) => ({ before: near(curve), after: mean(Array.from(curve).slice(last)) }));
+  const heads = rises.filter(({ before, after }) => after - before >= LEAST_RISE).length;
+  if (heads < LEAST_HEADS * HEADS) return null;
+  const gain = (n: number) => rises[n].after - rises[n].before || 0;
+  const most = rises.reduce((best, _, n) => (gain(n) > gain(best) ? n : best), 0);
+  const layer = OFFSETS.findLastIndex((offset) => offset <= most);
+  return { moment, heads, place: { layer, head: most - OFFSETS[layer] }, ...rises[most] };
+}
+
+function mean(values: number[]): number {
+  const finite = values.filter(Number.isFinite);
+  return finite.reduce((sum, value) => sum + value, 0) / finite.length;
+}
+
+function middle(values: number[]): number {
+  const sorted = values.filter(Number.isFinite).sort((a, b) => a - b);
+  return sorted.length === 0 ? NaN : (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
+}
+
 /** From the smallest to the largest value, on the scale of the quantity. */
 function changeOf(of: Quantity, curve: Curve): number {
   let [low, high] = [Infinity, -Infinity];

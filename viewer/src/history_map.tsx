@@ -23,6 +23,8 @@ const LEAST = 2; // pixels of a row
 const MOST = 26;
 const REST = 500; // pixels for what is above the map, the slider and the bands
 
+const SMALLEST = 3; // pixels from the middle of a mark to its corners
+
 export function HeadsMap({ state, theme, of, values, rows, change, gutter }: Props) {
   const box = useRef<HTMLDivElement>(null);
   const canvas = useRef<HTMLCanvasElement>(null);
@@ -50,7 +52,7 @@ export function HeadsMap({ state, theme, of, values, rows, change, gutter }: Pro
     const flag = (each: Alarm, size: number) => drawMark(context, each, gutter + across(each.moment, width), (places.get(indexOf(each))! + 0.5) * row, size);
     const size = Math.max(4, Math.min(6, row / 2));
     const inView = (each: Alarm) => Math.abs((places.get(indexOf(each))! + 0.5) * row - from - view / 2) < view / 2 + size;
-    for (const each of alarms) if (inView(each)) flag(each, size / 2.5); // a repeated one is a dot
+    for (const each of alarms) if (inView(each)) flag(each, Math.max(SMALLEST, size / 2)); // a repeated one is small
     for (const each of firstAlarms.filter(inView).reverse()) flag(each, size);
     canvas.current!.dataset.drawn = "yes";
   }, [image, width, height, view, top, rows, theme]);

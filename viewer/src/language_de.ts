@@ -1,7 +1,7 @@
 // German. Words: der Head, die Query, der Key, das Token, der Patch, die Schicht, das Gewicht; "attends to" is "achtet auf".
 
 import { glossary, help, tour } from "./language_de_help";
-import { changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace } from "./language_de_views";
+import { chance, changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace, whose } from "./language_de_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, counted, exponent, figure, type FirstColumn, fixed, local, percent, product, sum, whole } from "./texts";
 
@@ -51,11 +51,11 @@ export const german: Translation = {
     evenHint: "gleichmäßig = der Anteil, wenn jedes Token sein Gewicht gleichmäßig auf alle Tokens verteilte, auf die es achten darf.",
     evenTip: (share) => `Eine gleichmäßige Verteilung ergäbe ${share}.`,
     viewEven: (share) => `Eine gleichmäßige Verteilung ergäbe ${share}.`,
-    pale: (clear) => (clear ? "Blass: Der Zufall erklärt den Anteil, der davon höchstens 3 Standardabweichungen oder 1 % entfernt ist." : "Blass: Der Anteil weicht davon höchstens um ein Fünftel ab."),
+    ...chance,
     without: "ohne das erste Token",
     withoutShare: (share) => ` ohne das erste Token: ${share}`,
     withoutHint: "„Ohne das erste Token“ lässt das Gewicht auf dem ersten Token weg, auf dem viele Heads ungenutztes Gewicht ablegen. Der Rest wird nicht hochskaliert.",
-    withoutChance: "Was der Zufall dort ergäbe, ist nicht bekannt, daher ist keine Zelle blass.",
+    withoutChance: "Was der Zufall dort ergäbe, ist nicht bekannt, daher zeigt die Farbe nur den Anteil.",
     hint: "Welcher Anteil des Gewichts der Tokens eines Segments (Zeile) im Mittel auf den Tokens jedes Segments (Spalte) liegt. Eine Zeile ergibt weniger als 100 %, wenn Keys in keinem Segment liegen.",
     viewHint: "Jede Zelle ist ein Head: der Anteil des Gewichts der Tokens des ersten Segments, der auf dem zweiten liegt. Ein Klick öffnet den Head.",
     from: "Wie sehr achten die Tokens von",
@@ -70,7 +70,8 @@ export const german: Translation = {
   },
   search: {
     label: "Ein Token, eine Position oder einen Head suchen (Taste /)",
-    placeholder: "Suche: cat, 10240, 3.3",
+    placeholder: (word, at, head) => `Suche: ${[word, at, head].filter(Boolean).join(", ")}`,
+    beyond: (tokens) => `Der Text hat ${counted(tokens, "token")}, gezählt ab 0.`,
     results: "Treffer",
     token: (at, around) => `${whole(at)}: ${around}`,
     more: (count) => `und ${whole(count)} weitere`,
@@ -178,7 +179,7 @@ export const german: Translation = {
   },
   grid: {
     title: "Alle Heads",
-    ownScale: (what, scale, largest) => (what === "image" ? "Jedes Bild hat seine eigene Farbskala." : `Zeilen sind Queries, Spalten sind Keys.${largest ? " Jede Zelle zeigt ihr größtes Gewicht." : ""} Jede Karte hat ihre eigene Farbskala (${scale}).`),
+    ownScale: (what, scale, largest) => (what === "image" ? "Jedes Bild hat seine eigene Farbskala." : `Zeilen sind Queries, Spalten sind Keys.${largest === 0 ? "" : largest > 1 ? ` Jede Zelle zeigt ihr größtes Gewicht aus ${whole(largest)} Fenstern.` : " Jede Zelle zeigt ihr größtes Gewicht."} Jede Karte hat ihre eigene Farbskala (${scale}).`),
     click: "Ein Klick öffnet einen Head.",
     noMap: (statistic) => `Jede Kachel zeigt den Mittelwert von: ${statistic}. Es wurde keine Karte aufgezeichnet; Observe(map=64) zeichnet eine auf.`,
     layer: "Schicht",
@@ -197,10 +198,11 @@ export const german: Translation = {
     partly: (pattern) => `teils ${pattern}`,
     also: (pattern, score) => `; auch ${pattern}, ${score}`,
     region: (region, ratio) => `${region} × ${fixed(ratio, 1)}`,
+    fixedRegion: (region) => `feste Keys: ${region}`,
     drawing: (at, of) => `Head ${whole(at)} von ${whole(of)} wird gezeichnet`,
   },
   files: { csv: "CSV" },
-  figures, everyHead, headTip,
+  figures, everyHead, headTip, whose,
   changes,
   dropped, links, compare, table, trace,
   history,
@@ -261,6 +263,7 @@ export const german: Translation = {
     statistics: "Statistik",
     statisticsOf: "Statistik dieses Heads",
     patternMatch: "Übereinstimmung mit Mustern: {list}.",
+    matchAndMean: "Die Statistik dieses Namens in der Tabelle ist eine andere Zahl: das mittlere Gewicht selbst, in dem auch der Anteil steckt, den der Zufall ergibt.",
     patternScale: "100 % = genau dieses Muster, 0 % = nicht näher als der Zufall.",
     about: "etwa ",
     columns: { query: "je Query", mean: "Mittel", std: "Std.-Abw.", min: "Min.", max: "Max.", count: "Queries" },
@@ -279,7 +282,8 @@ export const german: Translation = {
     title: "Auswahl",
     token: "Gewähltes Token: {token}",
     patch: "Gewählter Patch: {token}",
-    none: (tokens) => `Ein Klick auf eine Zelle${tokens ? " oder ein Token" : ""} wählt sie aus. Die Zeile einer Zelle zeigt, worauf eine Query achtet; die Spalte, was auf einen Key achtet.`,
+    none: (tokens) => `Ein Klick auf eine Zelle${tokens ? " oder ein Token" : ""} wählt sie aus.`,
+    noneHelp: "Die Zeile einer Zelle zeigt, worauf eine Query achtet; die Spalte, was auf einen Key achtet.",
     clear: "Aufheben",
     clearLabel: "Auswahl aufheben",
     attends: (many) => (many ? "{name} achten auf" : "{name} achtet auf"),
@@ -292,6 +296,7 @@ export const german: Translation = {
   reason: {
     title: "Warum dieses Gewicht?",
     choose: "Eine einzelne Zelle der Karte auswählen, um zu sehen, wie ihr Gewicht berechnet wird. Zuerst hineinzoomen, wenn eine Zelle mehrere Tokens umfasst.",
+    absent: "Die Seite enthält q und k dieses Heads nicht. So werden sie aufgezeichnet: headscope watch --keep-qk, oder Observe(keep_qk=True). So entsteht die Seite: headscope report --exact LAYER.HEAD.",
     served: "Die Seite eines Servers enthält q und k nicht. Eine gespeicherte Seite zeigt, wie ein Gewicht berechnet wird: recording.save_html(path, exact=[(layer, head)]).",
     others: "Diese Seite kann die Gewichte berechnen von: {heads}.",
     pair: "{query} → {key}",
@@ -384,8 +389,11 @@ export const german: Translation = {
   },
   legend: {
     what: (kind, scale) => `${{ difference: "Differenz", weight: "Gewicht", mean: "mittleres Gewicht einer Zelle", max: "Maximum einer Zelle" }[kind]}, ${{ linear: "linear", log: "logarithmisch" }[scale]}`,
+    largestOf: (windows, scale) => `größtes Gewicht aus ${whole(windows)} Fenstern, ${scale === "log" ? "logarithmisch" : "linear"}`,
+    meanOf: (windows, scale) => `mittleres Gewicht aus ${whole(windows)} Fenstern, ${scale === "log" ? "logarithmisch" : "linear"}`,
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} oder mehr`,
+    linearAlone: "Diese Skala ist linear, die von A und B sind logarithmisch: Eine Differenz kleiner Gewichte ist hier blass.",
     visiblePart: "Die Farbskala ist die des sichtbaren Ausschnitts.", quantile: "Die Skala endet beim 99,5-%-Quantil.", pixel: "Ein Pixel mit mehreren Zellen zeigt die größte.",
     bits: (bits, codes) => `Mit ${bits} Bit gespeichert: Wert = größter × (c / ${whole(codes)})², mit einem Fehler von höchstens ${local((1 / codes).toPrecision(1))} des größten.`,
     rough: "Werte mit ≈ sind mit 8 Bit gespeichert.",
@@ -427,6 +435,7 @@ export const german: Translation = {
     scale: "Jedes Bild hat seine eigene Farbskala, von 0 bis zu seinem größten Patch.",
     outline: "Die Linie ist der Umriss des Objekts.",
     regions: "Worauf er achtet",
+    fixedRegion: (ratio) => `Feste Keys: Alle Patches achten fast auf dieselben Patches, was sie auch zeigen. Von den Regionen hat {region} am meisten: ${fixed(ratio, 1)}-mal so viel wie bei gleichmäßiger Verteilung.`,
     mostRegion: (ratio) => `Achtet auf die Region {region} (${fixed(ratio, 1)} × Zufall): ${fixed(ratio, 1)}-mal so viel wie bei gleichmäßiger Verteilung.`,
     noRegion: "Beachtet keine Region viel stärker als bei gleichmäßiger Verteilung.",
     ratio: (ratio) => `× ${fixed(ratio, 2)}`,

@@ -27,6 +27,28 @@ export const headTip: Translation["headTip"] = {
   strip: (layer) => `Heads von ${layer}`,
 };
 
+export const chance: Pick<Translation["segments"], "scale" | "below" | "above" | "within" | "reads" | "readsNone" | "readsLess" | "counts" | "withoutIn"> = {
+  scale: "Anteil, verglichen mit dem Zufall",
+  below: (points) => `${points} Punkte darunter`,
+  above: (points) => `${points} Punkte darüber`,
+  within: (clear) => (clear ? "Grau: Der Zufall erklärt den Anteil, der davon höchstens 3 Standardabweichungen oder 1 % entfernt ist." : "Grau: Der Anteil weicht höchstens um ein Fünftel vom Zufall ab."),
+  reads: (to, share, chance) => `{head} liest „${to}“ am meisten: ${share} (Zufall ${chance}).`,
+  readsNone: (to, share, chance) => `Kein Head liest „${to}“ mehr als der Zufall. Der Zufall (${chance}) erklärt den größten Anteil, ${share} von {head}.`,
+  readsLess: (to) => `Kein Head liest „${to}“ mehr als der Zufall.`,
+  counts: (more, less, of) => `Von ${of === 1 ? "einem Head" : `${whole(of)} Heads`} ${(more || less) === 1 ? "liest" : "lesen"} es ${more === 0 ? "" : `${whole(more)} mehr als der Zufall, `}${whole(less)} weniger.`,
+  withoutIn: (share) => `(${share} ohne das erste Token)`,
+};
+
+export const whose: Translation["whose"] = {
+  shows: "Diese Ansicht zeigt",
+  unlike: "B hat andere Heads, Längen oder Karten, also zeigt diese Ansicht nur A. Eine Seite von B allein: headscope report B.",
+  title: "Zwei Heads, von A und B oder beide von A",
+  group: (side, name) => (side === name ? side : `${side}: ${name}`),
+  within: "Zweiter − erster",
+  scales: "Zweiter − erster: Orange ist mehr Aufmerksamkeit im zweiten Head, Violett weniger. Beide Karten sind von A und haben eine gemeinsame Farbskala.",
+  columns: { a: "erster", b: "zweiter" },
+};
+
 export const everyHead: Translation["everyHead"] = {
   label: "Das Token in allen Heads",
   title: "{token} ({at}) in allen Heads: das Token, auf das es am meisten achtet. Zeigt man auf eine Zelle, erscheinen die Linien dieses Heads.",
@@ -128,7 +150,7 @@ export const changes: Translation["changes"] = {
   largest: "Die größte Veränderung ist die von {head} ({change}): {size} der Schwelle.",
   hint: "Ein Klick öffnet den Head.",
   limits: ({ share, nats, logits, ratio, map, errors }) =>
-    `Verändert: ein Anteil um ${whole(100 * share)} Prozentpunkte, die Entropie um ${figure(nats, 2)} nats, Keys um × ${figure(ratio)}, ein Logit um ${whole(logits)}, oder ${percent(map)} der Aufmerksamkeit anderswo; und um ${whole(errors)} Standardfehler.`,
+    `Verändert: ein Anteil um ${whole(100 * share)} Prozentpunkte, die Entropie um ${figure(nats, 2)} nats, Keys, Distanz oder Value-Norm um × ${figure(ratio)}, ein Logit um ${whole(logits)}, oder ${percent(map)} der Aufmerksamkeit anderswo; und um ${whole(errors)} Standardfehler.`,
   sharper: (change) => `schärfer: ${change}`,
   broader: (change) => `breiter: ${change}`,
   only: "Nur veränderte Heads",
@@ -145,6 +167,7 @@ export const changes: Translation["changes"] = {
   receivedChange: (share) => `erhalten: ${share} gehen an andere Tokens`,
   brokenChange: (before, after) => `Zeilen mit NaN oder Unendlich ${whole(before)} → ${whole(after)}`,
   moved: "verändert",
+  valuesOnly: "nur die Value-Norm, nicht die Aufmerksamkeit",
   still: "nicht verändert",
   label: (head, moved, what) => `${head}, ${moved ? "verändert" : "nicht verändert"}${what && `: ${what}`}`,
   back: "← Alle Veränderungen",
@@ -243,6 +266,8 @@ export const history: Translation["history"] = {
   quiet: (steps) => `Kein Alarm in ${steps === 1 ? "einem Schritt" : `${whole(steps)} Schritten`}.`,
   unwatched: "Es wurden keine Alarme verlangt: watch(alarms=True) löst sie aus.",
   changed: (name, quantity) => `Stärkste Veränderung (${quantity}): ${name}`,
+  rises: (step, heads, of) => `Ab Schritt ${step} steigt die Entropie von ${heads} der ${of} Heads`,
+  riseOf: (name, before, after) => `Am stärksten: ${name}, normierte Entropie ${before} → ${after}`,
   open: "Diesen Head bei diesem Schritt zeigen",
   openHead: "Diesen Head zeigen",
   head: (name) => `Head ${name}`,

@@ -1,7 +1,7 @@
 // Chinese (simplified). Words: 注意力头 or 头, 查询, 键, 词元, 图块, 层, 权重; "attends to" is 关注.
 
 import { glossary, help, tour } from "./language_zh_help";
-import { changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace } from "./language_zh_views";
+import { chance, changes, compare, dropped, everyHead, figures, headTip, history, largestOrAbove, links, table, trace, whose } from "./language_zh_views";
 import type { Translation } from "./languages";
 import { type Axis, type Counted, counted, exponent, figure, type FirstColumn, percent, product, sum, whole } from "./texts";
 
@@ -36,11 +36,11 @@ export const chinese: Translation = {
     evenHint: "均匀 = 每个词元把权重均匀分给它可以关注的所有词元时的份额。",
     evenTip: (share) => `均匀分布时为 ${share}。`,
     viewEven: (share) => `均匀分布时为 ${share}。`,
-    pale: (clear) => (clear ? "颜色较淡：份额与之相差不到 3 个标准差或不到 1%，可由随机解释。" : "颜色较淡：份额与之相差不超过五分之一。"),
+    ...chance,
     without: "不含第一个词元",
     withoutShare: (share) => ` 不含第一个词元：${share}`,
     withoutHint: "“不含第一个词元”去掉第一个词元上的权重，许多头把用不上的权重放在那里。其余部分不按比例放大。",
-    withoutChance: "此时不知道随机分布的结果，因此没有颜色较淡的单元格。",
+    withoutChance: "此时不知道随机分布的结果，因此颜色只表示份额。",
     hint: "某片段（行）的词元平均有多少权重落在各片段（列）的词元上。如果有的键不属于任何片段，一行之和小于 100%。",
     viewHint: "每个单元格是一个头：第一个片段的词元有多少权重落在第二个片段上。点击可打开该头。",
     from: "查询所在片段",
@@ -55,7 +55,8 @@ export const chinese: Translation = {
   },
   search: {
     label: "查找词元、位置或头（按 /）",
-    placeholder: "查找：cat、10240、3.3",
+    placeholder: (word, at, head) => `查找：${[word, at, head].filter(Boolean).join("、")}`,
+    beyond: (tokens) => `文本有 ${counted(tokens, "token")}，从 0 数起。`,
     results: "查找结果",
     token: (at, around) => `${whole(at)}：${around}`,
     more: (count) => `另有 ${whole(count)} 个`,
@@ -161,7 +162,7 @@ export const chinese: Translation = {
   },
   grid: {
     title: "所有头",
-    ownScale: (what, scale, largest) => (what === "image" ? "每幅图各有自己的颜色刻度。" : `行是查询，列是键。${largest ? "每个单元格显示其最大权重。" : ""}每幅热图各有自己的${scale}颜色刻度。`),
+    ownScale: (what, scale, largest) => (what === "image" ? "每幅图各有自己的颜色刻度。" : `行是查询，列是键。${largest === 0 ? "" : largest > 1 ? `每个单元格显示其在 ${whole(largest)} 个窗口中的最大权重。` : "每个单元格显示其最大权重。"}每幅热图各有自己的${scale}颜色刻度。`),
     click: "点击可打开一个头。",
     noMap: (statistic) => `每格显示${statistic}的平均值。未记录热图；用 Observe(map=64) 可记录。`,
     layer: "层",
@@ -180,10 +181,11 @@ export const chinese: Translation = {
     partly: (pattern) => `部分${pattern}`,
     also: (pattern, score) => `；也有${pattern}，${score}`,
     region: (region, ratio) => `${region} × ${ratio.toFixed(1)}`,
+    fixedRegion: (region) => `固定键：${region}`,
     drawing: (at, of) => `正在绘制第 ${whole(at)} 个头，共 ${whole(of)} 个`,
   },
   files: { csv: "CSV" },
-  figures, everyHead, headTip,
+  figures, everyHead, headTip, whose,
   changes,
   dropped, links, compare, table, trace,
   history,
@@ -244,6 +246,7 @@ export const chinese: Translation = {
     statistics: "统计",
     statisticsOf: "这个头的统计",
     patternMatch: "模式匹配度：{list}。",
+    matchAndMean: "表中同名统计量是另一个数：平均权重本身，其中也包含随机的份额。",
     patternScale: "100% = 完全符合该模式，0% = 不高于随机水平。",
     about: "约 ",
     columns: { query: "每个查询", mean: "平均", std: "标准差", min: "最小", max: "最大", count: "查询数" },
@@ -262,7 +265,8 @@ export const chinese: Translation = {
     title: "所选内容",
     token: "所选词元：{token}",
     patch: "所选图块：{token}",
-    none: (tokens) => `点击单元格${tokens ? "或词元" : ""}可选中它。单元格所在的行表示查询关注什么，所在的列表示什么关注该键。`,
+    none: (tokens) => `点击单元格${tokens ? "或词元" : ""}可选中它。`,
+    noneHelp: "单元格所在的行表示查询关注什么，所在的列表示什么关注该键。",
     clear: "清除",
     clearLabel: "清除选择",
     attends: () => "{name} 关注以下位置",
@@ -275,6 +279,7 @@ export const chinese: Translation = {
   reason: {
     title: "为什么是这个权重？",
     choose: "选中热图的一个单元格，查看其权重如何算出。如果一个单元格包含多个词元，请先放大。",
+    absent: "此页面没有这个头的 q 和 k。记录它们：headscope watch --keep-qk，或 Observe(keep_qk=True)。然后生成页面：headscope report --exact LAYER.HEAD。",
     served: "服务器的页面不保存 q 和 k。保存的页面可显示权重如何算出：recording.save_html(path, exact=[(layer, head)])。",
     others: "本页可以计算以下各头的权重：{heads}。",
     pair: "{query} → {key}",
@@ -366,8 +371,11 @@ export const chinese: Translation = {
   },
   legend: {
     what: (kind, scale) => `${{ difference: "差", weight: "权重", mean: "单元格的平均权重", max: "单元格的最大值" }[kind]}，${{ linear: "线性", log: "对数" }[scale]}`,
+    largestOf: (windows, scale) => `${whole(windows)} 个窗口中的最大权重，${scale === "log" ? "对数" : "线性"}`,
+    meanOf: (windows, scale) => `${whole(windows)} 个窗口的平均权重，${scale === "log" ? "对数" : "线性"}`,
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} 或更大`,
+    linearAlone: "此刻度为线性，A 和 B 的刻度为对数：小权重之间的差在这里颜色很浅。",
     visiblePart: "颜色刻度以可见部分为准。",
     quantile: "刻度止于 99.5% 分位数。",
     pixel: "含多个单元格的像素显示其中最大的一个。",
@@ -411,6 +419,7 @@ export const chinese: Translation = {
     scale: "每幅图各有自己的颜色刻度，从 0 到最大的图块。",
     outline: "线条是物体的轮廓。",
     regions: "它关注什么",
+    fixedRegion: (ratio) => `固定键：所有图块无论显示什么，几乎都关注相同的图块。在各区域中{region}最多：是均匀分布的 ${ratio.toFixed(1)} 倍。`,
     mostRegion: (ratio) => `关注{region}（随机水平的 ${ratio.toFixed(1)} 倍）：是均匀分布的 ${ratio.toFixed(1)} 倍。`,
     noRegion: "对任何区域的关注都不比均匀分布多很多。",
     ratio: (ratio) => `× ${ratio.toFixed(2)}`,

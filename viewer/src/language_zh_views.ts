@@ -20,6 +20,28 @@ export const headTip: Translation["headTip"] = {
   strip: (layer) => `${layer}的各个头`,
 };
 
+export const chance: Pick<Translation["segments"], "scale" | "below" | "above" | "within" | "reads" | "readsNone" | "readsLess" | "counts" | "withoutIn"> = {
+  scale: "份额，与随机相比",
+  below: (points) => `低 ${points} 个百分点`,
+  above: (points) => `高 ${points} 个百分点`,
+  within: (clear) => (clear ? "灰色：份额与随机相差不到 3 个标准差或不到 1%，可由随机解释。" : "灰色：份额与随机相差不超过五分之一。"),
+  reads: (to, share, chance) => `{head} 读取“${to}”最多：${share}（随机为 ${chance}）。`,
+  readsNone: (to, share, chance) => `没有头读取“${to}”多于随机。最大份额（{head} 的 ${share}）可由随机（${chance}）解释。`,
+  readsLess: (to) => `没有头读取“${to}”多于随机。`,
+  counts: (more, less, of) => `在 ${whole(of)} 个头中，${more === 0 ? "" : `${whole(more)} 个多于随机，`}${whole(less)} 个少于随机。`,
+  withoutIn: (share) => `（不含第一个词元为 ${share}）`,
+};
+
+export const whose: Translation["whose"] = {
+  shows: "此视图显示",
+  unlike: "B 的头、长度或图不同，因此此视图只显示 A。单独生成 B 的页面：headscope report B。",
+  title: "两个头：A 与 B 各一，或都来自 A",
+  group: (side, name) => (side === name ? side : `${side}：${name}`),
+  within: "第二个 − 第一个",
+  scales: "第二个 − 第一个：橙色表示第二个头的注意力更多，紫色表示更少。两张图都来自 A，共用一个颜色标尺。",
+  columns: { a: "第一个", b: "第二个" },
+};
+
 export const everyHead: Translation["everyHead"] = {
   label: "该词元在所有头中",
   title: "{token}（{at}）在所有头中最关注的词元。将指针移到单元格上可查看该头的连线。",
@@ -120,7 +142,7 @@ export const changes: Translation["changes"] = {
   largest: "变化最大的是{head}（{change}）：为其阈值的 {size}。",
   hint: "点击可打开一个头。",
   limits: ({ share, nats, logits, ratio, map, errors }) =>
-    `有变化：份额变化 ${whole(100 * share)} 个百分点，熵变化 ${figure(nats, 2)} nats，键数变化 × ${figure(ratio)}，logit 变化 ${whole(logits)}，或 ${percent(map)} 的注意力落在别处；并且超过 ${whole(errors)} 个标准误。`,
+    `有变化：份额变化 ${whole(100 * share)} 个百分点，熵变化 ${figure(nats, 2)} nats，键数、距离或值的范数变化 × ${figure(ratio)}，logit 变化 ${whole(logits)}，或 ${percent(map)} 的注意力落在别处；并且超过 ${whole(errors)} 个标准误。`,
   sharper: (change) => `更集中：${change}`,
   broader: (change) => `更分散：${change}`,
   only: "只显示发生变化的头",
@@ -137,6 +159,7 @@ export const changes: Translation["changes"] = {
   receivedChange: (share) => `得到的注意力：${share} 转到其他词元`,
   brokenChange: (before, after) => `含有 NaN 或无穷大的行 ${whole(before)} → ${whole(after)}`,
   moved: "有变化",
+  valuesOnly: "只有值的范数变化，注意力没有变化",
   still: "无变化",
   label: (head, moved, what) => `${head}，${moved ? "有变化" : "无变化"}${what && `：${what}`}`,
   back: "← 所有变化",
@@ -235,6 +258,8 @@ export const history: Translation["history"] = {
   quiet: (steps) => `${counted(steps, "step")}中没有警报。`,
   unwatched: "未要求警报：watch(alarms=True) 可启用警报。",
   changed: (name, quantity) => `${quantity}变化最大：${name}`,
+  rises: (step, heads, of) => `从第 ${step} 步起，${of} 个头中有 ${heads} 个的熵上升`,
+  riseOf: (name, before, after) => `最多：${name}，归一化熵 ${before} → ${after}`,
   open: "显示这一步的这个头",
   openHead: "显示这个头",
   head: (name) => `头 ${name}`,

@@ -1,9 +1,9 @@
 // The scale of colours.
 
-import { type Colours, colour } from "./field";
+import { type Colours, colour, type Signed } from "./field";
 
 /** A bar of all colours between the least and the largest value. */
-export function Bar({ what, low, high, colours, signed }: { what: string; low: string; high: string; colours: Colours; signed?: boolean }) {
+export function Bar({ what, low, high, colours, signed }: { what: string; low: string; high: string; colours: Colours; signed?: Signed }) {
   const steps = Array.from({ length: 24 }, (_, n) => colour(n / 23, colours, signed).fill);
   return (
     <>

@@ -24,12 +24,13 @@ import { Reading } from "./reading";
 import { WindowReading } from "./reading_windows";
 import { SegmentView } from "./segments";
 import { isDark, useScreen } from "./screen";
+import { present, WhoseHeads } from "./shown_side";
 import { address, parse, type State } from "./state";
 import { Table } from "./table";
 import { controls, grid, image } from "./texts";
 import { Tour } from "./tour";
 import { Trace } from "./trace";
-import { ending, withoutFirst } from "./words";
+import { ending, windowsOf, withoutFirst } from "./words";
 import "./style.css";
 
 function App() {
@@ -40,7 +41,8 @@ function App() {
   const change = useCallback((part: Partial<State>) => setState((before) => ({ ...before, ...("row" in part || "column" in part ? { cell: null } : {}), ...part })), []);
   const language = languageOf(state.lang);
   speak(language);
-  const drawn = `${theme} ${language} ${useScreen()}`; // what is drawn is drawn again when this changes
+  const side = present(state);
+  const drawn = `${theme} ${language} ${side} ${useScreen()}`; // what is drawn is drawn again when this changes
   const dark = isDark(theme);
   // what is drawn: the address keeps the name of the palette, its colours are those of a light or a dark page
   const shown = useMemo(() => ({ ...state, colours: coloursOf(state.colours, dark) }), [state, dark]);
@@ -121,7 +123,8 @@ function App() {
         {NOTES.map((note, n) => <p class={/NaN|infinity/.test(note) ? "note" : "noted"} key={n}>{say(note)}</p>)}
         <MissingView view={state.view} />
         <Offered {...{ state, change }} />
-        <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view === "change" ? "changes" : state.view}`}>
+        <WhoseHeads {...{ state, change }} />
+        <div id="view" key={side} role="tabpanel" aria-labelledby={`tab-${state.view === "change" ? "changes" : state.view}`}>
           {state.view === "history" && <History {...{ state: shown, theme: drawn, change }} />}
           {state.view === "alarms" && <AlarmTable {...{ change }} />}
           {state.view === "changes" && <ChangesView {...{ state: shown, theme: drawn, change }} />}
@@ -170,7 +173,7 @@ function headingOf(name: string): string {
 
 /** The sentence above the heads. */
 function gridHint(state: State): string {
-  const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && data.layers.some(({ map }) => map && !map.exact));
+  const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && data.layers.some(({ map }) => map && !map.exact) ? Math.max(1, ...data.layers.map(windowsOf)) : 0);
   const many = !data.image && data.layers.find(({ map }) => map && hasQuantile(map))?.map;
   const [found, heads] = [chosen(state).length, all().length];
   const shown = data.image && HAS_MAPS && (state.thumbs === "patch" ? image.shownOf.patch(keyName(queryOf(state, state.layer, state.head))) : image.shownOf[state.thumbs]);

@@ -14,7 +14,9 @@ const ROUNDING = 0.005; // what whole per cent round up: "partly" never stands b
 export type Degree = "partly" | "mostly" | "";
 
 /** Whether patterns were scored at all: a head without one then has no name. */
-export const SCORED = data.patterns.some((layer) => layer.some((head) => head.length > 0));
+export function isScored(): boolean {
+  return data.patterns.some((layer) => layer.some((head) => head.length > 0));
+}
 
 export function isPart(score: number): boolean {
   return score < WHOLE - ROUNDING;

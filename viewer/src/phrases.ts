@@ -185,7 +185,7 @@ export const PHRASES: [english: string, german: string, chinese: string][] = [
   ["The quarter of the patches nearest to the centre of brightness.", "Das Viertel der Patches, das dem Schwerpunkt der Helligkeit am nächsten ist.", "离亮度中心最近的四分之一图块。"],
   ["edges", "Kanten", "边缘"],
   ["The quarter where brightness changes most from patch to patch.", "Das Viertel, in dem sich die Helligkeit von Patch zu Patch am meisten ändert.", "亮度在图块间变化最大的四分之一。"],
-  ["boundary", "Umriss", "轮廓"],
+  ["outline", "Umriss", "轮廓"],
   ["The quarter that touches most patches on the other side of the object's outline.", "Das Viertel, das die meisten Patches auf der anderen Seite des Umrisses berührt.", "与物体轮廓另一侧的图块接触最多的四分之一。"],
   ["texture", "Textur", "纹理"],
   ["The quarter where brightness varies most within 3 × 3 pixels.", "Das Viertel, in dem die Helligkeit innerhalb von 3 × 3 Pixeln am meisten schwankt.", "3 × 3 像素内亮度变化最大的四分之一。"],

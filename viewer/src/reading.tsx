@@ -9,7 +9,7 @@ import { FigureMenu } from "./figure_menu";
 import { all, bestPattern } from "./grid";
 import { textFigure } from "./reading_figure";
 import { EveryHead, HAS_EVERY } from "./reading_heads";
-import { curve, inText, linesOf, MOST_LINES, OVERVIEW, type Pair, pairsOf, type Place, roomOf, strengths, wordsOf } from "./reading_lines";
+import { curve, inText, isBlank, linesOf, MOST_LINES, OVERVIEW, type Pair, pairsOf, type Place, roomOf, strengths, wordsOf } from "./reading_lines";
 import { selected } from "./selection";
 import { useRoving } from "./roving";
 import { useWidth } from "./screen";
@@ -202,7 +202,7 @@ export function Text({ start, stop, at, kept, pairs, theme, setOver, keep, word 
         const found = strongest.get(position);
         const style = found ? { backgroundImage: fillOf(found) } : {};
         return (
-          <button type="button" key={position} data-at={position} style={style} class={position === at ? "chosen" : ""} aria-pressed={position === kept}
+          <button type="button" key={position} data-at={position} style={style} class={[position === at && "chosen", isBlank(word(position)) && "blank"].filter(Boolean).join(" ")} aria-pressed={position === kept}
             title={names.chip(position, word(position, true), found ? figure(Math.max(...found)) : "")}
             onMouseEnter={() => setOver(position)} onFocus={() => setOver(position)} onBlur={() => setOver(null)} onClick={() => keep(position)}>
             <bdi>{inText(word(position))}</bdi>

@@ -4,7 +4,7 @@ import { token } from "./data";
 import { type Figure, measured, origin, type Paper, SMALL } from "./figure";
 import { titled } from "./figures";
 import { bestPattern } from "./grid";
-import { curve, FAINTEST, inText, MOST_LINES, OVERVIEW, type Pair, type Place, roomOf, type Spot, strengths, wordsOf } from "./reading_lines";
+import { curve, FAINTEST, inText, isBlank, MOST_LINES, OVERVIEW, type Pair, type Place, roomOf, type Spot, strengths, wordsOf } from "./reading_lines";
 import type { State } from "./state";
 import { figures, names, percent } from "./texts";
 import { nameOf } from "./words";
@@ -28,7 +28,7 @@ export function textFigure({ places, start, stop, kept, toward, pairs, cut }: Dr
   const chips: { x: number; y: number; width: number; text: string }[] = [];
   let [x, line] = [0, 0];
   for (const word of wordsOf(start, stop)) {
-    const texts = word.map((at) => inText(token(at) ?? ""));
+    const texts = word.map((at) => isBlank(token(at) ?? "") ? token(at)! : inText(token(at) ?? ""));
     const widths = texts.map((text) => Math.min(WIDE, Math.max(4, measured(text, SIZE) + 1)));
     if (x > 0 && x + widths.reduce((sum, width) => sum + width, 0) > WIDE) [x, line] = [0, line + 1];
     texts.forEach((text, n) => {

@@ -1,7 +1,7 @@
 // One token in all heads at once: a table of layers and heads, in each cell the key that the token attends to most.
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { data, type Head, HAS_READING, type Layer, NONE, passing, queryAt, readable, token } from "./data";
+import { data, type Head, HAS_READING, type Layer, NONE, onOtherData, passing, queryAt, readable, token } from "./data";
 import { all } from "./grid";
 import type { Place } from "./reading_lines";
 import { useRoving } from "./roving";
@@ -25,7 +25,8 @@ interface Largest {
   p: Float32Array;
 }
 
-const largest: Largest[][] = data.layers.map(() => []);
+let largest: Largest[][] = data.layers.map(() => []);
+onOtherData(() => (largest = data.layers.map(() => [])));
 
 function largestOf(layer: Layer, { map, top }: Head): Largest {
   const [queries, length] = layer.lengths!;
@@ -45,11 +46,12 @@ function useLargest(): void {
   const [, setRead] = useState(0);
   useEffect(() => {
     let stale = false;
+    const found = largest;
     const read = async () => {
       let until = performance.now() + HELD;
       for (const [n, { layer, head }] of all().entries()) {
         if (stale) return;
-        largest[layer][head] ??= largestOf(data.layers[layer], await passing(layer, head));
+        found[layer][head] ??= largestOf(data.layers[layer], await passing(layer, head));
         if (performance.now() < until) continue;
         setRead(n);
         await new Promise<unknown>((done) => setTimeout(done));
@@ -63,6 +65,7 @@ function useLargest(): void {
 }
 
 const repeated = new Map<string, boolean>(); // of the text of a token: whether it occurs more than once
+onOtherData(() => repeated.clear());
 
 function isRepeated(at: number): boolean {
   if (repeated.size === 0) for (const label of data.tokens!.labels) repeated.set(label, repeated.has(label));

@@ -76,7 +76,7 @@ const tallest = (width: number) => Math.min(170, LOW + width / 4);
 
 /** The pixels above a line of text for arcs: the fewer lines, the more, and no more than the widest arc takes. */
 export function roomOf(lines: number, width: number): number {
-  return Math.min(lines <= 3 ? 128 : lines <= 6 ? 54 : 24, PEAK * tallest(width));
+  return Math.min(lines <= 1 ? 128 : lines <= 3 ? 72 : lines <= 6 ? 54 : 24, PEAK * tallest(width));
 }
 
 /** An arc above one line of the text, so much higher as it is wider; between two lines, a curve from the lower edge of the upper to the
@@ -98,9 +98,14 @@ export function curve(a: Spot, b: Spot, n: number, room: number, width: number):
 const LONGEST = 20; // letters without a place where a line may end
 const ALONE = /[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Thai}\s␣⏎⇥␍]/u;
 
-/** A token as it is in the text: a space before or after its letters is a space. */
+/** A token as it is in the text: its spaces are spaces. */
 export function inText(text: string): string {
-  return /^␣+$/.test(text) ? text : text.replaceAll("␣", " ");
+  return text.replaceAll("␣", " ");
+}
+
+/** Whether a token has nothing but spaces: it is underlined, so that it can be seen and clicked. */
+export function isBlank(text: string): boolean {
+  return /^␣+$/.test(text);
 }
 
 /** Positions in groups between which a line may end: the pieces of a word stay together. */

@@ -299,7 +299,7 @@ export async function readRecording(file: File): Promise<Side> {
   const names = [...new Set(read.statistics.flatMap((each) => Object.keys(each)))];
   return {
     title: typeof about.model === "string" ? labelled(about.model, 160, false) : "",
-    layers: read.layers, statistics: read.statistics, origin: originOf(tensors),
+    layers: read.layers, statistics: read.statistics, tokens, runTokens: null, named: null, origin: originOf(tensors),
     names: names.map((name) => data.names.find((each) => each.name === name) ?? { name, heading: labelled(name.replaceAll("_", " "), 60, false), meaning: "" }),
     head: cached((layer, head) => read.head(layer, head)),
     sums: (layer, head) => read.sums(layer, head),

@@ -1,12 +1,12 @@
 // One box that finds heads, positions and tokens.
 
 import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { data, HAS_READING, token } from "./data";
+import { binOf, data, HAS_READING, onOtherData, token } from "./data";
 import { all } from "./grid";
 import { opened } from "./head";
 import { selected } from "./selection";
 import type { State } from "./state";
-import { history, names, search as texts } from "./texts";
+import { history, names, search as texts, whole } from "./texts";
 import { binAt, HAS_WINDOWS, nameOf } from "./words";
 
 const SHOWN = 8;
@@ -59,6 +59,7 @@ interface Index {
 }
 
 let index: Index | null = null;
+onOtherData(() => (index = null));
 
 /** The text, or the texts of all windows, made once: it may have a million tokens. */
 function indexed(): Index {
@@ -98,13 +99,32 @@ function goTo(at: number, state: State): Partial<State> {
 /** A position in a window is shown in its text where the page can: the map of a head merges all windows. */
 function toBin(run: number, at: number, length: number, state: State): Partial<State> {
   const layer = data.layers[state.layer];
-  const share = (bins: number | undefined) => (bins ? Math.floor((at * bins) / length) : null); // where windows have different lengths
+  const share = (bins: number | undefined) => (bins ? binOf(at, bins, length) : null); // where windows have different lengths
   const text = { window: run, token: at, page: null };
   if (HAS_WINDOWS) return { ...text, view: "reading" };
   return { ...text, view: "head", row: binAt(layer, "query", at) ?? share(layer.map?.rows), column: binAt(layer, "key", at) ?? share(layer.map?.columns) };
 }
 
 const hasText = data.tokens !== null || data.runTokens !== null;
+
+const MOST_LETTERS = 6; // of the word in the placeholder
+
+/** What the placeholder offers: a word, a position and a head that this page has. */
+const EXAMPLES = ((): [string, string, string] => {
+  const labels = data.tokens?.labels ?? data.runTokens?.labels ?? [];
+  // the first token of a word has a space before it with most tokenizers
+  const [first, any] = [`^${SPACE}`, "^"].map((start) => labels.slice(0, 200).find((label) => new RegExp(`${start}[a-z]{3,${MOST_LETTERS}}$`).test(label))?.replace(SPACE, ""));
+  const count = data.tokens?.labels.length ?? data.runTokens?.ids.reduce((sum, ids) => sum + ids.length, 0) ?? 0;
+  const layer = Math.min(3, data.layers.length - 1);
+  return [first ?? any ?? "", whole(Math.min(count - 1, Math.floor((count * 2) / 3))), `${layer}.${Math.min(3, data.layers[layer].heads - 1)}`];
+})();
+
+/** Why nothing fits; of a number, how long the text is. */
+function notFound(typed: string): string {
+  if (data.history) return texts.none;
+  if (!hasText) return texts.noTokens;
+  return /^\d[\d,]*$/.test(typed.trim()) ? texts.beyond(indexed().ends.length) : texts.none;
+}
 
 interface Props {
   state: State;
@@ -150,7 +170,7 @@ export function Search({ state, change }: Props) {
   };
   return (
     <div class="search" role="search" onKeyDown={pressed}>
-      <input ref={input} type="text" aria-label={texts.label} placeholder={data.history ? texts.steps : hasText ? texts.placeholder : texts.onlyHeads} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list" {...(hits.length > 0 ? { "aria-activedescendant": `hit-${at}` } : {})}
+      <input ref={input} type="text" aria-label={texts.label} placeholder={data.history ? texts.steps : hasText ? texts.placeholder(...EXAMPLES) : texts.onlyHeads} value={typed} role="combobox" aria-expanded={hits.length > 0} aria-controls="found" aria-autocomplete="list" {...(hits.length > 0 ? { "aria-activedescendant": `hit-${at}` } : {})}
         onInput={(event) => { setTyped(event.currentTarget.value); setAt(0); setListed(SHOWN); setChosen(null); setOpen(true); }} onFocus={() => setOpen(true)} onBlur={() => setTimeout(() => { setOpen(false); setChosen(null); }, 150)} />
       <ul id="found" role="listbox" aria-label={texts.results} hidden={hits.length === 0}>
         {hits.map((hit, n) => (
@@ -158,7 +178,7 @@ export function Search({ state, change }: Props) {
         ))}
         {open && more && <li id={`hit-${hits.length}`} role="option" class="hint" aria-selected={at === hits.length} onMouseDown={(event) => event.preventDefault()} onClick={() => choose(hits.length)}>{texts.more(every.length - hits.length)}</li>}
       </ul>
-      {open && typed.trim() !== "" && every.length === 0 && <span class="hint none" role="status">{hasText || data.history ? texts.none : texts.noTokens}</span>}
+      {open && typed.trim() !== "" && every.length === 0 && <span class="hint none" role="status">{notFound(typed)}</span>}
       {!open && chosen !== null && (every.length > 1 || merged) && <span class="hint none nth" role="status">{every.length > 1 && texts.nth(chosen + 1, every.length)} <bdi>{every[chosen]?.().text}</bdi> {merged && texts.merged}</span>}
     </div>
   );

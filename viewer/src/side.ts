@@ -1,6 +1,6 @@
 // A recording as it is compared with another: this page's own, one that the page came with, or one from a file.
 
-import { Blocks, bytes, type Data, data, head as decoded, type Head, type Layer, type Origin, read } from "./data";
+import { Blocks, bytes, type Data, data, type Head, type Layer, type Origin, ownHeads, read } from "./data";
 
 /** The sums that distances between two heads are computed from. */
 export interface Sums {
@@ -21,6 +21,9 @@ export interface Side {
   layers: Layer[];
   names: Data["names"];
   statistics: Data["statistics"];
+  tokens: Data["tokens"];
+  runTokens: Data["runTokens"];
+  named: Pick<Data, "patterns" | "also" | "highlights"> | null; // null where the page does not know what its heads are named
   origin: Origin | null;
   head: (layer: number, head: number) => Promise<Head>;
   sums: (layer: number, head: number) => Promise<Sums>;
@@ -33,7 +36,7 @@ export function keyOf(layer: Layer): string {
 }
 
 /** What a page needs of its own data, or of that of another page. */
-export type PageData = Pick<Data, "layers" | "masks" | "bits" | "names" | "statistics" | "tokens"> & Partial<Pick<Data, "title" | "origin" | "numbers">>;
+export type PageData = Pick<Data, "layers" | "masks" | "bits" | "names" | "statistics" | "tokens"> & Partial<Pick<Data, "title" | "origin" | "numbers" | "runTokens" | "patterns" | "also" | "highlights">>;
 
 /** The whole numbers of a list of runs: of each its first number, its step and its length. */
 function expanded(runs: number[]): Float64Array {
@@ -83,16 +86,25 @@ function segmentsOf(layers: Layer[]): Side["segments"] {
   };
 }
 
+function factsOf(from: PageData): Omit<Side, "head" | "sums" | "segments"> {
+  const { layers, names, statistics, tokens, patterns, also, highlights } = from;
+  return {
+    title: from.title ?? "", layers, names, statistics, tokens, runTokens: from.runTokens ?? null, origin: from.origin ?? null,
+    named: patterns && also && highlights ? { patterns, also, highlights } : null, // the second recording of a page of an earlier version lacks them
+  };
+}
+
 let mine: Side | null = null;
 
 /** This page's own recording. */
 export function ownSide(): Side {
   if (!mine) {
-    const sums = sumsOf(data);
+    const from = { ...data }; // what the page shows may be the other recording later
+    const sums = sumsOf(from);
     mine = {
-      title: data.title ?? "", layers: data.layers, names: data.names, statistics: data.statistics, origin: data.origin ?? null, head: decoded,
-      sums: async (layer, head) => sums(data.layers[layer], head, await read(data.layers[layer], head)),
-      segments: segmentsOf(data.layers),
+      ...factsOf(from), head: (layer, number) => ownHeads.get(layer, number),
+      sums: async (layer, head) => sums(from.layers[layer], head, await read(from.layers[layer], head)),
+      segments: segmentsOf(from.layers),
     };
   }
   return mine;
@@ -108,7 +120,7 @@ export function pageSide(from: PageData, content: string): Side {
   const sums = sumsOf(from);
   const head = cached((layer, number) => read(from.layers[layer], number, blocks));
   return {
-    title: from.title ?? "", layers: from.layers, names: from.names, statistics: from.statistics, origin: from.origin ?? null, head,
+    ...factsOf(from), head,
     sums: async (layer, number) => sums(from.layers[layer], number, await read(from.layers[layer], number, blocks)),
     segments: segmentsOf(from.layers),
   };

@@ -18,8 +18,10 @@ export interface State extends HistoryState {
   lang: Language | ""; // that the address names
   layer: number;
   head: number;
-  otherLayer: number;
-  otherHead: number;
+  side: "a" | "b"; // of two recordings: whose heads are shown
+  otherLayer: number | null; // null = the same head as the first, in the other recording
+  otherHead: number | null;
+  otherSide: "a" | "b" | null; // the recording of that head; null = B where there is one
   pool: Pool;
   scale: Scale;
   colours: Colours; // an address has palettes only
@@ -83,7 +85,13 @@ function beside(): [number, number] {
   return card ? [card.layer!, card.head!] : [0, data.layers[0].heads > 1 && LAYER === 0 && HEAD === 0 ? 1 : 0];
 }
 
-const [OTHER_LAYER, OTHER_HEAD] = beside();
+/** The second head of two that are compared, and its recording: with another recording the same head of that one. */
+export function secondOf({ layer, head, otherLayer, otherHead, otherSide }: State): { layer: number; head: number; side: "a" | "b" } {
+  const side = other() && otherSide !== "a" ? "b" : "a";
+  const [toLayer, toHead] = side === "b" ? [layer, head] : beside();
+  const at = otherLayer ?? toLayer;
+  return { side, layer: at, head: otherHead ?? (otherLayer === null ? toHead : toHead % data.layers[at].heads) };
+}
 
 export const FIRST: State = {
   ...FIRST_HISTORY,
@@ -91,8 +99,10 @@ export const FIRST: State = {
   lang: "",
   layer: LAYER,
   head: HEAD,
-  otherLayer: OTHER_LAYER,
-  otherHead: OTHER_HEAD,
+  side: "a",
+  otherLayer: null,
+  otherHead: null,
+  otherSide: null,
   pool: merged ? "max" : "mean",
   scale: small && !merged ? "log" : "linear",
   colours: "blues",
@@ -171,7 +181,7 @@ function placesOf(text: string | null): [number, number][] {
 export function parse(hash: string): State {
   const params = new URLSearchParams(hash.replace(/^#/, ""));
   const layer = whole(params.get("layer"), data.layers.length) ?? FIRST.layer;
-  const otherLayer = whole(params.get("other"), data.layers.length) ?? FIRST.otherLayer;
+  const otherLayer = whole(params.get("other"), data.layers.length);
   const map = data.layers[layer].map;
   const zoom = (params.get("zoom") ?? "").split(",").map(Number);
   const cell = (params.get("cell") ?? "").split(",").map((text, n) => whole(text, tiledLengths(layer)?.[n] ?? 0));
@@ -187,7 +197,9 @@ export function parse(hash: string): State {
     layer,
     head: whole(params.get("head"), data.layers[layer].heads) ?? FIRST.head % data.layers[layer].heads,
     otherLayer,
-    otherHead: whole(params.get("otherhead"), data.layers[otherLayer].heads) ?? FIRST.otherHead % data.layers[otherLayer].heads,
+    side: oneOf(params.get("side"), ["a", "b"], FIRST.side),
+    otherHead: otherLayer === null ? null : whole(params.get("otherhead"), data.layers[otherLayer].heads),
+    otherSide: params.has("otherside") ? oneOf<"a" | "b">(params.get("otherside"), ["a", "b"], "b") : null,
     pool: oneOf(params.get("pool"), ["mean", "max"], FIRST.pool),
     scale: oneOf(params.get("scale"), ["linear", "log"], FIRST.scale),
     colours: oneOf(params.get("colours"), PALETTES, FIRST.colours),
@@ -233,13 +245,18 @@ export function address(state: State, shared = false): string {
   };
   add("view", state.view, FIRST.view);
   add("lang", state.lang, FIRST.lang);
+  add("side", state.side, FIRST.side);
   const named = shared || OF_A_HEAD.includes(state.view);
   add("layer", state.layer, named ? null : FIRST.layer);
   add("head", state.head, named ? null : FIRST.head % data.layers[state.layer].heads);
   if (named && HAS_WINDOWS) params.set("window", String(state.window));
   if (state.view === "compare") {
-    params.set("other", String(state.otherLayer));
-    params.set("otherhead", String(state.otherHead));
+    const { layer, head, side } = secondOf(state);
+    if (state.otherLayer !== null || !other()) { // else it is the same head as the first one, whichever that is
+      params.set("other", String(layer));
+      params.set("otherhead", String(head));
+    }
+    if (other()) params.set("otherside", side);
   }
   for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "cell", "from", "many", "thumbs"] as const) {
     add(name, state[name], FIRST[name]);

@@ -90,11 +90,19 @@ export const segments = {
   evenHint: "even = the share if each token spread its weight evenly over all tokens that it may attend to. ",
   evenTip: (share: string) => `An even spread would give ${share}.`,
   viewEven: (share: string) => `An even spread would give ${share}.`,
-  pale: (clear: boolean) => (clear ? "Pale: chance explains the share, which is within 3 standard deviations of that or within 1 %." : "Pale: the share is within a fifth of that."),
+  scale: "share, compared with chance",
+  below: (points: string) => `${points} points below`,
+  above: (points: string) => `${points} points above`,
+  within: (clear: boolean) => (clear ? "Grey: chance explains the share, which is within 3 standard deviations of it or within 1 %." : "Grey: the share is within a fifth of chance."),
+  reads: (to: string, share: string, chance: string) => `{head} reads “${to}” most: ${share} (chance ${chance}).`,
+  readsNone: (to: string, share: string, chance: string) => `No head reads “${to}” more than chance. Chance (${chance}) explains the largest share, ${share} of {head}.`,
+  readsLess: (to: string) => `No head reads “${to}” more than chance.`,
+  counts: (more: number, less: number, of: number) => `Of ${counted(of, "head")}, ${more === 0 ? "" : `${whole(more)} ${more === 1 ? "reads" : "read"} it more than chance, `}${whole(less)} ${more > 0 ? "less" : less === 1 ? "reads it less" : "read it less"}.`,
   without: "without the first token",
   withoutShare: (share: string) => ` without the first token: ${share}`,
+  withoutIn: (share: string) => `(${share} without the first token)`,
   withoutHint: "“Without the first token” leaves out the weight on the first token, where many heads put unused weight. The rest is not scaled up.",
-  withoutChance: "What chance would give is not known there, so no cell is pale.",
+  withoutChance: "What chance would give is not known there, so the colour shows the share alone.",
   viewHint: "Each cell is a head: the share of the weight of the first segment's tokens that is on the second one. Click a head to open it.",
   from: "How much do the tokens of",
   to: "attend to",
@@ -109,7 +117,7 @@ export const segments = {
 
 export const search = {
   label: "Find a token, a position or a head (press /)",
-  placeholder: "Find: cat, 10240, 3.3",
+  placeholder: (word: string, at: string, head: string) => `Find: ${[word, at, head].filter(Boolean).join(", ")}`,
   results: "What fits",
   token: (at: number, around: string) => `${whole(at)}: ${around}`,
   more: (count: number) => `and ${whole(count)} more`,
@@ -117,6 +125,7 @@ export const search = {
   merged: "The map merges all windows, so its row stands for these positions in each of them.",
   nth: (n: number, of: number) => `${whole(n)} of ${whole(of)}, Enter: next.`,
   none: "Nothing fits.",
+  beyond: (tokens: number) => `The text has ${counted(tokens, "token")}, counted from 0.`,
   onlyHeads: "Find a head: 3.3",
   steps: "Find: 3.3, step 120",
   noTokens: "Heads only, such as 3.3: the page does not hold one text, token by token.",
@@ -262,7 +271,7 @@ export const cards = {
 
 export const grid = {
   title: "All heads",
-  ownScale: (what: "image" | "map", scale: string, largest: boolean) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys.${largest ? " Each cell shows its largest weight." : ""} Each map has its own ${scale} colour scale.`,
+  ownScale: (what: "image" | "map", scale: string, largest: number) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys.${largest === 0 ? "" : largest > 1 ? ` Each cell shows its largest weight over ${whole(largest)} windows.` : " Each cell shows its largest weight."} Each map has its own ${scale} colour scale.`,
   click: "Click a head to open it.",
   noMap: (statistic: string) => `Each tile shows the mean of ${statistic}. No map was recorded; Observe(map=64) records one.`,
   layer: "layer",
@@ -282,6 +291,7 @@ export const grid = {
   partly: (pattern: string) => `partly ${pattern}`,
   also: (pattern: string, score: string) => `; also ${pattern}, ${score}`,
   region: (region: string, ratio: number) => `${region} × ${ratio.toFixed(1)}`,
+  fixedRegion: (region: string) => `fixed keys: ${region}`,
   drawing: (at: number, of: number) => `Drawing head ${whole(at)} of ${whole(of)}`,
 };
 
@@ -434,6 +444,7 @@ export const head = {
   statistics: "Statistics",
   statisticsOf: "Statistics of this head",
   patternMatch: "Pattern match: {list}.",
+  matchAndMean: "The statistic of this name in the table is another number: the mean weight itself, which has the share that chance gives, too.",
   patternScale: "100 % = exactly this pattern, 0 % = no closer than chance.",
   about: "about ",
   columns: { query: "per query", mean: "mean", std: "std", min: "min", max: "max", count: "queries" },
@@ -456,10 +467,8 @@ export const selected = {
   title: "Selected",
   token: "Selected token: {token}",
   patch: "Selected patch: {token}",
-  none: (tokens: boolean) =>
-    tokens
-      ? "Click a cell or a token to select it. The row of a cell is what a query attends to; its column is what attends to a key."
-      : "Click a cell to select it. Its row is what a query attends to; its column is what attends to a key.",
+  none: (tokens: boolean) => (tokens ? "Click a cell or a token to select it." : "Click a cell to select it."),
+  noneHelp: "The row of a cell is what a query attends to; its column is what attends to a key.",
   clear: "Clear",
   clearLabel: "Clear the selection",
   attends: (many: boolean) => (many ? "{name} attend to" : "{name} attends to"),
@@ -532,6 +541,7 @@ function four(value: number): string {
 export const reason = {
   title: "Why this weight?",
   choose: "Select one cell of the map to see how its weight is computed. Zoom in first if a cell covers several tokens.",
+  absent: "This page does not hold q and k of this head. Record them: headscope watch --keep-qk, or Observe(keep_qk=True). Then make the page: headscope report --exact LAYER.HEAD.",
   served: "A page from a server does not hold q and k. A saved page shows how a weight is computed: recording.save_html(path, exact=[(layer, head)]).",
   others: "This page can compute the weights of {heads}.",
   pair: "{query} → {key}",
@@ -718,8 +728,11 @@ export const cell = {
 export const legend = {
   what: (kind: "difference" | "weight" | "mean" | "max", scale: "linear" | "log") =>
     `${{ difference: "difference", weight: "weight", mean: "mean weight of a cell", max: "maximum of a cell" }[kind]}, ${scale}`,
+  largestOf: (windows: number, scale: "linear" | "log") => `largest weight over ${whole(windows)} windows, ${scale}`,
+  meanOf: (windows: number, scale: "linear" | "log") => `mean weight over ${whole(windows)} windows, ${scale}`,
   atMost: (value: string) => `≤ ${value}`,
   orMore: (value: string) => `${value} or more`,
+  linearAlone: "This scale is linear, those of A and B are logarithmic: a difference of small weights is pale here.",
   visiblePart: "The colour scale is that of the visible part.",
   quantile: "The scale ends at the 99.5 % quantile.",
   pixel: "A pixel that holds several cells shows the largest one.",
@@ -774,6 +787,7 @@ export const image = {
   outline: "The line is the outline of the object.",
   regions: "What it looks at",
   mostRegion: (ratio: number) => `Looks at {region} (${ratio.toFixed(1)} × chance): ${ratio.toFixed(1)} times as much as an even spread.`,
+  fixedRegion: (ratio: number) => `Fixed keys: all patches attend to nearly the same patches, whatever they show. Of the regions, {region} has most: ${ratio.toFixed(1)} times as much as an even spread.`,
   noRegion: "Looks at none of the regions much more than an even spread does.",
   ratio: (ratio: number) => `× ${ratio.toFixed(2)}`,
   even: "The line marks × 1, an even spread. Regions overlap.",
@@ -813,6 +827,17 @@ export const compare = {
   unlike: "The maps of A and B have different bins, so they have no difference.",
   statistics: "Statistics of both heads",
   columns: { mean: "mean over queries", a: "A", b: "B", difference: "B − A" },
+};
+
+/** On a page of two recordings: which one a view shows. */
+export const whose = {
+  shows: "This view shows",
+  unlike: "B has other heads, lengths or maps, so this view shows A only. Make a page of B alone: headscope report B.",
+  title: "Two heads, of A and B or both of A",
+  group: (side: string, name: string) => (side === name ? side : `${side}: ${name}`),
+  within: "second − first",
+  scales: "Second − first: orange is more attention in the second head, purple is less. Both maps are of A, and share one colour scale.",
+  columns: { a: "first", b: "second" },
 };
 
 export const table = {
@@ -868,7 +893,7 @@ export const changes = {
   largest: "The largest change is that of {head} ({change}): {size} of its threshold.",
   hint: "Click a head to open it.",
   limits: ({ share, nats, logits, ratio, map, errors }: Limits) =>
-    `Moved: a share changed by ${whole(100 * share)} percentage points, entropy by ${figure(nats, 2)} nats, a number of keys by × ${figure(ratio)}, a logit by ${whole(logits)}, or ${percent(map)} of the attention is elsewhere; and by ${whole(errors)} standard errors.`,
+    `Moved: a share changed by ${whole(100 * share)} percentage points, entropy by ${figure(nats, 2)} nats, a number of keys, a distance or the value norm by × ${figure(ratio)}, a logit by ${whole(logits)}, or ${percent(map)} of the attention is elsewhere; and by ${whole(errors)} standard errors.`,
   sharper: (change: string) => `sharper: ${change}`,
   broader: (change: string) => `broader: ${change}`,
   only: "Only heads that moved",
@@ -885,6 +910,7 @@ export const changes = {
   receivedChange: (share: string) => `received: ${share} goes to other tokens`,
   brokenChange: (before: number, after: number) => `rows with NaN or infinity ${whole(before)} → ${whole(after)}`,
   moved: "moved",
+  valuesOnly: "only the value norm, not the attention",
   still: "did not move",
   label: (head: string, moved: boolean, what: string) => `${head}, ${moved ? "moved" : "did not move"}${what && `: ${what}`}`,
   back: "← All changes",
@@ -987,6 +1013,8 @@ export const history = {
   quiet: (steps: number) => `No alarm in ${counted(steps, "step")}.`,
   unwatched: "No alarms were requested: watch(alarms=True) raises them.",
   changed: (name: string, quantity: string) => `Most change in ${quantity}: ${name}`,
+  rises: (step: string, heads: string, of: string) => `From step ${step} the entropy of ${heads} of ${of} heads rises`,
+  riseOf: (name: string, before: string, after: string) => `Most: ${name}, normalized entropy ${before} → ${after}`,
   open: "Show this head at this step",
   openHead: "Show this head",
   head: (name: string) => `Head ${name}`,

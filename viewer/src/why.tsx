@@ -28,7 +28,7 @@ function selected(layer: Layer, { cell, row, column }: State, lengths: [number, 
 
 export function Why({ layer, state, change }: Props) {
   const about = embedded(layer, state.head);
-  if (data.exact.length === 0) return data.served ? <Absent /> : null;
+  if (data.exact.length === 0) return layer.map ? <Absent text={data.served ? texts.served : texts.absent} /> : null;
   if (!about) return <Others {...{ state, change }} />;
   const at = selected(layer, state, about.lengths);
   return (
@@ -40,12 +40,12 @@ export function Why({ layer, state, change }: Props) {
   );
 }
 
-/** Why a page from a server has no steps: it does not hold q and k. */
-function Absent() {
+/** Why a page has no steps: it does not hold q and k. */
+function Absent({ text }: { text: string }) {
   return (
     <section class="why" aria-labelledby="why-title">
       <h3 id="why-title">{texts.title}</h3>
-      <p class="hint">{texts.served}</p>
+      <p class="hint">{text}</p>
     </section>
   );
 }

@@ -133,6 +133,14 @@ export function binAt(layer: Layer, axis: "query" | "key", at: number): number |
   return axis === "query" ? binOf(at, map.rows, layer.lengths![0]) : binOf(at, map.columns, layer.lengths![1]);
 }
 
+/** The bin of a query or key of one run: where windows have different lengths, a bin is a share of each. */
+export function binIn(layer: Layer, axis: "query" | "key", at: number, run: number): number | null {
+  const length = windowsOf(layer) > 0 ? data.runTokens!.ids[run]?.length : undefined;
+  const map = layer.map;
+  if (!map || map.ranges || length === undefined) return binAt(layer, axis, at);
+  return at < length ? binOf(at, axis === "query" ? map.rows : map.columns, length) : null;
+}
+
 export function statistic(layer: number, head: number, name: string): number | null {
   if (name === "score") return data.patterns[layer]?.[head]?.[0]?.[1] ?? null;
   return data.statistics[layer][name]?.mean[head] ?? null;

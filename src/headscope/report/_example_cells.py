@@ -13,7 +13,7 @@ from torch import Tensor
 from headscope.report.fixed_keys import FIXED_KEY
 from headscope.stats import HeadStats
 
-__all__ = ["ExampleCell", "recorded_cell", "weights_cell"]
+__all__ = ["ExampleCell", "query_lengths", "recorded_cell", "weights_cell"]
 
 REACH = 3
 """The reach of "local" on either side, in positions."""
@@ -109,7 +109,34 @@ def recorded_cell(
     weights = np.concatenate([_host(weight).astype(np.float64) for weight, _ in pieces])
     places = np.concatenate([_host(at).astype(np.int64) for _, at in pieces])
     candidates = _Candidates(weights, *places.T)
-    return _best(candidates, _shows(pattern, candidates, part.lengths, texts, fixed))
+    return _best(candidates, _shows(pattern, candidates, query_lengths(stats, layer, texts), texts, fixed))
+
+
+def query_lengths(stats: HeadStats, layer: str, texts: Sequence[Sequence[str]]) -> tuple[int, int] | None:
+    """Return how many queries and keys the runs have; of windows of different lengths, those of the longest one.
+
+    Only their difference is used: it places the queries among the keys. None where that place is unknown.
+
+    Args:
+        stats: the statistics.
+        layer: its name.
+        texts: the text of each token of each run.
+
+    Examples:
+        >>> import torch
+        >>> from headscope import observe
+        >>> from headscope.report._example_cells import query_lengths
+        >>> runs = [torch.ones(1, 1, n, 4) for n in (3, 2)]
+        >>> stats = observe(runs[0], runs[0]).merge(observe(runs[1], runs[1]))
+        >>> stats.parts["0"].lengths, query_lengths(stats, "0", ["abc", "de"])
+        (None, (3, 3))
+    """
+    part = stats.parts[layer]
+    lengths = [len(each) for each in texts]
+    # every token of each text is a query of its run
+    if part.lengths is None and part.runs == len(texts) and part.of == sum(lengths):
+        return max(lengths), max(lengths)
+    return None if part.lengths is None else (part.lengths[0], part.lengths[1])
 
 
 def _host(values: Tensor) -> NDArray[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 
@@ -19,20 +20,28 @@ FEW = 8
 """How many layers or heads a line names."""
 
 
+_BYTES = re.compile(r"( ?)((?:\\x[89a-f][0-9a-f])+)")
+"""A token of bytes that are no whole character, as tokenizers of bytes write it."""
+
 _SHOWN = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
 
 
 def visible(text: str, *, limit: int = 24, blanks: bool = True) -> str:
-    """Return text on one line, every character visible: blanks as symbols, controls and direction marks as escapes.
+    r"""Return text on one line, every character visible: blanks as symbols, controls and direction marks as escapes.
 
     A letter that combines with nothing is given a dotted circle; what is longer than ``limit`` characters ends in "…".
-    The empty text is shown as "∅". Without ``blanks`` a space stays a space.
+    The empty text is shown as "∅". Without ``blanks`` a space stays a space. A token of bytes that are no whole
+    character is shown by its bytes, as ⟨e1⟩.
 
     Examples:
         >>> from headscope.report.sheet import visible
         >>> visible("two words"), visible("a long token", limit=8), visible("")
         ('two␣words', 'a␣long␣…', '∅')
+        >>> visible(r"\xe1"), visible(r" \xe1\xb5"), visible(r"a\xe1")
+        ('⟨e1⟩', '␣⟨e1⟩⟨b5⟩', 'a\\xe1')
     """
+    if (split := _BYTES.fullmatch(text)) is not None:
+        text = split[1] + re.sub(r"\\x(..)", r"⟨\1⟩", split[2])
     shown = "".join(
         " " if character == " " and not blanks else _visible_character(character) for character in text[: limit + 1]
     )

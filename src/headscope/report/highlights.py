@@ -13,7 +13,7 @@ from typing import Any
 
 from headscope import decisions
 from headscope.report._clear_regions import clear_region
-from headscope.report._example_cells import ExampleCell, recorded_cell, weights_cell
+from headscope.report._example_cells import ExampleCell, query_lengths, recorded_cell, weights_cell
 from headscope.report._figures import SheetFigures
 from headscope.report._texts import short_layers, visible
 from headscope.report.fixed_keys import FIXED_KEY, FixedKey, fixed_key_of_weights, fixed_keys
@@ -54,6 +54,7 @@ class Highlight:
         cell: a query and a key that show the pattern, and the texts of both if they are known.
         weight: of the cell.
         texts: of the query and the key.
+        run: the number of the forward pass that the cell is from.
         also: the second pattern of the head beyond chance, and its score, if that is at least 0.3. Beside a pattern
             that the head follows partly, 0.1 suffices.
 
@@ -81,6 +82,7 @@ class Highlight:
     weight: float | None = None
     texts: tuple[str, str] | None = None
     also: tuple[str, float] | None = None
+    run: int | None = None
 
     @property
     def sentence(self) -> str:
@@ -212,7 +214,8 @@ def recording_highlights(recording: ObservedModel, *, unit: str = "token") -> tu
         return recorded_cell(head.pattern, stats, names[head.layer], head.head, texts, fixed=key)
 
     def texts_of(head: _Named, cell: ExampleCell) -> tuple[str, str] | None:
-        lengths, run = stats.parts[names[head.layer]].lengths, cell.run if about.run_texts else 0
+        lengths = query_lengths(stats, names[head.layer], texts)
+        run = cell.run if about.run_texts else 0
         if lengths is None or cell.entry or run >= len(texts) or about.kinds.get(names[head.layer]) == "cross":
             return None
         query, tokens = cell.query + lengths[1] - lengths[0], texts[run]
@@ -339,4 +342,5 @@ def _of_head(head: _Named, count: int, source: _Source) -> Highlight:
         None if cell is None else cell.weight,
         None if cell is None else source.texts(head, cell),
         None if head.also is None else (head.also.pattern, head.also.score),
+        None if cell is None else cell.run,
     )

@@ -57,7 +57,7 @@ STATISTICS = {
 REGIONS = {
     "centre": Word("centre", "The quarter of the patches nearest to the centre of brightness."),
     "edges": Word("edges", "The quarter where brightness changes most from patch to patch."),
-    "boundary": Word("boundary", "The quarter that touches most patches on the other side of the object's outline."),
+    "boundary": Word("outline", "The quarter that touches most patches on the other side of the object's outline."),
     "texture": Word("texture", "The quarter where brightness varies most within 3 × 3 pixels."),
     "near": Word("near", "The quarter nearest to each patch."),
     "far": Word("far", "The quarter farthest from each patch."),

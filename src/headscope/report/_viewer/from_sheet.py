@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headscope.report._clear_regions import clear_region
+from headscope.report._clear_regions import clear_region, has_fixed_keys
 from headscope.report._figures import SheetFigures
 from headscope.report._viewer import texts
 from headscope.report._viewer.exact_heads import exact_heads_of_sheet
@@ -139,4 +139,5 @@ def _picture(sheet: SheetFigures) -> Picture | None:
     outline = () if inside is None else [int(patch) for patch in inside]
     heads = [[clear_region(sheet, n, head) for head in range(len(each))] for n, each in enumerate(sheet.named_looks)]
     clear = [[look and look[0] for look in layer] for layer in heads]
-    return Picture(sheet.image, sheet.grid, 0, outline, sheet.region_maps, sheet.named_looks, clear)
+    fixed = [[has_fixed_keys(weights) for weights in layer] for layer in sheet.weights]
+    return Picture(sheet.image, sheet.grid, 0, outline, sheet.region_maps, sheet.named_looks, clear, fixed)

@@ -144,7 +144,10 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
     return data, packed.content
 
 
-OTHER = ("layers", "masks", "bits", "names", "statistics", "tokens", "title", "origin", "numbers")
+OTHER = (
+    *("layers", "masks", "bits", "names", "statistics", "patterns", "also", "highlights", "tokens", "runTokens"),
+    *("title", "origin", "numbers"),
+)
 
 
 def _other_data(against: Against) -> tuple[str, str]:
@@ -205,6 +208,7 @@ def _picture(picture: Picture) -> dict[str, Any]:
         "regionWords": {name: {"heading": word.heading, "meaning": word.meaning} for name, word in REGIONS.items()},
         "looks": [[look and list(look) for look in layer] for layer in picture.looks],
         "clear": [list(layer) for layer in picture.clear],
+        "fixed": [list(layer) for layer in picture.fixed],
     }
 
 

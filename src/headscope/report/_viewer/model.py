@@ -48,6 +48,7 @@ class Picture:
         regions: region -> the share of each patch that belongs to it, 0 to 1.
         looks: for each layer the region that each head attends to most, and the ratio to chance.
         clear: for each layer the region of each head whose ratio chance does not explain: those that cards count.
+        fixed: for each layer whether the rows of each head are nearly the same: it has fixed keys.
 
     Examples:
         >>> import numpy as np
@@ -64,6 +65,7 @@ class Picture:
     regions: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     looks: Sequence[Sequence[tuple[str, float] | None]] = ()
     clear: Sequence[Sequence[str | None]] = ()
+    fixed: Sequence[Sequence[bool]] = ()
 
 
 @dataclass(frozen=True, eq=False)
