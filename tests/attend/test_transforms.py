@@ -13,9 +13,10 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
-from headscope._attend import prepare, torch_operators
+from headscope._attend import prepare
 from headscope._attend.backends import native as cpu
 from headscope.masks import KeyLengths, causal
+from support.attention_cases import ON_A_CPU
 
 pytestmark = [
     pytest.mark.skipif(cpu.extension is None, reason="the native extension was not built: no C++ compiler"),
@@ -68,7 +69,7 @@ RUNS: dict[str, Callable[[Attend], Callable[..., Tensor]]] = {
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of a dual tensor
 @pytest.mark.parametrize("leaves", [False, True], ids=["constants", "leaves"])
-@pytest.mark.parametrize("backend", [None, *torch_operators.OPERATOR_BACKENDS])
+@pytest.mark.parametrize("backend", [None, *ON_A_CPU])
 @pytest.mark.parametrize("how", RUNS)
 def test_no_tangent_is_lost(how: str, backend: str | None, leaves: bool) -> None:
     run = RUNS[how](Attend(backend))
@@ -87,7 +88,7 @@ def test_no_tangent_is_lost(how: str, backend: str | None, leaves: bool) -> None
             torch.testing.assert_close(still, wanted)
 
 
-@pytest.mark.parametrize("backend", [None, *torch_operators.OPERATOR_BACKENDS])
+@pytest.mark.parametrize("backend", [None, *ON_A_CPU])
 @pytest.mark.parametrize("how", RUNS)
 def test_no_tangent_of_a_gradient_is_lost(how: str, backend: str | None) -> None:
     """The gradient is linear in what comes in: blocked torch, where autograd sees it, hands the tangent on."""
@@ -120,7 +121,7 @@ def counted(module: Attend) -> Callable[..., Tensor]:
     return run
 
 
-@pytest.mark.parametrize("backend", [None, *torch_operators.OPERATOR_BACKENDS])
+@pytest.mark.parametrize("backend", [None, *ON_A_CPU])
 @pytest.mark.parametrize("how", [*RUNS, "counted"])
 def test_a_batch_of_gradients_is_refused(how: str, backend: str | None) -> None:
     inputs = [x.requires_grad_() for x in given()]
@@ -298,9 +299,7 @@ def test_dropout_within_a_compiled_function(transform: str, backend: str | None)
     ("transform", "backend"),
     [
         ("grad", None),
-        *itertools.product(
-            ["vmap", "grad of each sample", "grad of vmap", "jacrev"], torch_operators.OPERATOR_BACKENDS
-        ),
+        *itertools.product(["vmap", "grad of each sample", "grad of vmap", "jacrev"], ON_A_CPU),
     ],
 )
 def test_transforms_of_a_compiled_function(transform: str, backend: str | None) -> None:

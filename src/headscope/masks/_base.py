@@ -309,6 +309,7 @@ class Plan:
         is_causal: exactly ``j <= i``, with as many queries as keys.
         may_be_empty: some row may be without visible keys.
         originals: the caller's own tensors, where ``rest`` holds copies; None where it holds the originals.
+        source: the planned mask, with explicit positions; fused kernels read its parts.
 
     Examples:
         >>> from headscope import masks
@@ -327,6 +328,7 @@ class Plan:
     is_causal: bool
     may_be_empty: bool
     originals: tuple[Tensor, ...] | None = None
+    source: Mask | None = None
 
     def read_again(self) -> tuple[Tensor, ...]:
         """Return the caller's tensors that the backward pass saves, so autograd raises after a write to them."""
@@ -424,7 +426,7 @@ def make_plan(mask: Mask, sizes: Sizes) -> Plan:
     readable = device.type == "cpu" and spans.numel() > 0 and not has_no_values()
     if not readable:
         causal, full = mask.is_causal(queries, keys), mask._spans_all_keys
-        return Plan(spans, rest, None, full=full, everything=False, is_causal=causal, may_be_empty=True)
+        return Plan(spans, rest, None, full=full, everything=False, is_causal=causal, may_be_empty=True, source=mask)
     # Spans ascend, empty ones last: the first of a row decides most. One number is compared before all of them.
     low, high = spans[:, :, 0, 0], spans[:, :, 0, 1]
     full = int(high[0, 0]) - int(low[0, 0]) == keys and bool((high - low == keys).all())
@@ -436,6 +438,7 @@ def make_plan(mask: Mask, sizes: Sizes) -> Plan:
         everything=full and rest is None,
         is_causal=rest is None and are_causal(spans, queries, keys),
         may_be_empty=rest is not None or bool((low == keys).any()),
+        source=mask,
     )
 
 
