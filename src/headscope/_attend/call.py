@@ -365,7 +365,7 @@ def _spans(plan: Plan | None) -> Spans:
 
 def _spans_of_parts(mask: Mask, parts: MaskParts, queries: int, keys: int, rest: Rest) -> tuple[Spans, Rest]:
     """Return the spans and the rest of a mask as far as its parts determine them, else ``rest`` with other spans."""
-    if mask.is_causal(queries, keys):
+    if mask.at(queries, keys).is_causal(queries, keys):
         return "causal", "none"
     if isinstance(mask, Dense):
         return "all", "dense"

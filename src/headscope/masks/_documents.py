@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from headscope._support.torch_state import has_no_values
 from headscope.masks._base import Index, Mask, Sizes
@@ -85,8 +86,13 @@ class Documents(Mask):
 
     @property
     def packing(self) -> Packing | None:
-        """The cumulative lengths, if this mask was made from them and its ids were not written since; else None."""
+        """The cumulative lengths, if this mask was made from them and its ids were not written since; else None.
+
+        A compiler cannot trace the number of writes: in a compiled function the ids must not be written.
+        """
         packing = self._packing
+        if is_dynamo_compiling():
+            return packing
         return None if packing is None or packing.version != _versions(self.q_ids, self.k_ids) else packing
 
     def _packed_by(self, q: Tensor, k: Tensor) -> Documents:
