@@ -77,7 +77,8 @@ CASES: dict[str, tuple[Options, str, str, str, str]] = {
     ),
     "bias": (lambda dtype: {"bias": empty(H, T, T, dtype=dtype)}, SDPA, EFFICIENT, SDPA, EFFICIENT),
     "causal, bias": (
-        lambda dtype: {"mask": causal(), "bias": empty(H, T, T, dtype=dtype)}, EFFICIENT, EFFICIENT, EFFICIENT, EFFICIENT
+        lambda dtype: {"mask": causal(), "bias": empty(H, T, T, dtype=dtype)},
+        EFFICIENT, EFFICIENT, EFFICIENT, EFFICIENT,
     ),
     "softcap": (lambda dtype: {"softcap": 5.0}, BLOCKED, BLOCKED, BLOCKED, BLOCKED),
     "prefix": (masked(lambda: Prefix(3)), BLOCKED, BLOCKED, BLOCKED, BLOCKED),

@@ -1,7 +1,7 @@
 """Fake tensors of CUDA, and what a call of headscope does with them: operators, without a GPU.
 
-A CPU build of torch has no device guard for CUDA, which ``x[...]``, ``~x``, ``copy_``, ``contiguous`` and gradients require. These
-are therefore replaced by operators here; gradients cannot be traced.
+A CPU build of torch has no device guard for CUDA, which ``x[...]``, ``~x``, ``copy_``, ``contiguous`` and gradients
+require. These methods are replaced by operators here; gradients cannot be traced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope._attend import call, prepare
-from headscope._support import tensor_classes
+from headscope._observe import placement, scene
+from headscope._support import device_constants, tensor_classes
 from headscope.masks import _base
 
 aten = torch.ops.aten
@@ -108,8 +109,10 @@ def fake_cuda(eager: bool = True) -> Iterator[FakeTensorMode]:
     """Make fake tensors of CUDA possible; ``eager``: headscope treats them as tensors with memory."""
     mode = FakeTensorMode()
     with ExitStack() as stack:
-        stack.callback(_base.plan_by_value.cache_clear)  # plans within are of fake tensors
-        _base.plan_by_value.cache_clear()
+        for cached in (_base.plan_by_value, device_constants._integers, device_constants._numbers):
+            stack.callback(cached.cache_clear)  # what they hold is fake
+            cached.cache_clear()
+        stack.enter_context(mock.patch.object(placement, "_frames", placement.BoundedTable(16)))
         stack.enter_context(mock.patch.object(FakeTensor, "__getitem__", _getitem, create=True))
         stack.enter_context(mock.patch.object(FakeTensor, "__setitem__", _setitem, create=True))
         replaced = {"__invert__": aten.bitwise_not, "copy_": aten.copy_, "contiguous": _contiguous}
@@ -121,7 +124,8 @@ def fake_cuda(eager: bool = True) -> Iterator[FakeTensorMode]:
             ordinary = (*tensor_classes.ORDINARY, FakeTensor)
             stack.enter_context(mock.patch.object(mode, "is_transparent", True, create=True))
             stack.enter_context(mock.patch.object(call, "_STAND_INS", ()))
-            stack.enter_context(mock.patch.object(call, "ORDINARY", ordinary))
+            for module in (call, tensor_classes, scene):
+                stack.enter_context(mock.patch.object(module, "ORDINARY", ordinary))
         stack.enter_context(mode)
         yield mode
 

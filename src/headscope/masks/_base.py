@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -329,6 +329,18 @@ class Plan:
     may_be_empty: bool
     originals: tuple[Tensor, ...] | None = None
     source: Mask | None = None
+    _moved: dict[torch.device, Plan] = field(default_factory=dict, repr=False)
+
+    def on(self, device: torch.device) -> Plan:
+        """Return this plan with spans on a device, copied there once."""
+        if self.spans.device == device or (self.spans.device.type == device.type and device.index is None):
+            return self
+        if is_traced() and not self.spans.is_cpu:
+            return self
+        moved = self._moved.get(device)
+        if moved is None:
+            moved = self._moved[device] = replace(self, spans=self.spans.to(device), _moved={})
+        return moved
 
     def read_again(self) -> tuple[Tensor, ...]:
         """Return the caller's tensors that the backward pass saves, so autograd raises after a write to them."""
