@@ -15,10 +15,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.nn.attention.flex_attention import AuxOutput
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope._attend import call, prepare
+from headscope._attend.backends import flex
 from headscope._observe import placement, scene
 from headscope._support import device_constants, tensor_classes
 from headscope.masks import _base
@@ -72,6 +74,28 @@ def _contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else aten.clone(x, memory_format=torch.contiguous_format)
 
 
+@torch.library.custom_op("headscope_tests::flex_attention", mutates_args=())
+def _flex(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+_flex.register_fake(_flex._init_fn)
+
+
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, AuxOutput]:
+    """Stand in for the compiled flex_attention, with results of its sizes."""
+    out, lse = _flex(q, v)
+    return out, AuxOutput(lse=lse)
+
+
+def _stand_in() -> Any:
+    return _flex_attention
+
+
+def _no_blocks(*args: Any) -> None:
+    return None
+
+
 class _Operators(TorchDispatchMode):
     """Records the operators that run, and the devices that each copy connects."""
 
@@ -85,7 +109,7 @@ class _Operators(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.name() if hasattr(func, "name") and callable(func.name) else str(func)
         tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
-        self.names.append(name.removeprefix("aten::"))
+        self.names.append(name.removeprefix("aten::").removeprefix("headscope_tests::"))
         if len({x.device.type for x in tensors if x.ndim or "copy" in name}) > 1:
             self.names[-1] += ": between devices"
         return result
@@ -120,6 +144,8 @@ def fake_cuda(eager: bool = True) -> Iterator[FakeTensorMode]:
             method = partialmethod(_run, operator)
             stack.enter_context(mock.patch.object(FakeTensor, name, method, create=True))
         stack.enter_context(mock.patch.object(prepare, "prepared_calls", prepare.PreparedCalls()))
+        stack.enter_context(mock.patch.object(flex, "_function", new=_stand_in))  # it would generate a kernel
+        stack.enter_context(mock.patch.object(flex, "_block_mask", new=_no_blocks))  # it assigns by index
         if eager:
             ordinary = (*tensor_classes.ORDINARY, FakeTensor)
             stack.enter_context(mock.patch.object(mode, "is_transparent", True, create=True))

@@ -67,6 +67,7 @@ class Call:
         needed: the only queries that are needed, as ascending ranges, or None = all. The native kernels skip blocks of
             rows without them: rows that they skip are 0, the others have the bits that they have with all queries.
         parts: the parts of the mask, for fused kernels; None: it has others, or the call is for a CPU.
+        indexable: whether each part of the mask is a rule that a compiler can evaluate by indices; on a CPU unknown.
     """
 
     lead: tuple[int, ...]
@@ -94,6 +95,7 @@ class Call:
     uniform: bool = False
     needed: tuple[tuple[int, int], ...] | None = None
     parts: MaskParts | None = None
+    indexable: bool = False
 
     @property
     def in_compiled_func(self) -> bool:
@@ -189,6 +191,7 @@ def check_and_plan(
         grad=grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
         form=form(q, k, v, bias, sinks, *(() if options.mask is None else options.mask.tensors())),
         parts=parts,
+        indexable=described and mask_parts.is_indexable(options.mask),
     )
     return call, plan
 

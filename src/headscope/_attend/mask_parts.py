@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headscope.masks import UNBOUNDED, And, Band, Dense, Documents, KeyLengths, Mask
+from headscope.masks import UNBOUNDED, And, Band, Dense, Documents, KeyLengths, Mask, Prefix
 
 Matrix = Literal["none", "keys", "full"]
 DEVICES = ("cuda", "meta")
@@ -76,6 +76,18 @@ def parts_of(mask: Mask | None, batch: int, queries: int, keys: int) -> MaskPart
     if packed is not None and not alike and (left is not None or right is not None):
         return None  # kernels align a band with each document, and masks with the whole
     return MaskParts(left, right, lengths, packed, matrix)
+
+
+def is_indexable(mask: Mask | None) -> bool:
+    """Return whether all parts of a mask compute ``allows`` from indices by operators alone."""
+    if mask is None:
+        return True
+    for leaf in mask.leaves():
+        if not isinstance(leaf, (Band, Dense, Documents, KeyLengths, Prefix)):
+            return False
+        if isinstance(leaf, Band) and isinstance(leaf.offset, tuple):
+            return False
+    return True
 
 
 def conjuncts(mask: Mask | None) -> list[Mask]:

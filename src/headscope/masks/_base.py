@@ -13,13 +13,14 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from headscope._support.bounded import BoundedTable
 from headscope._support.torch_state import has_no_values, is_traced
 from headscope.masks._codes import Code, RuleKind, RuleWriter
-from headscope.masks._spans import are_causal, ascending_pair, bound_keys, first_keys, hull, intersect
+from headscope.masks._parameters import is_comparable
+from headscope.masks._spans import are_causal, ascending_pair, bound_keys, first_keys, hull, intersect, within
 
 Index: TypeAlias = "int | Tensor"
 Sizes: TypeAlias = "tuple[int, int, int, int]"
@@ -157,7 +158,7 @@ class Mask(ABC):
             if not self.tensors():
                 return plan_by_value(self, sizes)
             read = {id(x): x for leaf in self.leaves() for x in leaf.planned_tensors()}
-            if not all(map(_is_comparable, read.values())):
+            if not all(map(is_comparable, read.values())):
                 return make_plan(self, sizes)
             plans = _Plans(self, read)
             object.__setattr__(self, "_plans", plans)  # a mask is frozen
@@ -333,13 +334,13 @@ class Plan:
 
     def on(self, device: torch.device) -> Plan:
         """Return this plan with spans on a device, copied there once."""
-        if self.spans.device == device or (self.spans.device.type == device.type and device.index is None):
-            return self
-        if is_traced() and not self.spans.is_cpu:
+        if self.spans.device == device:
             return self
         moved = self._moved.get(device)
         if moved is None:
-            moved = self._moved[device] = replace(self, spans=self.spans.to(device), _moved={})
+            moved = replace(self, spans=self.spans.to(device), _moved={})
+            if not is_traced():  # else the copy is a tracer's
+                self._moved[device] = moved
         return moved
 
     def read_again(self) -> tuple[Tensor, ...]:
@@ -355,16 +356,12 @@ class Plan:
 
     def tile(self, b: slice, h: slice, i: slice, j: slice) -> Tensor:
         """Return which keys of a block are visible, boolean, broadcastable to [b, h, i, j]."""
-        spans = self.spans[_within(b, self.spans.shape[0]), _within(i, self.spans.shape[1])]  # [b, i, n, 2]
+        spans = self.spans[within(b, self.spans.shape[0]), within(i, self.spans.shape[1])]  # [b, i, n, 2]
         spans = spans[:, None, :, :, :, None]  # [b, 1, i, n, 2, 1]
         keys = torch.arange(j.start, j.stop, device=spans.device)
         inside = (keys >= spans[..., 0, :]) & (keys < spans[..., 1, :])  # [b, 1, i, n, j]
         visible = inside[..., 0, :] if inside.shape[-2] == 1 else inside[..., 0, :] | inside[..., 1, :]
         return visible if self.rest is None else visible & self.rest.tile(b, h, i, j, spans.device)
-
-
-def _within(block: slice, size: int) -> slice:
-    return slice(None) if size == 1 else block
 
 
 class _Plans(BoundedTable["Sizes", Plan]):
@@ -414,12 +411,6 @@ class _Plans(BoundedTable["Sizes", Plan]):
             if original is x:
                 return x.new_tensor(values).view(x.shape)  # an empty list has lost the axes
         return x
-
-
-def _is_comparable(x: Tensor) -> bool:
-    """Return whether its values can be compared without waiting for a device: it is a plain tensor on the CPU."""
-    plain = type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout == torch.strided and not x.is_inference()
-    return plain and not (x.is_neg() or x._is_zerotensor())  # these two refuse new_tensor and tolist
 
 
 @lru_cache(maxsize=16)  # prepared calls hold more plans, with a limit for their length

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from headscope._attend import mask_parts
 from headscope._attend.backends import fused_operators
 from headscope._attend.backends.fused_operators import Kernel, KernelMask
+from headscope._attend.backends.sink_epilogue import with_sinks
 from headscope._attend.call import Call
 from headscope._attend.dropout import Seed
 from headscope._attend.interface import ForwardPass, Inputs, Pair, once, readable, refuse_batched, refuse_tangents
@@ -190,10 +191,7 @@ def _run(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor]
     if empty is not None:
         out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
     if inputs.sinks is not None:
-        sink = inputs.sinks.to(lse.dtype)[:, None]  # [H, 1]
-        both = torch.logaddexp(lse, sink)
-        share = (lse - both).exp().masked_fill(lse == -torch.inf, 0)
-        out, lse = (out * share[..., None]).to(out.dtype), both
+        out, lse = with_sinks(out, lse, inputs.sinks)
     return out, lse
 
 
