@@ -124,8 +124,10 @@ class _Masks:
                     stack.append(op.Less(self.j, next(numbers)))
                 case Code.LENGTHS:
                     stack.append(op.Less(self.j, op.Unsqueeze(_whole(op, next(tensors)), [1, 2, 3])))
-                case Code.DOCUMENTS:
+                case Code.DOCUMENTS | Code.PACKED:
                     q_ids, k_ids = _whole(op, next(tensors)), _whole(op, next(tensors))
+                    if code == Code.PACKED:  # cumulative lengths, which the ids repeat
+                        _ = [next(numbers) for _ in range(3)], [next(tensors) for _ in range(2)]
                     same = op.Equal(op.Unsqueeze(q_ids, [2]), op.Unsqueeze(k_ids, [1]))  # [B, Q, K]
                     stack.append(op.Unsqueeze(same, [1]))
                 case Code.DENSE:

@@ -12,7 +12,7 @@ from torch import Tensor
 import headscope
 from headscope._attend import prepare
 from headscope._attend import select as _select
-from headscope._attend.backends import native, reproducible
+from headscope._attend.backends import flex, fused, native, reproducible
 from headscope._attend.call import Options, check_call
 from headscope._attend.select import BACKENDS, ORDER, order, select
 from headscope.masks import Band, Dense, KeyLengths, Prefix, causal, window
@@ -123,7 +123,7 @@ def test_the_portable_backends_refuse_nothing(name: str) -> None:
 def test_unknown_names() -> None:
     with pytest.raises(
         ValueError,
-        match="backend: got 'flash', expected one of cpu, sdpa, blocked, reference, reproducible, or None to choose",
+        match="backend: got 'flash', expected one of cpu, sdpa, fused, flex, blocked",
     ):
         select(call(), "flash")
     with pytest.raises(ValueError, match=r"backend: got \['cpu'\], expected one of"):
@@ -133,7 +133,8 @@ def test_unknown_names() -> None:
 def test_every_order_names_every_backend_and_ends_with_one_that_refuses_nothing() -> None:
     assert {name: backend.name for name, backend in BACKENDS.items()} == {name: name for name in BACKENDS}
     for device, names in ORDER.items():
-        assert sorted([*names, reproducible.name]) == sorted(BACKENDS), device
+        elsewhere = set() if device == "cuda" else {fused.name, flex.name}
+        assert sorted({*names, reproducible.name, *elsewhere}) == sorted(BACKENDS), device
         assert names[-1] == "reference", device
     assert order(call()) == ORDER.get("cpu", ORDER["default"])
 

@@ -13,9 +13,10 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
-from headscope._attend import prepare, torch_operators
+from headscope._attend import prepare
 from headscope._attend.backends import native as cpu
 from headscope.masks import KeyLengths, causal
+from support.attention_cases import ON_A_CPU
 
 pytestmark = [
     pytest.mark.skipif(cpu.extension is None, reason="the native extension was not built: no C++ compiler"),
@@ -74,7 +75,7 @@ def list_cases(hows: Iterable[str]) -> list[Any]:
     return [
         pytest.param(how, backend, marks=LONG if backend == "cpu" and how in ("eager", "aot_eager", "exported") else ())
         for how in hows
-        for backend in (None, *torch_operators.OPERATOR_BACKENDS)
+        for backend in (None, *ON_A_CPU)
     ]
 
 

@@ -47,7 +47,7 @@ def test_every_typical_call_has_a_backend_and_reasons(title: str, device: str) -
 def test_what_is_refused_here_is_refused_by_attention(title: str) -> None:
     q, k, v = torch.randn(3, 2, 8, 5, 64).unbind()
     verdict = judge(TYPICAL[title], torch.float32, "cpu")
-    for name in BACKENDS:
+    for name in [name for name in BACKENDS if name not in ("fused", "flex")]:  # of CUDA alone
         if name in verdict.refusals:
             with pytest.raises(ValueError, match=f"backend: {name} refuses this call"):
                 attention(q, k, v, backend=name, **SMALL[title])

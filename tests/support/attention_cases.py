@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import headscope
-from headscope._attend.backends import native
+from headscope._attend import torch_operators
+from headscope._attend.backends import fused, native
 from headscope._attend.interface import accumulate_dtype
 from headscope.masks import Band, Dense, Documents, KeyLengths, Prefix, causal, window
 from support import oracle
@@ -19,6 +20,8 @@ B, H, HKV, Q, K, D = 2, 6, 3, 11, 13, 5
 SIZES = (B, H, Q, K)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INF = torch.inf
+ON_A_CPU = tuple(name for name in torch_operators.OPERATOR_BACKENDS if name != fused.name)
+"""The backends that run as operators on a CPU."""
 
 
 class Asked(NamedTuple):

@@ -7,6 +7,14 @@ from typing import NamedTuple
 from headscope._attend.call import Call
 from headscope.masks import Plan
 
+DEVICE_BLOCK = 1 << 26  # logits in one block on a GPU: 256 MiB of float32, so that a launch takes longer than its start
+GPUS = ("cuda", "xpu")
+
+
+def logits_of_block(device: str, on_cpu: int) -> int:
+    """Return the most logits in one block on a type of device; ``on_cpu`` on any but a GPU."""
+    return DEVICE_BLOCK if device in GPUS else on_cpu
+
 
 class BlockSizes(NamedTuple):
     """The numbers of batch entries, key/value heads and rows of one block."""

@@ -22,6 +22,8 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
+from headscope._attend import mask_parts
+from headscope._attend.mask_parts import MaskParts
 from headscope._support.arguments import check_broadcast, check_layout, check_type, kind, shapes
 from headscope._support.compiler import mark_constant
 from headscope._support.scalar_options import check_dropout, check_factors, check_scale, check_softcap
@@ -64,6 +66,8 @@ class Call:
         uniform: whether each row is summed in one order, whatever rows follow it: backend="reproducible".
         needed: the only queries that are needed, as ascending ranges, or None = all. The native kernels skip blocks of
             rows without them: rows that they skip are 0, the others have the bits that they have with all queries.
+        parts: the parts of the mask, for fused kernels; None: it has others, or the call is for a CPU.
+        indexable: whether each part of the mask is a rule that a compiler can evaluate by indices; on a CPU unknown.
     """
 
     lead: tuple[int, ...]
@@ -90,6 +94,8 @@ class Call:
     form: Form
     uniform: bool = False
     needed: tuple[tuple[int, int], ...] | None = None
+    parts: MaskParts | None = None
+    indexable: bool = False
 
     @property
     def in_compiled_func(self) -> bool:
@@ -151,6 +157,12 @@ def check_and_plan(
         check_mask(options.mask, sizes, q.device)
     plan = options.mask.plan(*sizes) if options.mask is not None and options.planned else None
     unknown = options.mask is not None and plan is None
+    described = q.device.type in mask_parts.DEVICES
+    parts = mask_parts.parts_of(options.mask, sizes[0], queries, keys) if described else None
+    spans: Spans = "rows" if unknown else _spans(plan)
+    rest = _rest(options.mask) if unknown else _rest(None if plan is None else plan.rest)
+    if spans == "rows" and parts is not None and options.mask is not None:  # no plan, or one whose values are not read
+        spans, rest = _spans_of_parts(options.mask, parts, queries, keys, rest)
     scale, softcap = check_scale(options.scale, head_dim), check_softcap(options.softcap)
     dropout = check_dropout(options.dropout)
     check_factors(scale, softcap, "float64" if q.dtype == torch.float64 else "float32")
@@ -165,8 +177,8 @@ def check_and_plan(
         v_head_dim=v_head_dim,
         dtype=q.dtype,
         device=q.device.type,
-        spans="rows" if unknown else _spans(plan),
-        rest=_rest(options.mask) if unknown else _rest(None if plan is None else plan.rest),
+        spans=spans,
+        rest=rest,
         may_be_empty=unknown or keys == 0 or (plan is not None and plan.may_be_empty) or bias is not None,
         bias=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else bias.dtype,
@@ -178,6 +190,8 @@ def check_and_plan(
         lse=options.lse,
         grad=grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
         form=form(q, k, v, bias, sinks, *(() if options.mask is None else options.mask.tensors())),
+        parts=parts,
+        indexable=described and mask_parts.is_indexable(options.mask),
     )
     return call, plan
 
@@ -350,6 +364,17 @@ def _spans(plan: Plan | None) -> Spans:
     if plan.is_causal:
         return "causal"
     return "keys" if plan.spans.shape[1] == 1 and plan.bounds is not None else "rows"
+
+
+def _spans_of_parts(mask: Mask, parts: MaskParts, queries: int, keys: int, rest: Rest) -> tuple[Spans, Rest]:
+    """Return the spans and the rest of a mask as far as its parts determine them, else ``rest`` with other spans."""
+    if mask.at(queries, keys).is_causal(queries, keys):
+        return "causal", "none"
+    if isinstance(mask, Dense):
+        return "all", "dense"
+    if parts.lengths and not parts.has_band and parts.packed is None and parts.matrix == "none":
+        return "keys", "none"
+    return "rows", rest
 
 
 MOST_RULES = 16

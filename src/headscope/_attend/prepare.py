@@ -159,7 +159,10 @@ def _prepare_anew(
     if is_traced():  # the compiler guards the comparison: a graph from outside context_parallel is retraced within it
         _ = F.scaled_dot_product_attention is sdpa.ORIGINAL
     traced = form(q, k, v, bias, sinks, *(() if mask is None else mask.tensors())) == "traced"
-    as_operator = native.extension is not None if backend is None else backend in torch_operators.OPERATOR_BACKENDS
+    if backend is None:  # off the CPU the parts of the mask determine the backend
+        as_operator = native.extension is not None or not q.is_cpu
+    else:
+        as_operator = backend in torch_operators.OPERATOR_BACKENDS or not q.is_cpu
     planned = not (traced and as_operator)
     call, plan = check_and_plan(q, k, v, bias, sinks, Options(mask, scale, softcap, dropout, lse, planned))
     canonical = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
@@ -172,7 +175,7 @@ def _prepare_anew(
         call = replace(call, uniform=True)
     if traced and selected.name in torch_operators.OPERATOR_BACKENDS:
         plan = None
-    elif mask is not None and plan is None:
+    elif mask is not None and plan is None and not (selected is sdpa and call.spans == "causal"):
         plan = mask.plan(call.batch, call.heads, call.queries, call.keys)
     may_repeat = mask is None or len(mask.tensors()) == 0  # else the plan may change between equal calls
     repeat = None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from headscope._attend.backends import blocked, native, reference, reproducible, sdpa
+from headscope._attend.backends import blocked, flex, fused, native, reference, reproducible, sdpa
 from headscope._attend.call import Call
 from headscope._attend.interface import Backend
 
 BACKENDS: dict[str, Backend] = {
     native.name: native,
     sdpa.name: sdpa,
+    fused.name: fused,
+    flex.name: flex,
     blocked.name: blocked,
     reference.name: reference,
     reproducible.name: reproducible,  # by name only
@@ -18,6 +20,7 @@ BACKENDS: dict[str, Backend] = {
 
 # Fastest first, by device type or as ``order`` decides; other devices use the order of "default".
 ORDER: dict[str, tuple[str, ...]] = {
+    "cuda": (native.name, sdpa.name, fused.name, flex.name, blocked.name, reference.name),
     "default": (native.name, sdpa.name, blocked.name, reference.name),
     # bf16 on a CPU with matrix tiles, which torch's kernel uses and the native kernels do not
     "cpu, AMX": (sdpa.name, native.name, blocked.name, reference.name),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from headscope._attend.backends import blocked, native, reproducible
+from headscope._attend.backends import blocked, fused, native, reproducible
 from headscope._attend.call import Call
 from headscope._attend.dropout import draw_seed
 from headscope._attend.interface import (
@@ -75,9 +75,14 @@ def implement(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[
     _library.impl("attend_backward", _refuse_batches, "Batched")  # torch's key for batches of autograd, not of vmap
 
 
-AS_OPERATORS: dict[str, OperatorBackend] = {native.name: native, blocked.name: blocked, reproducible.name: reproducible}
+AS_OPERATORS: dict[str, OperatorBackend] = {
+    native.name: native,
+    fused.name: fused,
+    blocked.name: blocked,
+    reproducible.name: reproducible,
+}
 """Backends that run as operators: a compiler cannot trace the native one, and would unroll the blocked one for one
-length.
+length. The fused one chooses a kernel by the GPU, when it runs.
 """
 
 OPERATOR_BACKENDS = tuple(AS_OPERATORS)  # a compiler treats a tuple of names as a constant

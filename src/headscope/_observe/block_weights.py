@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headscope._attend.blocks import block_sizes, slices, visible_keys
+from headscope._attend.blocks import block_sizes, logits_of_block, slices, visible_keys
 from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs as observe_inputs
 from headscope._observe.scene import Scene
 from headscope._observe.visibility import bias_rows, visible_block, visible_rows
-from headscope._support.logits import cap_logits, scaled_products
+from headscope._support.logits import cap_logits, half_products, has_half_products, scaled_products
 from headscope.stats._layer import wide
 
 FLOOR = -1000.0  # exp of it is 0 in every dtype, and 0 times it is 0
@@ -90,7 +90,7 @@ def blocks(scene: Scene) -> Iterator[Block]:
     call, count = scene.call, len(scene.rows)
     if call.heads == 0:  # of q only: k may have more heads
         return
-    sizes = block_sizes(call, count, observe_inputs.BLOCK)
+    sizes = block_sizes(call, count, logits_of_block(call.device, observe_inputs.BLOCK))
     places = product(slices(call.batch, sizes.batch), slices(call.kv_heads, sizes.kv_heads), slices(count, sizes.rows))
     for b, h, r in places:
         j = visible_keys(call, scene.plan, query_index(scene, r))
@@ -111,7 +111,7 @@ def rows_of(scene: Scene, block: Block) -> Rows:
         q=scene.q[block.b, heads, block.r],
         b=block.b,
         h=block.h,
-        i=index if isinstance(index, slice) else torch.tensor(index, device=scene.q.device)[None, None],
+        i=index if isinstance(index, slice) else scene.index[block.r][None, None],
         lse=None if scene.lse is None else scene.lse[block.b, heads, block.r],
         may_count=None if scene.may_count is None else cut(scene.may_count, block.b, heads, block.r),
     )
@@ -134,7 +134,7 @@ def weights(scene: Scene, rows: Rows, j: slice) -> Tile:
         hidden = torch.zeros(visible.shape, dtype=dtype, device=s.device).masked_fill_(~visible, -torch.inf)
         # adding is many times faster than filling, but NaN and infinity would survive it
         s = s.add_(hidden) if scene.clean else s.masked_fill_(~visible, -torch.inf)
-    choices = torch.tensor(j.stop - j.start, device=s.device) if visible is None else visible.sum(-1)
+    choices = torch.full((), j.stop - j.start, device=s.device) if visible is None else visible.sum(-1)
     max_logit = s.amax(-1)
     top, sink = max_logit, None
     if scene.inputs.sinks is not None:
@@ -163,11 +163,14 @@ def _logits(scene: Scene, rows: Rows, heads: slice, j: slice) -> tuple[Tensor, T
     """Return the final logits [b, h, i, j] before masking, and which keys are visible."""
     call, inputs = scene.call, scene.inputs
     dtype = accumulate_dtype(call.dtype)
-    q = rows.q.to(dtype)
-    k = inputs.k[rows.b, rows.h, j].to(dtype)
+    q, k = rows.q, inputs.k[rows.b, rows.h, j]
     batch, _, count, _ = q.shape
     grouped = q.reshape(batch, -1, call.group * count, call.head_dim)  # [b, hkv, g * i, D]
-    s = cap_logits(scaled_products(grouped, k, call.scale, call.softcap), call.softcap)  # [b, hkv, g * i, j]
+    if has_half_products(grouped):
+        s = half_products(grouped, k, call.scale, call.softcap)  # [b, hkv, g * i, j]
+    else:
+        s = scaled_products(grouped.to(dtype), k.to(dtype), call.scale, call.softcap)
+    s = cap_logits(s, call.softcap)
     s = s.view(batch, -1, count, j.stop - j.start)  # [b, h, i, j]
     if isinstance(rows.i, slice):
         place = (rows.b, heads, rows.i, j)
@@ -186,7 +189,8 @@ def _normal(rows: Rows, top: Tensor, beside: Tensor, sees: Tensor) -> tuple[Tens
     """Return lse - top, and the factor of exp(s - top) that gives p; ``beside`` is Σ exp(s - top) - 1.
 
     Raises:
-        ValueError: the lse of a row with visible keys is below its largest logit.
+        ValueError: on a CPU, the lse of a row with visible keys is below its largest logit. On other devices the factor
+            of such a row is NaN.
     """
     norm, scale = beside.log1p(), 1 / (1 + beside)
     if rows.lse is None:
@@ -194,7 +198,10 @@ def _normal(rows: Rows, top: Tensor, beside: Tensor, sees: Tensor) -> tuple[Tens
     offset = rows.lse.to(wide(top.device)) - top
     near = (offset - norm).abs() <= ROUNDING[rows.lse.dtype] * (norm + top).abs().clamp_min(1.0)
     wrong = (offset < -BELOW) & ~near & sees & offset.isfinite()
-    if bool(wrong.any()):
+    if not top.is_cpu:  # a check would wait for the device: such rows count as broken
+        scale = scale.masked_fill(wrong, math.nan)
+        near = near | wrong
+    elif bool(wrong.any()):
         b, h, i = wrong.nonzero()[0].tolist()
         got, largest = float(rows.lse[b, h, i]), float(top[b, h, i])
         raise ValueError(

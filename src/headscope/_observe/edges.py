@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headscope._attend.blocks import block_sizes, slices
+from headscope._attend.blocks import block_sizes, logits_of_block, slices
 from headscope._observe import inputs
 from headscope._observe.block_weights import Rows, weights
 from headscope._observe.scene import Scene
@@ -91,8 +91,8 @@ def _chunks(k: int, scene: Scene, maxima: Tensor) -> Iterator[tuple[int, slice, 
     call = scene.call
     count = min(k, maxima.shape[-1])
     chosen = largest_first(maxima)[..., :count].sort(-1).values  # [B, H, k], ascending
-    queries = chosen if scene.whole else torch.tensor(list(scene.rows), device=chosen.device)[chosen]
-    sizes = block_sizes(call, count, inputs.BLOCK)
+    queries = chosen if scene.whole else scene.index[chosen]
+    sizes = block_sizes(call, count, logits_of_block(call.device, inputs.BLOCK))
     places = product(slices(call.batch, 1), slices(call.kv_heads, sizes.kv_heads), slices(count, sizes.rows))
     for b, h, r in places:
         heads = slice(h.start * call.group, h.stop * call.group)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headscope._attend.blocks import slices
+from headscope._attend.blocks import logits_of_block, slices
 from headscope._attend.interface import Inputs
 from headscope._observe import inputs
 from headscope._observe.block_weights import Block, Tile, cut, wide
@@ -28,6 +28,7 @@ from headscope._observe.place_quantities import gather_mass, place_values, place
 from headscope._observe.scene import Scene
 from headscope._observe.segment_nulls import counts_of_segments
 from headscope._observe.visibility import visible_block, visible_rows
+from headscope._support.device_constants import integers
 from headscope.stats import quantity_of
 
 SINGLE = ("self", "previous", "next")
@@ -109,22 +110,28 @@ def sum_nulls(exchange: Exchange, rows: Mapping[str, Tensor]) -> tuple[tuple[str
 def _spans(scene: Scene) -> Tensor | None:
     """Return the visible spans of the rows, int64 [B or 1, R or 1, n, 2]; None if there is more to the mask."""
     plan, bias = scene.plan, scene.inputs.bias
-    if (plan is not None and plan.rest is not None) or (bias is not None and bool((bias == -torch.inf).any())):
+    if (plan is not None and plan.rest is not None) or (bias is not None and _may_mask(bias)):
         return None
     device = scene.q.device
     if plan is None:
-        return torch.tensor([[[[0, scene.call.keys]]]], device=device)
+        return integers((0, scene.call.keys), device)[None, None, None]
     spans = plan.spans.to(device)
     if spans.shape[1] == 1 or scene.whole:
         return spans
-    return spans[:, torch.tensor(list(scene.rows), dtype=torch.long, device=device)]
+    return spans[:, scene.index]
+
+
+def _may_mask(bias: Tensor) -> bool:
+    """Return whether a bias masks keys; on a GPU, where reading it would wait, assume so."""
+    return not bias.is_cpu or bool((bias == -torch.inf).any())
 
 
 def _of_spans(reductions: Reductions, scene: Scene, names: tuple[str, ...], spans: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and the spread of each name, [N, B or 1, 1, R]."""
     low, high = spans.unbind(-1)  # [B or 1, R or 1, n]
     keys = (high - low).clamp_min(0).sum(-1)
-    first = scene.first[:1] if bool((scene.first == scene.first[:1]).all()) else scene.first
+    alike = scene.first.is_cpu and bool((scene.first == scene.first[:1]).all())  # a GPU would have to wait
+    first = scene.first[:1] if alike else scene.first
     first = first[:, None, :, None]  # [B or 1, 1, f, 1]
     shown = (first >= 0) & ((first >= low[..., None, :]) & (first < high[..., None, :])).any(-1, keepdim=True)
     matches: dict[str, Tensor] = {"first": shown.sum((-1, -2))}
@@ -256,7 +263,7 @@ def _of_blocks(reductions: Reductions, scene: Scene, names: tuple[str, ...]) -> 
     heads = _heads_of_mask(scene)
     shape = (len(names), call.batch, heads, len(scene.rows))
     mean, spread = (torch.zeros(shape, dtype=wide(device), device=device) for _ in range(2))
-    size = max(1, inputs.BLOCK // max(1, heads * call.keys))
+    size = max(1, logits_of_block(call.device, inputs.BLOCK) // max(1, heads * call.keys))
     for b, r in product(slices(call.batch, 1), slices(len(scene.rows), size)):
         block = Block(b, slice(0, call.kv_heads), r, slice(0, call.keys))
         tile = _even_tile(scene, block, heads)
@@ -290,7 +297,7 @@ def _even_tile(scene: Scene, block: Block, heads: int) -> Tile:
     if scene.whole:
         pairs = visible_block(scene.plan, scene.inputs.bias, (block.b, of_heads, block.r, block.j), scene.q.device)
     else:
-        index = torch.tensor(list(scene.rows[block.r]), device=scene.q.device)[None, None]
+        index = scene.index[block.r][None, None]
         pairs = visible_rows(scene.plan, scene.inputs.bias, block.b, of_heads, index, block.j)
         pairs = None if pairs is None else pairs[:, :heads]
     shape = (1, heads, block.r.stop - block.r.start, scene.call.keys)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headscope._observe.inputs import Whole
+from headscope._support.device_constants import integers
 from headscope.stats._layer import wide
 
 
@@ -64,10 +65,10 @@ def segments(places: Sequence[int], length: int, n: int, device: torch.device) -
     cuts[-1] = len(places)
     sizes = [stop - start for start, stop in pairwise(cuts)]
     width = max(sizes)
-    index = torch.tensor(cuts[:-1], device=device)[:, None] + torch.arange(width, device=device)
+    index = integers(cuts[:-1], device)[:, None] + torch.arange(width, device=device)
     inside = None
     if min(sizes) < width:
-        inside = torch.arange(width, device=device) < torch.tensor(sizes, device=device)[:, None]
+        inside = torch.arange(width, device=device) < integers(sizes, device)[:, None]
         index = torch.where(inside, index, 0)
     return Segments(slice(first, last + 1), index, inside)
 
@@ -134,7 +135,7 @@ def _largest(
     winners = cells.movedim(0, 1).flatten(1, 2).gather(1, flat)  # [h, x, y, w]
     key = winners.argmax(-1)
     key = columns.index[torch.arange(len(columns.index), device=key.device), key] + j.start
-    query = torch.tensor(list(queries), device=row.device)[row]
+    query = row + queries.start if isinstance(queries, range) else integers(queries, row.device)[row]
     better = best > sums.max[at]
     sums.max[at] = torch.where(better, best.to(sums.max.dtype), sums.max[at])
     places = torch.stack([entry + batch, query, key], -1)

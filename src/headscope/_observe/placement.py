@@ -132,11 +132,11 @@ def _offset(request: Request) -> Tensor:
     call, device = request.call, request.inputs.q.device
     leaves = request.mask.at(call.queries, call.keys).leaves() if request.mask is not None else ()
     offsets = [leaf.offset for leaf in leaves if isinstance(leaf, Band)]
-    columns = [torch.as_tensor(offset, dtype=torch.long, device=device).reshape(-1, 1) for offset in offsets]
+    columns = [_column(offset, device) for offset in offsets]
     whole = [column.expand(call.batch, 1) for column in columns]
     start = None if request.rows_at is None else request.rows_at[0]
     if not columns or any(not torch.equal(one, whole[0]) for one in whole[1:]):
-        return torch.tensor([[call.keys - call.queries if start is None else start]], device=device)
+        return torch.full((1, 1), call.keys - call.queries if start is None else start, device=device)
     if start is not None and bool((columns[0] != start).any()):
         key = int(columns[0].flatten()[0])
         raise ValueError(
@@ -176,6 +176,13 @@ def _own_by_position(request: Request, q_at: Tensor, k_at: Tensor, real: Tensor)
     equal = k_number.gather(1, matches) == q_number
     equal &= ~q_at.isnan().any(-1)
     return torch.where(same, line, torch.where(equal, matches, -1))
+
+
+def _column(offset: object, device: torch.device) -> Tensor:
+    """Return an offset, or one for each batch entry, int64 [B or 1, 1]; a number is not copied from the host."""
+    if isinstance(offset, int):
+        return torch.full((1, 1), offset, dtype=torch.long, device=device)
+    return torch.as_tensor(offset, dtype=torch.long, device=device).reshape(-1, 1)
 
 
 def find_first_key(k_at: Tensor | None) -> int:

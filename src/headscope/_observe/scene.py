@@ -18,6 +18,7 @@ from headscope._observe.placement import find_first_key, to_frame
 from headscope._observe.segment_ids import segments_of
 from headscope._observe.selected_keys import Selection, selection_of
 from headscope._support.arguments import check_layout, check_type, kind, shapes
+from headscope._support.device_constants import integers
 from headscope._support.tensor_classes import ORDINARY, to_ordinary
 from headscope.masks import Plan
 from headscope.stats import Observe
@@ -81,6 +82,13 @@ class Scene:
         """Lengths of the value vectors [B, Hkv, K]; None if not requested."""
         return _value_norms(self.inputs.v, self.call) if self.has_norms else None
 
+    @cached_property
+    def index(self) -> Tensor:
+        """The query index of each row, on the device, int64 [R]."""
+        if isinstance(self.rows, range):
+            return torch.arange(self.rows.start, self.rows.stop, device=self.q.device)
+        return integers(self.rows, self.q.device)
+
     @property
     def whole(self) -> bool:
         """Whether every query row is observed."""
@@ -107,7 +115,7 @@ def build_scene(request: Request) -> Scene:
     _check_tokens(request)
     counts = _row_mask(request)
     rows = _rows(request, counts)
-    index = None if isinstance(rows, range) else torch.tensor(rows, dtype=torch.long, device=inputs.q.device)
+    index = None if isinstance(rows, range) else integers(rows, inputs.q.device)
     whole_sequence = _to_whole(request)
     line, q_at, k_at, first, own, padding = to_frame(request)
     if padding is not None:
@@ -116,7 +124,7 @@ def build_scene(request: Request) -> Scene:
     key_segments, row_segments = segments_of(request, own, index) or (None, None)
     return Scene(
         call=call,
-        plan=request.plan,
+        plan=None if request.plan is None else request.plan.on(inputs.q.device),
         inputs=inputs,
         rows=rows,
         q=_pick(inputs.q, index, 2),

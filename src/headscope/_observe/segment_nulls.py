@@ -58,7 +58,7 @@ def _of_blocks(scene: Scene, size: int) -> Tensor:
         if scene.whole:
             pairs = visible_block(scene.plan, scene.inputs.bias, (b, of_heads, r, all_keys), device)
         else:
-            index = torch.tensor(list(scene.rows[r]), device=device)[None, None]
+            index = scene.index[r][None, None]
             pairs = visible_rows(scene.plan, scene.inputs.bias, b, of_heads, index, all_keys)
         if pairs is None:
             pairs = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

@@ -22,6 +22,7 @@ from headscope.masks._codes import unknown_code as unknown_code
 from headscope.masks._dense import Dense
 from headscope.masks._dense import cut as cut
 from headscope.masks._documents import Documents
+from headscope.masks._documents import packed_documents as packed_documents
 from headscope.masks._from_codes import mask_from_codes as mask_from_codes
 from headscope.masks._keys import KeyLengths, Prefix
 from headscope.masks._parameters import FAR as FAR

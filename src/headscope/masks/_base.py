@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from headscope._support.bounded import BoundedTable
 from headscope._support.torch_state import has_no_values, is_traced
 from headscope.masks._codes import Code, RuleKind, RuleWriter
-from headscope.masks._spans import are_causal, ascending_pair, bound_keys, first_keys, hull, intersect
+from headscope.masks._parameters import is_comparable
+from headscope.masks._spans import are_causal, ascending_pair, bound_keys, first_keys, hull, intersect, within
 
 Index: TypeAlias = "int | Tensor"
 Sizes: TypeAlias = "tuple[int, int, int, int]"
@@ -155,7 +156,7 @@ class Mask(ABC):
             if not self.tensors():
                 return plan_by_value(self, sizes)
             read = {id(x): x for leaf in self.leaves() for x in leaf.planned_tensors()}
-            if not all(map(_is_comparable, read.values())):
+            if not all(map(is_comparable, read.values())):
                 return make_plan(self, sizes)
             plans = _Plans(self, read)
             object.__setattr__(self, "_plans", plans)  # a mask is frozen
@@ -314,6 +315,7 @@ class Plan:
         is_causal: exactly ``j <= i``, with as many queries as keys.
         may_be_empty: some row may be without visible keys.
         originals: the caller's own tensors, where ``rest`` holds copies; None where it holds the originals.
+        source: the planned mask, with explicit positions; fused kernels read its parts.
 
     Examples:
         >>> from headscope import masks
@@ -332,6 +334,19 @@ class Plan:
     is_causal: bool
     may_be_empty: bool
     originals: tuple[Tensor, ...] | None = None
+    source: Mask | None = None
+    _moved: dict[torch.device, Plan] = field(default_factory=dict, repr=False)
+
+    def on(self, device: torch.device) -> Plan:
+        """Return this plan with spans on a device, copied there once."""
+        if self.spans.device == device:
+            return self
+        moved = self._moved.get(device)
+        if moved is None:
+            moved = replace(self, spans=self.spans.to(device), _moved={})
+            if not is_traced():  # else the copy is a tracer's
+                self._moved[device] = moved
+        return moved
 
     def read_again(self) -> tuple[Tensor, ...]:
         """Return the caller's tensors that the backward pass saves, so autograd raises after a write to them."""
@@ -346,16 +361,12 @@ class Plan:
 
     def tile(self, b: slice, h: slice, i: slice, j: slice) -> Tensor:
         """Return which keys of a block are visible, boolean, broadcastable to [b, h, i, j]."""
-        spans = self.spans[_within(b, self.spans.shape[0]), _within(i, self.spans.shape[1])]  # [b, i, n, 2]
+        spans = self.spans[within(b, self.spans.shape[0]), within(i, self.spans.shape[1])]  # [b, i, n, 2]
         spans = spans[:, None, :, :, :, None]  # [b, 1, i, n, 2, 1]
         keys = torch.arange(j.start, j.stop, device=spans.device)
         inside = (keys >= spans[..., 0, :]) & (keys < spans[..., 1, :])  # [b, 1, i, n, j]
         visible = inside[..., 0, :] if inside.shape[-2] == 1 else inside[..., 0, :] | inside[..., 1, :]
         return visible if self.rest is None else visible & self.rest.tile(b, h, i, j, spans.device)
-
-
-def _within(block: slice, size: int) -> slice:
-    return slice(None) if size == 1 else block
 
 
 class _Plans(BoundedTable["Sizes", Plan]):
@@ -407,12 +418,6 @@ class _Plans(BoundedTable["Sizes", Plan]):
         return x
 
 
-def _is_comparable(x: Tensor) -> bool:
-    """Return whether its values can be compared without waiting for a device: it is a plain tensor on the CPU."""
-    plain = type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout == torch.strided and not x.is_inference()
-    return plain and not (x.is_neg() or x._is_zerotensor())  # these two refuse new_tensor and tolist
-
-
 @lru_cache(maxsize=16)  # prepared calls hold more plans, with a limit for their length
 def plan_by_value(mask: Mask, sizes: Sizes) -> Plan:
     """Return ``make_plan`` of a mask without tensors."""
@@ -429,7 +434,7 @@ def make_plan(mask: Mask, sizes: Sizes) -> Plan:
     readable = device.type == "cpu" and spans.numel() > 0 and not has_no_values()
     if not readable:
         causal, full = mask.is_causal(queries, keys), mask._spans_all_keys
-        return Plan(spans, rest, None, full=full, everything=False, is_causal=causal, may_be_empty=True)
+        return Plan(spans, rest, None, full=full, everything=False, is_causal=causal, may_be_empty=True, source=mask)
     # Spans ascend, empty ones last: the first of a row decides most. One number is compared before all of them.
     low, high = spans[:, :, 0, 0], spans[:, :, 0, 1]
     full = int(high[0, 0]) - int(low[0, 0]) == keys and bool((high - low == keys).all())
@@ -441,6 +446,7 @@ def make_plan(mask: Mask, sizes: Sizes) -> Plan:
         everything=full and rest is None,
         is_causal=rest is None and are_causal(spans, queries, keys),
         may_be_empty=rest is not None or bool((low == keys).any()),
+        source=mask,
     )
 
 

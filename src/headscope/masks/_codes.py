@@ -15,7 +15,7 @@ from torch import Tensor
 class Code:
     """The codes of a mask that is passed to an operator; some are followed by numbers, some use tensors."""
 
-    BAND, PREFIX, LENGTHS, DOCUMENTS, DENSE, BOTH, EITHER = range(7)
+    BAND, PREFIX, LENGTHS, DOCUMENTS, DENSE, BOTH, EITHER, PACKED = range(8)
     NO_OFFSET, ONE_OFFSET, OFFSETS, OFFSET_TENSOR = range(4)  # of a band
 
 

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from headscope._support.torch_state import has_no_values
 from headscope.masks._base import Index, Mask, Sizes
 from headscope.masks._codes import Code, RuleWriter
 from headscope.masks._parameters import check_ids, is_integral, to_tensor
 from headscope.masks._spans import clip_span
+
+
+class Packing(NamedTuple):
+    """The cumulative lengths of packed sequences, for kernels that read them.
+
+    Attributes:
+        q, k: int32 [n + 1], on the device of the ids.
+        max_q, max_k: the length of the longest sequence, as numbers on the host.
+        same: whether queries and keys are packed alike.
+        version: of the ids: a write to them makes the lengths stale.
+    """
+
+    q: Tensor
+    k: Tensor
+    max_q: int
+    max_k: int
+    same: bool
+    version: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +55,8 @@ class Documents(Mask):
     q_ids: Tensor
     k_ids: Tensor = field(default=cast("Tensor", None))  # a tensor after __post_init__
 
+    _packing = cast("Packing | None", None)  # of a mask from cumulative lengths
+
     def __post_init__(self) -> None:
         q_ids, k_ids = to_tensor("q_ids", self.q_ids), cast("Tensor | None", self.k_ids)
         object.__setattr__(self, "q_ids", q_ids)
@@ -54,14 +75,33 @@ class Documents(Mask):
         """
         q_ids = _to_ids("q", q)
         if k is None:
-            return cls(q_ids, q_ids)
+            return cls(q_ids, q_ids)._packed_by(q, q)
         k_ids = _to_ids("k", k)
         if len(k) != len(q):
             raise ValueError(
                 f"k: has {len(k)} numbers, expected {len(q)}, as q has: one sequence of keys for each sequence of "
                 "queries"
             )
-        return cls(q_ids, k_ids)
+        return cls(q_ids, k_ids)._packed_by(q, k)
+
+    @property
+    def packing(self) -> Packing | None:
+        """The cumulative lengths, if this mask was made from them and its ids were not written since; else None.
+
+        A compiler cannot trace the number of writes: in a compiled function the ids must not be written.
+        """
+        packing = self._packing
+        if is_dynamo_compiling():
+            return packing
+        return None if packing is None or packing.version != _versions(self.q_ids, self.k_ids) else packing
+
+    def _packed_by(self, q: Tensor, k: Tensor) -> Documents:
+        """Attach cumulative lengths that were checked."""
+        longest = [int(x.diff().max()) if len(x) > 1 else 0 for x in ((q,) if q is k else (q, k))]
+        offsets = q.detach().int(), k.detach().int()
+        packing = Packing(*offsets, longest[0], longest[-1], q is k, _versions(self.q_ids, self.k_ids))
+        object.__setattr__(self, "_packing", packing)
+        return self
 
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
         b_q, b_k = (0 if len(ids) == 1 else b for ids in (self.q_ids, self.k_ids))  # one row serves every batch entry
@@ -114,8 +154,13 @@ class Documents(Mask):
         return Documents(self.q_ids[:, i], self.k_ids[:, j])
 
     def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
-        codes += [Code.DOCUMENTS]
-        parts += [self.q_ids, self.k_ids]
+        packing = self.packing if device.type == "cuda" else None  # other devices have no kernel that reads it
+        if packing is None:
+            codes += [Code.DOCUMENTS]
+            parts += [self.q_ids, self.k_ids]
+            return
+        codes += [Code.PACKED, packing.max_q, packing.max_k, int(packing.same)]
+        parts += [self.q_ids, self.k_ids, packing.q, packing.k]
 
     def write_rules(self, writer: RuleWriter, sizes: Sizes) -> None:
         writer.add_ids(self.q_ids, self.k_ids)
@@ -124,6 +169,20 @@ class Documents(Mask):
         batch, _, queries, keys = sizes
         check_ids("Documents.q_ids", self.q_ids, {"B": batch, "Q": queries})
         check_ids("Documents.k_ids", self.k_ids, {"B": batch, "K": keys})
+
+
+def packed_documents(tensors: tuple[Tensor, ...], max_q: int, max_k: int, same: bool) -> Documents:
+    """Return documents from ids and cumulative lengths, as ``Documents.encode`` writes them."""
+    q_ids, k_ids, q, k = tensors
+    mask = Documents(q_ids, k_ids)
+    object.__setattr__(mask, "_packing", Packing(q, k, max_q, max_k, same, _versions(q_ids, k_ids)))
+    return mask
+
+
+def _versions(q_ids: Tensor, k_ids: Tensor) -> tuple[int, int]:
+    """Return the numbers of writes to the ids; those of inference tensors are not counted."""
+    first, second = (0 if x.is_inference() else x._version for x in (q_ids, k_ids))
+    return first, second
 
 
 def _to_ids(name: str, cu_seqlens: object) -> Tensor:

@@ -11,7 +11,7 @@ from headscope.masks._band import Band
 from headscope.masks._base import Mask
 from headscope.masks._codes import Code, unknown_code
 from headscope.masks._dense import Dense
-from headscope.masks._documents import Documents
+from headscope.masks._documents import Documents, packed_documents
 from headscope.masks._keys import KeyLengths, Prefix
 
 
@@ -28,6 +28,10 @@ def mask_from_codes(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | Non
                 stack.append(KeyLengths(next(tensors)))
             case Code.DOCUMENTS:
                 stack.append(Documents(next(tensors), next(tensors)))
+            case Code.PACKED:
+                longest = next(numbers), next(numbers)
+                same = bool(next(numbers))
+                stack.append(packed_documents(tuple(islice(tensors, 4)), *longest, same))
             case Code.DENSE:
                 stack.append(Dense(next(tensors)))
             case Code.BOTH | Code.EITHER:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numbers import Integral
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headscope._support.arguments import kind
 
@@ -34,6 +34,12 @@ def to_tensor(name: str, value: object) -> Tensor:
 def is_integral(x: Tensor) -> bool:
     """Return whether it holds whole numbers."""
     return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
+
+
+def is_comparable(x: Tensor) -> bool:
+    """Return whether its values can be compared without waiting for a device: it is a plain tensor on the CPU."""
+    plain = type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout == torch.strided and not x.is_inference()
+    return plain and not (x.is_neg() or x._is_zerotensor())  # these two refuse new_tensor and tolist
 
 
 def is_whole(value: object) -> bool:

@@ -69,3 +69,8 @@ def are_causal(spans: Tensor, queries: int, keys: int) -> bool:
     if low[-1] != 0 or high[0] != 1:
         return False
     return bool((low == 0).all()) and torch.equal(high, torch.arange(1, keys + 1, device=spans.device))
+
+
+def within(block: slice, size: int) -> slice:
+    """Return the part of an axis of this size; an axis of 1 repeats."""
+    return slice(None) if size == 1 else block

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headscope._support.device_constants import numbers
 from headscope.stats._head_weights import HeadWeights, merge_weights
 from headscope.stats._kept_weights import Tiles
 from headscope.stats._nulls import Nulls, merged_nulls
@@ -58,7 +59,7 @@ class Moments(Part):
         none = count == 0
         M2 = away.square().sum(-1).masked_fill(none, math.nan)
         edges = histogram_edges(name)
-        bins = torch.bucketize(values, torch.tensor(edges[1:-1], dtype=flat.dtype, device=flat.device), right=True)
+        bins = torch.bucketize(values, numbers(edges[1:-1], flat.dtype, flat.device), right=True)
         histogram = count.new_zeros(len(count), len(edges) - 1).scatter_add_(1, bins, defined.long())
         if flat.shape[1] == 0:
             return Moments(count, mean, M2, mean, mean, histogram)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._attend.blocks import block_sizes, slices, visible_keys
+from headscope._attend.blocks import block_sizes, logits_of_block, slices, visible_keys
 from headscope._attend.call import Call
 from headscope._attend.dropout import DropoutPlace, Seed, draw_seed, dropout_factors
 from headscope._attend.interface import (
@@ -29,7 +29,7 @@ from headscope._attend.interface import (
     refuse_batched,
 )
 from headscope._support.autograd import Function
-from headscope._support.logits import cap_logits, scaled_products
+from headscope._support.logits import cap_logits, half_products, has_half_products, scaled_products
 from headscope._support.precision import exact_products
 from headscope.masks import Plan
 
@@ -52,7 +52,7 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: Seed | None = No
         return _attend_plainly(call, plan, inputs)
     if seed is None:
         seed = int(draw_seed().item()) if call.dropout else 0
-    return _Attend.apply(call, plan, seed, *inputs)
+    return _Attend.apply(call, None if plan is None else plan.on(inputs.q.device), seed, *inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,13 @@ class Block:
 
 
 def blocks(call: Call, plan: Plan | None) -> Iterator[Block]:
-    """Cut a call into blocks of at most ``BLOCK`` logits (at least one row), without keys masked for every row."""
+    """Cut a call into blocks of at most ``BLOCK`` logits (at least one row), without keys masked for every row.
+
+    On a GPU blocks are larger.
+    """
     if call.heads == 0:
         return
-    sizes = block_sizes(call, call.queries, BLOCK)
+    sizes = block_sizes(call, call.queries, logits_of_block(call.device, BLOCK))
     places = product(
         slices(call.queries, sizes.rows), slices(call.batch, sizes.batch), slices(call.kv_heads, sizes.kv_heads)
     )
@@ -99,9 +102,11 @@ class _Logits(NamedTuple):
 def _logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> _Logits:
     """Return the final logits of a block."""
     dtype = accumulate_dtype(call.dtype)
-    q = _grouped(call, block, inputs.q).to(dtype)
-    k = inputs.k[block.b, block.h, block.j].to(dtype)
-    uncapped = _products(call, q, k)  # [b, h, g * i, j]
+    q, k = _grouped(call, block, inputs.q), inputs.k[block.b, block.h, block.j]
+    if has_half_products(q) and not call.in_compiled_func:
+        uncapped = half_products(q, k, call.scale, call.softcap)  # [b, h, g * i, j]
+    else:
+        uncapped = _products(call, q.to(dtype), k.to(dtype))
     s, visible = cap_logits(uncapped, call.softcap), None
     if inputs.bias is not None:
         bias = _bias_tile(call, block, inputs.bias)
@@ -238,6 +243,7 @@ def gradients(
         needed: whether the gradients of bias and sinks are needed: a bias may be as large as the matrix.
     """
     call, plan, seed = forward
+    plan = None if plan is None else plan.on(inputs.q.device)
     grad_out, grad_lse = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
     sums = _zeros(inputs, needed, accumulate_dtype(call.dtype))
     with full_precision(call), exact_products(call.device):
