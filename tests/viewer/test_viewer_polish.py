@@ -189,3 +189,41 @@ def test_maps_of_windows_tell_even_from_changing_heads(look: Any) -> None:
     even, changing = (page.locator(".thumb canvas[data-drawn]").nth(n).evaluate(read) for n in (0, 1))
     assert even > 450  # nothing is dark
     assert changing < 150
+
+
+def test_a_selection_does_not_push_the_tokens_down(look: Any) -> None:
+    page = look(recorded(13, tuple(f" w{n}" for n in range(13)), Observe(map=13)), "view=head&layer=0&head=1")
+    below = "document.querySelector('.pinned .strip').offsetTop - document.querySelector('.pinned').offsetTop"
+    page.locator(".map canvas").wait_for()
+    before = page.evaluate(below)
+    page.evaluate("location.hash += '&row=9&column=5'")
+    page.get_by_role("button", name="Clear the selection").wait_for()
+    assert abs(page.evaluate(below) - before) <= 6
+
+
+def test_on_a_phone_four_tabs_and_the_placeholder_are_in_sight(look: Any, short: Recording) -> None:
+    page = look(short, "view=heads", width=390)
+    seen = page.locator("[role=tab]").evaluate_all(
+        "(all) => all.filter((each) => each.getBoundingClientRect().right <= innerWidth).length"
+    )
+    assert seen >= 4
+    box = page.locator(".search input").bounding_box()
+    assert box is not None
+    assert box["width"] > 150
+
+
+def test_the_close_button_of_the_glossary_covers_no_text(look: Any, short: Recording) -> None:
+    page = look(short, "view=head&layer=0&head=1")
+    page.locator(".term").last.click()
+    page.locator("dialog[open]").evaluate("(of) => of.scrollTo(0, 300)")
+    under = page.locator(".glossary .close").evaluate(
+        """(of) => { const { left, top, height } = of.getBoundingClientRect();
+          return document.elementsFromPoint(left - 30, top + height / 2)[0].className; }"""
+    )
+    assert under == "head", "a bar with a ground of its own"
+
+
+def test_a_match_states_how_it_differs_from_the_statistic_of_its_name(look: Any, short: Recording) -> None:
+    page = look(short, "view=head&layer=0&head=1")
+    titles = [str(each.get_attribute("title")) for each in page.locator(".beside p > span[title]").all()]
+    assert any("The statistic of this name in the table is another number" in title for title in titles), titles

@@ -83,8 +83,10 @@ export function Glossary() {
     <dialog ref={dialog} class="glossary" aria-labelledby="glossary-title" onClose={() => setEntry(null)} onKeyDown={(event) => event.stopPropagation()}
       onClick={(event) => event.target === dialog.current && close()}>
       <div class="inside">
-        <button type="button" class="close" aria-label={help.close} title={help.close} onClick={close}>×</button>
-        <h2 id="glossary-title" tabIndex={-1}>{texts.title}</h2>
+        <div class="head">
+          <h2 id="glossary-title" tabIndex={-1}>{texts.title}</h2>
+          <button type="button" class="close" aria-label={help.close} title={help.close} onClick={close}>×</button>
+        </div>
         <h3>{texts.patterns}</h3>
         <p class="hint">{texts.hint}</p>
         <ul class="entries">

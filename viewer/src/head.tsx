@@ -80,7 +80,10 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
     if (over !== null && !section.current!.querySelector(".strip:is(:hover, :focus-within)")) setOver(null);
   });
   const title = nameOf(state.layer, state.head);
-  const pin = (row: number | null, column: number | null, cell?: [number, number]) => change({ row, column, cell: cell ?? null });
+  const pin = (row: number | null, column: number | null, cell?: [number, number]) => {
+    if (beside.current) beside.current.scrollTop = 0; // what is selected is described there
+    change({ row, column, cell: cell ?? null });
+  };
   const [tile, setTile] = useState<Tile | null>(null);
   return (
     <section aria-labelledby="head-title" ref={section}>
@@ -249,7 +252,7 @@ export function Figures({ layer, head }: { layer: number; head: number }) {
       {patterns.length > 0 && (
         <p>
           {fill(texts.head.patternMatch, { list: patterns.map(([name, score, rows, exact], n) => (
-            <span key={name} title={data.patternWords[name]}>
+            <span key={name} title={`${data.patternWords[name]} ${texts.head.patternScale}${name in statistics ? ` ${texts.head.matchAndMean}` : ""}`}>
               {n > 0 && ", "}<b><Term name={name}>{texts.patternNames[name] ?? name}</Term></b> {exact ? "" : texts.head.about}{percent(score)} <small>({counted(rows, UNIT)})</small>
             </span>
           )) })} <small>{texts.head.patternScale}</small>

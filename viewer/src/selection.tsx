@@ -38,14 +38,16 @@ export function Pinned({ head, ...rest }: Pointed & { head: Head }) {
   };
   return (
     <div class="pinned">
-      <h3><SelectedTitle layer={layer} row={row} column={column} /></h3>
+      <header class="pinned-head">
+        <h3><SelectedTitle layer={layer} row={row} column={column} /></h3>
+        {row !== null && column !== null && <button type="button" aria-label={texts.selected.clearLabel} onClick={clear}>{texts.selected.clear}</button>}
+      </header>
       {row === null || column === null ? (
-        <p class="hint">{texts.selected.none(chips(layer, state))}</p>
+        <p class="hint" title={texts.selected.noneHelp}>{texts.selected.none(chips(layer, state))}</p>
       ) : (
         <p aria-live="polite">
           {state.cell && <Exact layer={layer} head={state.head} at={state.cell} />}
-          <Cell {...{ layer, head, field: of, row, column }} />{" "}
-          <button type="button" aria-label={texts.selected.clearLabel} onClick={clear}>{texts.selected.clear}</button>
+          <Cell {...{ layer, head, field: of, row, column }} />
         </p>
       )}
       {layer.map!.ranges && (chips(layer, state) ? <Strips {...rest} /> : <Ranks {...{ layer, field: of, state, change }} />)}

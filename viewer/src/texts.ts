@@ -444,6 +444,7 @@ export const head = {
   statistics: "Statistics",
   statisticsOf: "Statistics of this head",
   patternMatch: "Pattern match: {list}.",
+  matchAndMean: "The statistic of this name in the table is another number: the mean weight itself, which has the share that chance gives, too.",
   patternScale: "100 % = exactly this pattern, 0 % = no closer than chance.",
   about: "about ",
   columns: { query: "per query", mean: "mean", std: "std", min: "min", max: "max", count: "queries" },
@@ -466,10 +467,8 @@ export const selected = {
   title: "Selected",
   token: "Selected token: {token}",
   patch: "Selected patch: {token}",
-  none: (tokens: boolean) =>
-    tokens
-      ? "Click a cell or a token to select it. The row of a cell is what a query attends to; its column is what attends to a key."
-      : "Click a cell to select it. Its row is what a query attends to; its column is what attends to a key.",
+  none: (tokens: boolean) => (tokens ? "Click a cell or a token to select it." : "Click a cell to select it."),
+  noneHelp: "The row of a cell is what a query attends to; its column is what attends to a key.",
   clear: "Clear",
   clearLabel: "Clear the selection",
   attends: (many: boolean) => (many ? "{name} attend to" : "{name} attends to"),
