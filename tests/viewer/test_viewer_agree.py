@@ -113,7 +113,7 @@ def test_a_hidden_first_token_is_in_no_map_and_in_segments_it_stays(look: Any, s
     page = look(sinks, "view=segments&segmentFirst=hidden")
     expect(page.get_by_label("without the first token")).to_be_checked()
     hint = page.locator("#segments-title ~ .hint").first
-    expect(hint).to_contain_text("What chance would give is not known there, so no cell is pale.")
+    expect(hint).to_contain_text("What chance would give is not known there, so the colour shows the share alone.")
 
 
 def test_list_and_bars_of_a_head_leave_the_first_token_out_as_its_map_does(look: Any, sinks: Recording) -> None:

@@ -120,7 +120,8 @@ def half_english(found: set[str], language: str) -> list[str]:
     for text in found:
         read = re.sub(r"[“„‘‚][^”“’‘]*[”“’‘]|layers[.*]\S*|\w+=\S*", "", text)
         words = {word.lower() for word in re.findall(rf"\b(?:{LITTLE})\b", read)}
-        own = re.match(r"\d+(: |：)|the cat sat on|(Suche: |查找：)", text) is not None  # the placeholder has a word of it
+        # the placeholder has a word of the text
+        own = re.match(r"\d+(: |：)|the cat sat on|(Suche: |查找：)", text) is not None
         if words - (GERMAN if language == "de" else set()) and not own:
             parts.append(text)
     return parts

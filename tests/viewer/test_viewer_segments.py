@@ -208,7 +208,9 @@ def test_a_share_that_chance_explains_is_grey(look: Any) -> None:
 
 def hue(cell: Any) -> str:
     """The colour of a cell: blue, orange, or none."""
-    red, _, blue = (int(each) for each in re.findall(r"\d+", cell.evaluate("(of) => getComputedStyle(of).backgroundColor"))[:3])
+    red, _, blue = (
+        int(each) for each in re.findall(r"\d+", cell.evaluate("(of) => getComputedStyle(of).backgroundColor"))[:3]
+    )
     return "blue" if blue > red + 12 else "orange" if red > blue + 12 else "none"
 
 

@@ -75,7 +75,9 @@ def test_a_card_opens_a_head_of_windows_with_its_example(look: Any) -> None:
     for length in (23, 19):
         weights = 400 * torch.eye(length)[None, None]
         what = Observe(map=7, edges=4, keep_rows=True)
-        parts.append(observe(weights.roll(-1, -1), torch.eye(length)[None, None], mask=masks.causal(), what=what).named("0"))
+        parts.append(
+            observe(weights.roll(-1, -1), torch.eye(length)[None, None], mask=masks.causal(), what=what).named("0")
+        )
     texts = tuple(tuple(f"␣{letter}{n}" for n in range(length)) for letter, length in (("a", 23), ("b", 19)))
     stats = parts[0].merge(parts[1])
     page = look(Recording(stats, About("m", {}, {}, {"0": "self"}, None, 2, 2, run_texts=texts)))

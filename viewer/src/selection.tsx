@@ -38,10 +38,10 @@ export function Pinned({ head, ...rest }: Pointed & { head: Head }) {
   };
   return (
     <div class="pinned">
-      <div class="pinned-head">
+      <header class="pinned-head">
         <h3><SelectedTitle layer={layer} row={row} column={column} /></h3>
         {row !== null && column !== null && <button type="button" aria-label={texts.selected.clearLabel} onClick={clear}>{texts.selected.clear}</button>}
-      </div>
+      </header>
       {row === null || column === null ? (
         <p class="hint" title={texts.selected.noneHelp}>{texts.selected.none(chips(layer, state))}</p>
       ) : (
