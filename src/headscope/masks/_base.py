@@ -87,10 +87,7 @@ class Mask(ABC):
         return None
 
     def block(self, i: slice, j: slice, h: slice | None = None) -> Mask:
-        """Return the mask of some queries, keys and heads, counted from the first of each; all heads by default.
-
-        Positions that depend on the sizes must be explicit: see ``at``.
-        """
+        """Return the mask of some queries, keys and heads, numbered from 0. Positions must be explicit: see ``at``."""
         return Moved(self, head=0 if h is None else h.start, query=i.start, key=j.start)
 
     def part(self, entries: range, heads: range, whole: tuple[int, int]) -> Mask:
@@ -339,9 +336,7 @@ class Plan:
 
     def on(self, device: torch.device) -> Plan:
         """Return this plan with spans on a device, copied there once."""
-        if self.spans.device == device:
-            return self
-        moved = self._moved.get(device)
+        moved = self if self.spans.device == device else self._moved.get(device)
         if moved is None:
             moved = replace(self, spans=self.spans.to(device), _moved={})
             if not is_traced():  # else the copy is a tracer's
