@@ -90,6 +90,13 @@ def test_the_wrong_argument_of_one_rank_reaches_all_of_them(ranks: list[dict[str
     assert found[1].startswith("ValueError: q: axis 2 is ")
 
 
+@pytest.mark.parametrize("call", ["x on one rank", "need_weights on one rank"])
+def test_what_a_module_refuses_on_one_rank_reaches_all_of_them(ranks: list[dict[str, Any]], call: str) -> None:
+    found = [each["raised"][call] for each in ranks]
+    assert found[0].startswith("ValueError: rank 1 did not call context_attention, because its arguments are wrong")
+    assert found[1].startswith(f"ValueError: {call.split()[0]}: ")
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [

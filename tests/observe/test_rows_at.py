@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +133,11 @@ def test_places_that_do_not_fit(options: dict[str, Any], error: type[Exception],
     q, k = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 5, 4)
     with pytest.raises(error, match=re.escape(message)):
         observe(q, k, **options)
+
+
+def test_the_statistics_of_a_chunk_are_saved(tmp_path: Path) -> None:
+    q = torch.randn(1, 2, 9, 8)
+    part = observe(q[:, :, :4], q[:, :, :4], mask=masks.causal(), rows_at=(0, 9), what=Observe(map=3))
+    saved = HeadStats.load(part.save(tmp_path / "chunk.safetensors"))
+    assert saved.rows.tolist() == [4, 4]
+    torch.testing.assert_close(saved["entropy"].mean, part["entropy"].mean)

@@ -7,7 +7,7 @@ of this module, because torch's compiler cannot trace ``ContextVar.get``.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -34,6 +34,13 @@ class Context(Protocol):
         positions: Any, /,
     ) -> Any:  # fmt: skip
         """Return the statistics of this rank's queries over all keys."""
+        ...
+
+    entered: bool
+    """Whether a module is running within ``share``."""
+
+    def share(self, run: Callable[[], Any]) -> Any:
+        """Run a module. An error of its arguments reaches every rank, so that none waits for this one."""
         ...
 
     def positions(self, device: torch.device) -> Tensor:

@@ -71,6 +71,7 @@ class Steps:
         self._watch: StepWatch | CompiledWatch | None = None
         self._step = ExitStack()
         self._alarms = 0
+        self._checked = False  # the names of the quantities
 
     @property
     def is_open(self) -> bool:
@@ -144,6 +145,11 @@ class Steps:
     def _pass_on(self, values: dict[str, float], number: int) -> None:
         """Pass on the selected values, and the number of alarms that this step has raised."""
         wanted = self.settings.quantities
+        if wanted is not None and not self._checked:
+            self._checked = True
+            known = sorted({name.rpartition("/")[2] for name in values})
+            if unknown := [name for name in wanted if name not in known]:
+                _logger.warning("quantities: no value is named %s; there are %s", ", ".join(unknown), ", ".join(known))
         chosen = {name: x for name, x in values.items() if wanted is None or name.rpartition("/")[2] in wanted}
         if self.settings.alarms is not False:
             chosen["attn/alarms"] = float(self._alarms)

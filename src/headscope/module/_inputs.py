@@ -168,8 +168,14 @@ def positions_in_part(
             "x: is a nested tensor, expected this rank's part of one sequence under context parallelism; pack the rows "
             "and pass mask=masks.Documents(...)"
         )
+    own = parallel.positions(x.device)
+    if x.ndim in (2, 3) and x.shape[-2] != len(own):
+        raise ValueError(
+            f"x: axis {x.ndim - 2} is {x.shape[-2]}, expected {len(own)}, the positions of this rank, which "
+            f"places.shard(x, dim={x.ndim - 2}) takes from a whole sequence; x {list(x.shape)}"
+        )
     located = rotary is not None or module.position_bias is not None
-    return parallel.positions(x.device) if positions is None and located else positions
+    return own if positions is None and located else positions
 
 
 def check_no_weights(need_weights: bool) -> None:

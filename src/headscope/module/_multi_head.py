@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast, overload
 
@@ -309,6 +310,9 @@ class MultiHeadAttention(nn.Module):
             TypeError, ValueError: an input, mask or bias that does not fit; the message names it and its axis.
         """
         if parallel.active is not None:
+            if not parallel.active.entered:
+                others = {"mask": mask, "bias": bias, "need_weights": need_weights, "positions": positions}
+                return parallel.active.share(partial(self.forward, x, context, cache=cache, **others))
             check_no_weights(need_weights)
             positions = positions_in_part(parallel.active, self, x, positions, {"context": context, "cache": cache})
         if getattr(x, "is_nested", False) is True:

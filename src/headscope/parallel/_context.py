@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from headscope._attend import context as attending
 from headscope._observe import Positions
 from headscope._support.arguments import check_type, shapes
 from headscope.masks import Mask
+from headscope.parallel._agreement import check_agreement
 from headscope.parallel._context_attention import How, attend_parts, check_how, check_parts, in_group
 from headscope.parallel._observe_rows import observe_rows
 from headscope.parallel._places import Places
@@ -53,12 +55,23 @@ def context(group: dist.ProcessGroup | None, places: Places, how: How = "gather"
         yield
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Active:
     """Attention over a sequence that is spread over ranks; a ``headscope._attend.context.Context``."""
 
     places: Places
     how: How
+    entered: bool = False
+
+    def share(self, run: Callable[[], Any]) -> Any:
+        self.entered = True
+        try:
+            return run()
+        except (TypeError, ValueError) as error:
+            check_agreement("context_attention", error, 0, self.places.group)
+            raise
+        finally:
+            self.entered = False
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,

@@ -355,7 +355,7 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
     entry = later | {"weights": [], "nulls": [], **LATER} | entry  # older files lack these
     numbers = {what: read_whole(entry, what, 0) for what in _NUMBERS}
     looked_at = read_whole(entry, "looked_at", 0, numbers["of"])
-    lengths = _read_lengths(entry, numbers["of"])
+    lengths = _read_lengths(entry)
     queries, keys = lengths or (FAR, FAR)
     ends = torch.tensor([numbers["runs"], numbers["of"], queries, keys], device="cpu")
     sizes = {"H": numbers["heads"]}
@@ -427,13 +427,11 @@ def _read_nulls(entry: dict[str, Any], read: Callable[..., Tensor]) -> Nulls | N
     return Nulls((*names,), read("nulls", 2, len(names), "H"))
 
 
-def _read_lengths(entry: dict[str, Any], of: int) -> tuple[int, int] | None:
+def _read_lengths(entry: dict[str, Any]) -> tuple[int, int] | None:
     """Return the numbers of queries and keys of each run; ``of``: the number of rows of all."""
     if read_value(entry, "lengths", list, NoneType) is None:
         return None
     lengths = read_wholes(entry, "lengths", FAR)
     if len(lengths) != 2:
         raise TypeError(f"lengths: got {len(lengths)} numbers, expected 2")
-    if of % max(1, lengths[0]):
-        raise ValueError(f"lengths: got {lengths[0]} queries for {of} rows in all")
     return lengths

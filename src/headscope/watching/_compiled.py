@@ -112,13 +112,17 @@ def _check_what(what: Observe) -> None:
     """Raise if an option requires more than sums of a fixed size."""
     if isinstance(what.rows, Tensor):
         raise ValueError("what.rows: got a tensor; expected a number of rows: a compiled watch has no tensors by row")
-    for each in fields(Observe):
-        value = getattr(what, each.name)
-        if each.name in _ALLOWED or value == getattr(_ROWS_ONLY, each.name):
-            continue
+    changed = [
+        each.name
+        for each in fields(Observe)
+        if each.name not in _ALLOWED and getattr(what, each.name) != getattr(_ROWS_ONLY, each.name)
+    ]
+    requested = [name for name in changed if getattr(what, name) != getattr(Observe(), name)]
+    if changed:
+        name = (requested or changed)[0]
         raise ValueError(
-            f"what.{each.name}: a compiled watch measures row quantities only, because its sums have a fixed size; "
-            f"expected {getattr(_ROWS_ONLY, each.name)!r}; for {each.name}, watch the model without torch.compile"
+            f"what.{name}: a compiled watch measures row quantities only, because its sums have a fixed size; "
+            f"expected {getattr(_ROWS_ONLY, name)!r}; for {name}, watch the model without torch.compile"
         )
     if not what.row_stats:
         raise ValueError("what.row_stats: got False; expected True: a compiled watch measures row quantities only")
@@ -188,6 +192,11 @@ class CompiledWatch:
         )
         if kind is None and (is_cross(name) or getattr(module, "is_cross_attention", False)):
             kind = "cross"
+        if getattr(module, "is_split", False):
+            raise WatchError(
+                f"watch_compiled: layer {name}: its heads are split over ranks, which the operator does not support; "
+                "exclude the layer with layers=, or watch the model without torch.compile"
+            )
         if getattr(module, "bias_k", None) is not None or getattr(module, "add_zero_attn", False):
             raise WatchError(
                 f"watch_compiled: layer {name}: bias_kv, add_bias_kv and add_zero_attn add a key without a position, "

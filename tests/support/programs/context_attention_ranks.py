@@ -177,9 +177,8 @@ def compare_modules(length: int) -> dict[str, Any]:
                     found[n] = p.grad
             assert {*found} == {*expected}
             case = errors[f"{name}, {how}"] = {each: error(found[each], expected[each]) for each in found}
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, part.stats)
-            joined = headscope.HeadStats.merge(*every)
+            joined = part.stats.gather(to=None)
+            assert joined is not None
             case["statistics"] = compare_statistics(joined, seen.stats)
     return errors
 
@@ -274,6 +273,8 @@ def errors_of_wrong_calls(length: int) -> dict[str, str]:
     with parallel.context(None, places):
         found["cache"] = raised(lambda: module(x, cache=headscope.cache.GrowingCache()))
         found["context"] = raised(lambda: headscope.MultiHeadAttention(16, H)(x, x[:, :1]))
+        found["x on one rank"] = raised(lambda: module(x[:, rank:], mask=causal()))
+        found["need_weights on one rank"] = raised(lambda: module(x, need_weights=rank == 1))
         found["need_weights"] = raised(lambda: module(x, need_weights=True))
         found["nested"] = raised(lambda: module(torch.nested.nested_tensor([x[0]], layout=torch.jagged)))
         found["traced"] = raised(lambda: make_fx(lambda q, k, v: headscope.attention(q, k, v))(q, k, v))
