@@ -209,16 +209,9 @@ def check(bench: Bench, case: Case) -> dict[str, Any]:
 
 def kernel_of(inputs: tuple[Tensor, ...], options: Options) -> str:
     """Return the backend of ``attend``, and the kernel if it is a fused one."""
-    given: Options = {
-        "mask": None,
-        "bias": None,
-        "sinks": None,
-        "scale": None,
-        "softcap": None,
-        "dropout": 0.0,
-        **options,
-    }
-    prepared = prepare(*inputs, **given, lse=True, backend=None)
+    given: Options = {"mask": None, "sinks": None, "softcap": None, **options}
+    q, k, v = inputs
+    prepared = prepare(q, k, v, given["mask"], None, given["sinks"], None, given["softcap"], 0.0, True, None)
     return f"fused: {fused.choose(prepared.call)}" if prepared.backend is fused else prepared.backend.name
 
 
