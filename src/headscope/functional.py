@@ -82,7 +82,8 @@ def attention(
             one.
         dropout: probability in [0, 1) with which a weight is dropped, whenever it is above 0; seeded from torch's
             generator.
-        backend: "cpu", "sdpa", "blocked", "reference" or "reproducible"; by default the fastest that supports the call.
+        backend: "cpu", "sdpa", "fused", "flex", "blocked", "reference" or "reproducible"; by default the fastest that
+            supports the call.
 
     A row without visible keys gives 0, with zero gradients. NaN and infinity reach exactly the rows where they are
     visible. Softmax is computed in float32 or better. Only the reference backend has a second derivative, and compiled

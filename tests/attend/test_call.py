@@ -156,7 +156,7 @@ WRONG_SIZES = {
     "dropout: got 1.0, expected a probability in [0, 1)": {"dropout": 1.0},
     "dropout: got -0.5, expected a probability in [0, 1)": {"dropout": -0.5},
     "dropout: got nan, expected a probability in [0, 1)": {"dropout": float("nan")},
-    "backend: got 'flash', expected one of cpu, sdpa, blocked, reference, reproducible, or None to choose": {
+    "backend: got 'flash', expected one of cpu, sdpa, fused, flex, blocked, reference, reproducible, or None": {
         "backend": "flash"
     },
 }

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 import headscope
 from headscope._attend import torch_operator_kernels
+from headscope.cli._doctor.matrix import choices
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, packed_documents, window
 from support.fake_cuda import SDPA, fake_cuda, recorded
 
@@ -81,7 +82,7 @@ CASES: dict[str, tuple[Options, str, str, str, str]] = {
         EFFICIENT, EFFICIENT, EFFICIENT, EFFICIENT,
     ),
     "softcap": (lambda dtype: {"softcap": 5.0}, FLEX, FLEX, FLEX, FLEX),
-    "prefix": (masked(lambda: Prefix(3)), FLEX, FLEX, FLEX, FLEX),
+    "prefix": (masked(lambda: Prefix(3)), SDPA, EFFICIENT, SDPA, EFFICIENT),
     "prefix | window": (masked(lambda: Prefix(3) | window(5)), FLEX, FLEX, FLEX, FLEX),
     "ids of documents": (
         masked(lambda: Documents(empty(1, T, dtype=torch.long))), FLEX, FLEX, FLEX, FLEX
@@ -96,6 +97,32 @@ SAMPLED = (
     "packed documents",
     "sinks",
 )  # compiling takes 0.3 s
+
+
+NAMED = {  # as ``headscope doctor`` names them
+    "one query": "one query",
+    "grouped heads": "grouped heads",
+    "D 512": "D 512",
+    "causal": "mask: causal",
+    "causal, more keys": "mask: causal, more keys",
+    "window": "mask: window",
+    "prefix": "mask: prefix",
+    "prefix | window": "mask: prefix | window",
+    "key lengths": "mask: key lengths",
+    "causal & key lengths": "mask: causal & key lengths",
+    "boolean tensor": "mask: boolean tensor",
+    "causal & boolean tensor": "mask: causal & boolean tensor",
+    "packed documents": "mask: packed documents",
+    "causal & packed documents": "mask: causal & packed documents",
+    "ids of documents": "mask: documents",
+    "sinks": "sinks",
+    "bias": "bias",
+    "softcap": "softcap",
+}
+OPERATORS = {
+    "sdpa": SDPA, "flex": FLEX, "blocked": BLOCKED, "fused: flash": FLASH, "fused: flash band": BAND,
+    "fused: efficient": EFFICIENT, "fused: efficient band": EFFICIENT_BAND,
+}  # fmt: skip
 
 
 class Attending(nn.Module):
@@ -194,3 +221,14 @@ def test_compiled(name: str) -> None:
             torch.compile(Attending(call, options), backend=keep, fullgraph=True)(*inputs)
         assert len(graphs) == 1
         assert emitted_by_graph(graphs[0]) == expected(name, call, torch.bfloat16), call
+
+
+def test_doctor_judges_what_is_emitted() -> None:
+    rows = {(row.option, row.dtype, row.call, row.mode): row.chosen for row in choices(DTYPES, "cuda")}
+    for name, option in NAMED.items():
+        for dtype, kind in DTYPES.items():
+            for call in ATTENDING:
+                operator = expected(name, call, kind)
+                judged = {mode: OPERATORS[rows[option, dtype, call, mode]] for mode in ("eager", "compile", "export")}
+                exported = BLOCKED if operator == FLEX else operator
+                assert judged == {"eager": operator, "compile": operator, "export": exported}, (name, dtype, call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 from dataclasses import replace
@@ -109,6 +110,19 @@ def test_the_matrix_has_every_option_dtype_target_and_backend() -> None:
     columns = [("cpu", target) for target in targets] + [(name, None) for name in BACKENDS if name != "cpu"]
     got = [(cell.option, cell.dtype, cell.backend, cell.target) for cell in matrix(DTYPES, "cpu")]
     assert got == [(option, dtype, *column) for option in OPTIONS for dtype in DTYPES for column in columns]
+
+
+def test_on_cuda_the_matrix_has_every_call_and_mode() -> None:
+    result = CliRunner().invoke(commands, ["doctor", "--device", "cuda", "--matrix", "--json", "--dtype", "float16"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.output)["matrix"]
+    assert {(row["call"], row["mode"]) for row in rows} == {
+        (call, mode) for call in ("attention", "attend") for mode in ("eager", "compile", "export")
+    }
+    assert {row["dtype"] for row in rows} == {"float16"}
+    chosen = {(row["option"], row["call"], row["mode"]): row["chosen"] for row in rows}
+    assert chosen["mask: window", "attend", "export"] == "fused: flash band"
+    assert chosen["mask: causal", "attention", "compile"] == "sdpa"
 
 
 def test_the_matrix_says_what_the_backends_say() -> None:

@@ -74,7 +74,7 @@ def test_one_bar_stands_above_the_picture(look: Any, short: Recording, heads: An
     page = look(heads(12, 3))
     thumbs(page)
     page.mouse.wheel(0, 600)
-    page.wait_for_function("scrollY > 300")
+    page.wait_for_function("() => scrollY > 300")
     assert box(page, "header")["top"] == 0
 
 

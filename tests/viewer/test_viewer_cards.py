@@ -144,7 +144,7 @@ def test_show_all_ends_the_filters(keyboard: bool, look: Any, cats: Recording) -
         page.keyboard.press("Enter")
     else:
         button.click()
-    page.wait_for_function("document.activeElement.matches('.thumb')")
+    page.wait_for_function("() => document.activeElement.matches('.thumb')")
     assert len(thumbs(page)) == 48
     assert button.count() == 0
 

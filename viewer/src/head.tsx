@@ -252,7 +252,7 @@ export function Figures({ layer, head }: { layer: number; head: number }) {
       {patterns.length > 0 && (
         <p>
           {fill(texts.head.patternMatch, { list: patterns.map(([name, score, rows, exact], n) => (
-            <span key={name} title={`${data.patternWords[name]} ${texts.head.patternScale}${name in statistics ? ` ${texts.head.matchAndMean}` : ""}`}>
+            <span key={name} title={[data.patternWords[name], texts.head.patternScale, ...(name in statistics ? [texts.head.matchAndMean] : [])].join(" ")}>
               {n > 0 && ", "}<b><Term name={name}>{texts.patternNames[name] ?? name}</Term></b> {exact ? "" : texts.head.about}{percent(score)} <small>({counted(rows, UNIT)})</small>
             </span>
           )) })} <small>{texts.head.patternScale}</small>

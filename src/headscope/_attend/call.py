@@ -67,6 +67,7 @@ class Call:
         needed: the only queries that are needed, as ascending ranges, or None = all. The native kernels skip blocks of
             rows without them: rows that they skip are 0, the others have the bits that they have with all queries.
         parts: the parts of the mask, for fused kernels; None: it has others, or the call is for a CPU.
+        compiled: whether torch.compile, or a strict torch.export, traces the call.
         indexable: whether each part of the mask is a rule that a compiler can evaluate by indices; on a CPU unknown.
     """
 
@@ -96,6 +97,7 @@ class Call:
     needed: tuple[tuple[int, int], ...] | None = None
     parts: MaskParts | None = None
     indexable: bool = False
+    compiled: bool = False
 
     @property
     def in_compiled_func(self) -> bool:
@@ -191,6 +193,7 @@ def check_and_plan(
         grad=grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
         form=form(q, k, v, bias, sinks, *(() if options.mask is None else options.mask.tensors())),
         parts=parts,
+        compiled=is_dynamo_compiling(),
         indexable=described and mask_parts.is_indexable(options.mask),
     )
     return call, plan

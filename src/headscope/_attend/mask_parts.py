@@ -24,7 +24,7 @@ class MaskParts:
     Attributes:
         left, right: how many keys before and after its own are visible to a query, counted from the bottom-right
             diagonal, j = i + K - Q; None = all.
-        lengths: keys beyond the length of each batch entry are masked.
+        lengths: keys beyond the length of each batch entry, or beyond a prefix, are masked.
         packed: the longest sequence of queries and of keys, of packed documents; None = there are none.
         matrix: whether boolean tensors mask keys: "keys": the same ones for every query and head of a batch entry.
     """
@@ -62,7 +62,7 @@ def parts_of(mask: Mask | None, batch: int, queries: int, keys: int) -> MaskPart
             if reach is None:
                 return None
             left, right = _least(left, reach[0]), _least(right, reach[1])
-        elif isinstance(leaf, KeyLengths):
+        elif isinstance(leaf, (KeyLengths, Prefix)):
             lengths = True
         elif isinstance(leaf, Dense):
             matrix = "keys" if leaf.is_of_keys and matrix != "full" else "full"
@@ -97,12 +97,13 @@ def conjuncts(mask: Mask | None) -> list[Mask]:
     return [] if mask is None else [mask]
 
 
-def lengths_of(mask: Mask | None) -> Tensor | None:
-    """Return the number of keys of each batch entry before its padding, int64 [B]; None if no part limits it."""
+def lengths_of(mask: Mask | None, device: torch.device) -> Tensor | None:
+    """Return the number of keys of each batch entry before its padding, int64 [B or 1]; None if no part limits it."""
     least: Tensor | None = None
     for leaf in conjuncts(mask):
-        if isinstance(leaf, KeyLengths):
-            lengths = leaf.lengths.long()
+        if isinstance(leaf, (KeyLengths, Prefix)):
+            limited = isinstance(leaf, Prefix)
+            lengths = torch.full((1,), leaf.n, device=device) if limited else leaf.lengths.long()
             least = lengths if least is None else torch.minimum(least, lengths)
     return least
 

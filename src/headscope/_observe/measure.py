@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 from torch._subclasses import FakeTensor
+from torch.compiler import is_dynamo_compiling
 
 from headscope._attend import context
 from headscope._attend.backends import native
@@ -103,7 +104,7 @@ def attend_and_observe(
     Returns None if that is not possible: dropout, a gradient, ``rows``, a backend other than the native one, an option
     that ``native_observer`` does not support, or a row that is not finite; or context parallelism.
     """
-    if context.active is not None:
+    if context.active is not None or is_dynamo_compiling():  # a graph has no values to read
         return None
     prepared = prepare(q, k, v, mask, bias, sinks, scale, softcap, dropout, True, backend)
     repeat = steps.repeater_of(prepared, what)

@@ -40,7 +40,7 @@ def refuses(call: Call) -> list[str]:
         reasons.append("build: flex_attention requires Triton, which is not installed")
     if call.form not in ("plain", "traced"):
         reasons.append("tensors: of a subclass of Tensor, or of torch.func within torch.compile")
-    if call.form == "traced" and not is_dynamo_compiling():
+    if call.form == "traced" and not call.compiled:
         reasons.append("tracing: outside torch.compile, flex_attention would compute a Q x K matrix")
     if not call.indexable:
         reasons.append("mask: a caller's own class, or a band with an offset for each batch entry")

@@ -76,8 +76,9 @@ def _refuses_options(call: Call) -> list[str]:
             reasons.append("bias: its gradient would be as large as the matrix of weights")
         if call.bias_dtype != call.dtype:
             reasons.append(f"bias: dtype is {call.bias_dtype}, q has {call.dtype}")
-        if call.bias[-1] != call.keys:
-            reasons.append(f"bias: axis K is {call.bias[-1]}, expected {call.keys}; expanding it would fill a matrix")
+        if call.bias[-1:] != (call.keys,):
+            got = call.bias[-1] if call.bias else "missing"
+            reasons.append(f"bias: axis K is {got}, expected {call.keys}; expanding it would fill a matrix")
     return reasons
 
 
@@ -113,8 +114,8 @@ def _is_banded(call: Call, parts: MaskParts) -> bool:
     return parts.right is not None and not (parts.right == 0 and call.queries == call.keys)
 
 
-def choose(call: Call, inputs: Inputs) -> Kernel:
-    """Return the kernel for a call that is not refused.
+def choose(call: Call, inputs: Inputs | None = None) -> Kernel:
+    """Return the kernel for a call that is not refused; without inputs, as if torch did not prefer cuDNN.
 
     Half types without a matrix go to flash, or to cuDNN where torch itself prefers it; others to the memory-efficient
     kernels. On GPUs without flash all go to the latter.
@@ -127,7 +128,7 @@ def choose(call: Call, inputs: Inputs) -> Kernel:
         return "efficient band" if banded else "efficient"
     if banded:
         return "flash band"
-    return "cudnn" if _prefers_cudnn(call, inputs) else "flash"
+    return "cudnn" if inputs is not None and _prefers_cudnn(call, inputs) else "flash"
 
 
 @mark_constant
@@ -295,7 +296,7 @@ def _kernel_mask(call: Call, plan: Plan | None, inputs: Inputs, kernel: Kernel) 
     """Return the mask for a kernel, and which rows have no visible key, broadcastable to [B, H, Q], or None."""
     parts, source = call.parts, None if plan is None else plan.source
     assert parts is not None
-    visible = _visible_keys(call, parts, plan)
+    visible = _visible_keys(call, parts, plan, inputs.q.device)
     bias = None if visible is None and inputs.bias is None else _bias(call, inputs, visible)
     packing = packing_of(source) if parts.packed is not None else None
     longest = (call.queries, call.keys) if parts.packed is None else parts.packed
@@ -303,11 +304,11 @@ def _kernel_mask(call: Call, plan: Plan | None, inputs: Inputs, kernel: Kernel) 
     return mask, _empty_rows(call, parts, inputs, visible, packing)
 
 
-def _visible_keys(call: Call, parts: MaskParts, plan: Plan | None) -> Tensor | None:
+def _visible_keys(call: Call, parts: MaskParts, plan: Plan | None, device: torch.device) -> Tensor | None:
     """Return which keys lengths and boolean tensors allow, [B or 1, H or 1, Q or 1, K]; None if all."""
     if plan is None or plan.source is None or not (parts.lengths or parts.matrix != "none"):
         return None
-    visible, lengths = matrix_of(plan.source), lengths_of(plan.source)
+    visible, lengths = matrix_of(plan.source), lengths_of(plan.source, device)
     if lengths is not None:
         within = torch.arange(call.keys, device=lengths.device) < lengths[:, None, None, None]
         visible = within if visible is None else visible & within

@@ -222,5 +222,5 @@ def _matrix(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor | None:
         return plan.rest.tensor[(None,) * (4 - plan.rest.tensor.ndim)]
     if call.spans == "keys":
         every = slice(0, None)
-        return plan.tile(every, every, every, slice(0, call.keys)).to(inputs.q.device)  # [B or 1, 1, 1, K]
+        return plan.on(inputs.q.device).tile(every, every, every, slice(0, call.keys))  # [B or 1, 1, 1, K]
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from headscope.cli._doctor.machine import CallSpec, Verdict
-    from headscope.cli._doctor.matrix import Cell
+    from headscope.cli._doctor.matrix import Cell, Choice
 
     Verdicts = dict[str, dict[str, Verdict]]  # by call, then by dtype
 
@@ -113,16 +114,56 @@ def _show_matrix(dtypes: tuple[str, ...], device: str, as_json: bool) -> None:
         _doctor.machine()  # HEADSCOPE_CPU_TARGET may name a target that this CPU does not run
     except ValueError as error:
         raise Mistake(str(error)) from error
-    cells = _matrix.matrix({name: _doctor.DTYPES[name] for name in dtypes}, device)
+    kinds = {name: _doctor.DTYPES[name] for name in dtypes}
+    cells = _matrix.matrix(kinds, device)
     if as_json:
         entries = [
             {"option": cell.option, "dtype": cell.dtype, "backend": cell.backend, "target": cell.target,
              "takes": not cell.reasons, "reasons": list(cell.reasons)}
             for cell in cells
         ]  # fmt: skip
-        print_json({"device": device, "matrix": entries})
+        if device == "cuda":
+            rows = [asdict(each) for each in _matrix.choices(kinds, device)]
+            print_json({"device": device, "matrix": rows, "backends": entries})
+        else:
+            print_json({"device": device, "matrix": entries})
         return
+    if device == "cuda":
+        _print_choices(_matrix.choices(kinds, device), dtypes)
     _print_matrix(cells, dtypes, device)
+
+
+def _print_choices(choices: list[Choice], dtypes: tuple[str, ...]) -> None:
+    """Print what runs each option, for attention and attend: once if all modes agree, else for each mode."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    words: dict[tuple[str, str], dict[str, dict[str, str]]] = {}  # of option and dtype, by call and mode
+    for each in choices:
+        words.setdefault((each.option, each.dtype), {}).setdefault(each.call, {})[each.mode] = each.chosen
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("", width=31)
+    for call in dict.fromkeys(each.call for each in choices):
+        table.add_column(call, header_style="dim", width=21)
+    for option in dict.fromkeys(each.option for each in choices):
+        kinds: dict[tuple[str, ...], list[str]] = {}
+        for dtype in dtypes:
+            kinds.setdefault(tuple(map(_joined, words[option, dtype].values())), []).append(dtype)
+        for columns, names in kinds.items():
+            only = "" if len(kinds) == 1 else f" ({', '.join(names)})"
+            table.add_row(Text(option + only), *map(Text, columns))
+    out = console()
+    out.print(Text("What runs each call on CUDA, in eager mode, compiled and exported", style="bold"))
+    out.print()
+    out.print(Padding(table, (0, 0, 0, 2)))
+    out.print()
+
+
+def _joined(by_mode: dict[str, str]) -> str:
+    """Return what runs a call, and the modes that differ from eager mode."""
+    usual = by_mode["eager"]
+    return "; ".join([usual, *(f"{mode}: {chosen}" for mode, chosen in by_mode.items() if chosen != usual)])
 
 
 def _print_matrix(cells: list[Cell], dtypes: tuple[str, ...], device: str) -> None:
@@ -163,8 +204,6 @@ def _print_matrix(cells: list[Cell], dtypes: tuple[str, ...], device: str) -> No
 def _as_dict(
     machine: dict[str, dict[str, Any]], device: str, specs: dict[str, CallSpec], verdicts: Verdicts
 ) -> dict[str, Any]:
-    from dataclasses import asdict
-
     calls = [
         {
             "call": title,

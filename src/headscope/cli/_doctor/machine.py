@@ -32,12 +32,14 @@ class CallSpec:
         padded: keys beyond the length of each batch entry are masked.
         prefix: number of first keys that every query attends to, in addition to those of ``causal`` and ``window``.
         documents: a query attends only to keys of its own document; there are three, one after the other.
+        packed: likewise, made from cumulative lengths, which fused kernels read; requires ``batch`` 1.
         interleaved: likewise, with the tokens of the three documents interleaved.
         dense: a boolean tensor [B, H, Q, K] is the mask, or part of it.
         bias: an additive bias [H, Q, K].
         lse: the call returns the row log-sum-exp.
         grad: in training; q, k, v, the bias and the sinks require gradients.
         form: of the tensors: "plain"; "traced" by a compiler or a transform; "subclass", of a subclass of Tensor.
+        compiled: whether the tracer is torch.compile.
     """
 
     batch: int = 2
@@ -52,6 +54,7 @@ class CallSpec:
     padded: bool = False
     prefix: int | None = None
     documents: bool = False
+    packed: bool = False
     interleaved: bool = False
     dense: bool = False
     bias: bool = False
@@ -61,6 +64,7 @@ class CallSpec:
     lse: bool = False
     grad: bool = False
     form: Form = "plain"
+    compiled: bool = False
 
 
 TYPICAL: dict[str, CallSpec] = {
@@ -134,10 +138,11 @@ def describe_spec(spec: CallSpec, dtype: torch.dtype, device: str) -> Call:
     bias = make(spec.heads, spec.queries, keys) if spec.bias else None
     sinks = make(spec.heads) if spec.sinks else None
     options = Options(
-        mask=_mask(spec, keys, where), scale=None, softcap=spec.softcap, dropout=spec.dropout, lse=spec.lse
-    )
+        mask=_mask(spec, keys, where), scale=None, softcap=spec.softcap, dropout=spec.dropout, lse=spec.lse,
+        planned=device == "cpu" or spec.form != "traced",  # a tracer's plan has no values
+    )  # fmt: skip
     with torch.set_grad_enabled(spec.grad):
-        return replace(check_call(q, k, v, bias, sinks, options), device=device, form=spec.form)
+        return replace(check_call(q, k, v, bias, sinks, options), device=device, form=spec.form, compiled=spec.compiled)
 
 
 def _check_sizes(spec: CallSpec) -> None:
@@ -161,6 +166,8 @@ def _mask(spec: CallSpec, keys: int, device: str) -> masks.Mask | None:
         parts = [masks.Prefix(spec.prefix) | part for part in parts] or [masks.Prefix(spec.prefix)]
     if spec.padded:
         parts.append(masks.KeyLengths(torch.arange(spec.batch, device=device) % max(1, keys) + 1))
+    if spec.packed:
+        parts.append(_packed(keys, device))
     if spec.documents or spec.interleaved:
         at = torch.arange(keys, device=device)
         ids = (at % 3 if spec.interleaved else at * 3 // max(1, keys)).expand(spec.batch, keys)
@@ -169,6 +176,17 @@ def _mask(spec: CallSpec, keys: int, device: str) -> masks.Mask | None:
         visible = torch.ones((), dtype=torch.bool, device=device)
         parts.append(masks.Dense(visible.expand(spec.batch, spec.heads, spec.queries, keys)))
     return reduce(operator.and_, parts) if parts else None
+
+
+def _packed(keys: int, device: str) -> masks.Documents:
+    """Return three documents by their cumulative lengths; those of meta tensors cannot be read."""
+    offsets = torch.tensor([n * keys // 3 for n in range(4)])
+    mask = masks.Documents.from_cu_seqlens(offsets)
+    packing = mask.packing
+    if device == "cpu" or packing is None:
+        return mask
+    tensors = tuple(x.to(device) for x in (mask.q_ids, mask.k_ids, packing.q, packing.k))
+    return masks.packed_documents(tensors, packing.max_q, packing.max_k, same=True)
 
 
 def machine() -> dict[str, dict[str, Any]]:

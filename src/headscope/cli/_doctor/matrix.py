@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headscope._attend.backends import native
-from headscope._attend.select import BACKENDS
+from headscope._attend.backends import fused, native
+from headscope._attend.call import Call, Form
+from headscope._attend.select import BACKENDS, select
 from headscope.cli._doctor.machine import CallSpec, describe_spec
 
 _SMALL = CallSpec(batch=2, heads=4, queries=24, head_dim=16)
@@ -30,6 +31,8 @@ OPTIONS: dict[str, CallSpec] = {
     "mask: key lengths": replace(_SMALL, padded=True),
     "mask: causal & key lengths": replace(_SMALL, causal=True, padded=True),
     "mask: documents": replace(_SMALL, documents=True),
+    "mask: packed documents": replace(_SMALL, batch=1, packed=True),
+    "mask: causal & packed documents": replace(_SMALL, batch=1, causal=True, packed=True),
     "mask: causal & documents": replace(_SMALL, causal=True, documents=True),
     "mask: interleaved documents": replace(_SMALL, interleaved=True),
     "mask: boolean tensor": replace(_SMALL, dense=True),
@@ -80,3 +83,49 @@ def matrix(dtypes: dict[str, torch.dtype], device: str) -> list[Cell]:
             refusals = {name: tuple(backend.refuses(call)) for name, backend in BACKENDS.items()}
             cells += [Cell(option, dtype, name, target, refusals[name]) for name, target in columns]
     return cells
+
+
+MODES: dict[str, tuple[Form, bool]] = {
+    "eager": ("plain", False),
+    "compile": ("traced", True),
+    "export": ("traced", False),
+}
+CALLS = ("attention", "attend")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What runs one call on a GPU.
+
+    Attributes:
+        call: "attention" or "attend", which returns lse too.
+        mode: "eager", "compile" or "export".
+        option: a key of ``OPTIONS``.
+        dtype: the name of a dtype.
+        chosen: the backend that is selected; of "fused" with its kernel, as "fused: flash band".
+    """
+
+    call: str
+    mode: str
+    option: str
+    dtype: str
+    chosen: str
+
+
+def choices(dtypes: dict[str, torch.dtype], device: str) -> list[Choice]:
+    """Return what headscope selects for every option, dtype, call and mode; options with another form are left out."""
+    rows: list[Choice] = []
+    for option, spec in OPTIONS.items():
+        if spec.form != "plain":
+            continue
+        for dtype, kind in dtypes.items():
+            for call in CALLS:
+                for mode, (form, compiled) in MODES.items():
+                    asked = replace(spec, lse=spec.lse or call == "attend", form=form, compiled=compiled)
+                    rows.append(Choice(call, mode, option, dtype, _chosen(describe_spec(asked, kind, device))))
+    return rows
+
+
+def _chosen(call: Call) -> str:
+    backend = select(call)
+    return f"{fused.name}: {fused.choose(call)}" if backend is fused else backend.name
