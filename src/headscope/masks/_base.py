@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -332,15 +332,15 @@ class Plan:
     may_be_empty: bool
     originals: tuple[Tensor, ...] | None = None
     source: Mask | None = None
-    _moved: dict[torch.device, Plan] = field(default_factory=dict, repr=False)
+    _moved = cast("Plan | None", None)  # the last copy on another device; not a field
 
     def on(self, device: torch.device) -> Plan:
         """Return this plan with spans on a device, copied there once."""
-        moved = self if self.spans.device == device else self._moved.get(device)
-        if moved is None:
-            moved = replace(self, spans=self.spans.to(device), _moved={})
+        moved = self if self.spans.device == device else self._moved
+        if moved is None or moved.spans.device != device:
+            moved = replace(self, spans=self.spans.to(device))
             if not is_traced():  # else the copy is a tracer's
-                self._moved[device] = moved
+                object.__setattr__(self, "_moved", moved)
         return moved
 
     def read_again(self) -> tuple[Tensor, ...]:

@@ -172,9 +172,10 @@ def _print_matrix(cells: list[Cell], dtypes: tuple[str, ...], device: str) -> No
     from rich.table import Table
     from rich.text import Text
 
+    runs_here = {cell.backend for cell in cells if not cell.reasons}  # a backend for other devices has no column
     numbers: dict[str, int] = {}  # of the reasons
     columns: dict[str, dict[tuple[str, str], str]] = {}
-    for cell in cells:
+    for cell in (each for each in cells if each.backend in runs_here):
         notes = sorted(numbers.setdefault(f"{cell.backend}: {why}", len(numbers) + 1) for why in cell.reasons)
         word = f"no ({', '.join(map(str, notes))})" if notes else "yes"
         columns.setdefault(cell.backend, {})[cell.option, cell.dtype] = word
