@@ -43,8 +43,15 @@ def check_agreement(
     gather_into(every, own, group)
     rows = [each.tolist() for each in every]
     if any(row[1:] != rows[0][1:] for row in rows) or isinstance(values, Exception):
-        raise _disagreement(name, values if isinstance(values, Exception) else texts, ranks, group)
+        error: Any = _disagreement(name, values if isinstance(values, Exception) else texts, ranks, group)
+        error.is_known_to_all_ranks = True
+        raise error
     return rows[0][0]
+
+
+def is_known_to_all_ranks(error: Exception) -> bool:
+    """Return whether every rank has an error already, by ``check_agreement``."""
+    return getattr(error, "is_known_to_all_ranks", False)
 
 
 def _disagreement(

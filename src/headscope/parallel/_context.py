@@ -15,7 +15,7 @@ from headscope._attend import context as attending
 from headscope._observe import Positions
 from headscope._support.arguments import check_type, shapes
 from headscope.masks import Mask
-from headscope.parallel._agreement import check_agreement
+from headscope.parallel._agreement import check_agreement, is_known_to_all_ranks
 from headscope.parallel._context_attention import How, attend_parts, check_how, check_parts, in_group
 from headscope.parallel._observe_rows import observe_rows
 from headscope.parallel._places import Places
@@ -68,7 +68,8 @@ class _Active:
         try:
             return run()
         except (TypeError, ValueError) as error:
-            check_agreement("context_attention", error, 0, self.places.group)
+            if not is_known_to_all_ranks(error):
+                check_agreement("context_attention", error, 0, self.places.group)
             raise
         finally:
             self.entered = False
