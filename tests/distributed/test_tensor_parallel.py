@@ -11,7 +11,6 @@ from support.forking import run_program, run_ranks
 from support.paths import PROGRAMS
 
 CLOSE = 2e-6  # float32, in parts of the largest number of a tensor where that is above 1
-WORLDS = (2, 4)
 OPTIONS = {
     *("plain", "no bias", "three projections", "4 kv heads", "2 kv heads", "1 kv heads", "widths", "kdim, vdim"),
     *("context", "scale, softcap", "sinks", "rotary", "positions", "ALiBi", "T5", "qk_norm rms", "qk_norm layer"),
@@ -61,7 +60,7 @@ TENSORS_REFUSED = {
 Ranks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)], ids="{} ranks".format)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """What each rank of a world reports; see tensor_parallel_ranks.py."""
     folder = tmp_path_factory.mktemp("ranks")
