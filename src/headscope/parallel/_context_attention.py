@@ -63,7 +63,7 @@ def context_attention(
         scale, softcap, sinks: as for ``attention``; ``sinks`` is the same on every rank.
         dropout: as for ``attention``. Rank 0 draws the seed: the native kernels drop the weights that they would drop
             in one process.
-        backend: "cpu", "blocked" or "reproducible"; by default the first of them that supports the call.
+        backend: a backend that runs as an operator, such as "blocked"; by default the native one, else "blocked".
         observe: the statistics of this rank's rows against all keys, in ``stats``; rows are selected by their places
             in the sequence. ``stats.gather(group, axis="rows")`` joins those of all ranks.
 
@@ -71,8 +71,8 @@ def context_attention(
     only. The gradient of what ranks share, sinks and a bias without an axis of rows, is this rank's part, as that of
     any shared parameter: sum it over the group.
 
-    "gather" has the bits of one process where a row does not depend on the rows beside it, as with
-    backend="reproducible"; else all three agree with one process to rounding.
+    By the native kernels "gather" gives out and lse with the bits of one process, unless the bias has rows; so does
+    "heads" if the ranks divide Hkv. Everything else agrees with one process to rounding.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.

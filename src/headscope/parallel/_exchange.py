@@ -92,9 +92,7 @@ def sum_parts(whole: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | 
     own, rest = lengths[group_rank(group)], whole.shape[1:]
     row = math.prod(rest)
     got = swap(whole, [length * row for length in lengths], [own * row] * len(lengths), group)
-    return torch.stack([part.view(own, *rest) for part in got.split(own * row)] if own * row else [
-        whole.new_zeros(own, *rest)
-    ]).sum(0)  # fmt: skip
+    return got.view(len(lengths), own, *rest).sum(0)
 
 
 def swap(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
@@ -106,13 +104,8 @@ def swap(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGro
     return got
 
 
-def pass_on(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup | None) -> Transfer:
-    """Start to send tensors to the next rank and to receive those of the one before, of these shapes."""
-    return Transfer(tensors, shapes, group)
-
-
 class Transfer:
-    """Tensors on their way around the ring."""
+    """Tensors on their way around the ring: to the next rank, and from the one before, of these shapes."""
 
     def __init__(
         self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup | None

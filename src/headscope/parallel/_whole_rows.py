@@ -12,7 +12,7 @@ from torch import Tensor
 from headscope._attend.backends import blocked
 from headscope._attend.interface import accumulate_dtype, once, refuse_batched, refuse_tangents
 from headscope._support.autograd import Function
-from headscope.parallel._exchange import gather, pass_on, sum_parts
+from headscope.parallel._exchange import Transfer, gather, sum_parts
 from headscope.parallel._pairs import (
     Call,
     Options,
@@ -176,7 +176,7 @@ def _ring(task: Task, tensors: list[Tensor]) -> Iterator[tuple[int, list[Tensor]
         holder, after = ((places.rank - n) % ranks for n in (step, step + 1))
         transfer = None
         if step + 1 < ranks:
-            transfer = pass_on(tensors, [_with_length(x, places.lengths[after]) for x in tensors], places.group)
+            transfer = Transfer(tensors, [_with_length(x, places.lengths[after]) for x in tensors], places.group)
         yield holder, tensors
         tensors = [] if transfer is None else transfer.wait()
 
@@ -209,14 +209,16 @@ def _gradients_around_the_ring(task: Task, local: Local, rows: Rows, sums: _Sums
     for step, (holder, (k, v)) in enumerate(_ring(task, [local.k, local.v])):
         if step > 0:
             shapes = [_with_length(x, places.lengths[holder]) for x in (k, v)]
-            carried = pass_on(carried, shapes, places.group).wait()
+            carried = Transfer(carried, shapes, places.group).wait()
         for here, keys, j, call in _pairs_with(task, local, holder, k, v):
             dq, dk, dv, dbias, _ = gradients_of_pair(call, rows.of(here), sums.bias is not None, all_keys=False)
             sums.add(here, j, dq, dbias, None)
             for total, part in zip(carried, (dk, dv), strict=True):
                 total[:, :, keys] += 0 if part is None else part
     if ranks > 1:
-        carried = pass_on(carried, [_with_length(x, places.lengths[places.rank]) for x in carried], places.group).wait()
+        carried = Transfer(
+            carried, [_with_length(x, places.lengths[places.rank]) for x in carried], places.group
+        ).wait()
     sums.k.add_(carried[0])
     sums.v.add_(carried[1])
     if sums.sinks is not None and local.sinks is not None:
