@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from headscope import Observe, Recording, load_example, masks
 from headscope.decisions import patterns
 from headscope.stats import HeadStats
 from headscope.survey import SurveyError, load_result, survey
-from headscope.survey._documents import rows_of
+from headscope.survey._documents import rows_of, values_of
 from headscope.survey._folder import Folder
 from headscope.survey._merge import canonical
 from headscope.survey._work import cut
@@ -117,21 +118,45 @@ def test_a_file_that_cannot_be_opened_is_listed(tmp_path: Path, monkeypatch: pyt
     assert load_result(tmp_path / "out").table.listed == [("b.txt", "cannot be read: Permission denied")]
 
 
-def test_documents_are_ranked_by_what_a_head_does_in_them(tmp_path: Path) -> None:
+def _score_of_rows(overlap: Tensor, chance: Tensor) -> float:
+    """The score of one head, over the rows that are not NaN and have more than the pattern's keys to choose from."""
+    counts = ~overlap.isnan() & (chance < 1)
+    return max(0.0, float((overlap - chance)[counts].sum() / (1 - chance)[counts].sum()))
+
+
+def _scores_of(model: Small, ids: list[int], head: int) -> dict[str, float]:
+    """The scores of one causal document by their definition, from the dense weights in float64."""
+    with torch.inference_mode():
+        x = model.embedding(torch.tensor([ids]))
+        p = model.attention(x, mask=masks.causal(), need_weights=True)[1][0, head].double()  # [T, T]
+    T, copies = len(ids), [[j for j in range(i) if ids[j] == ids[i]] for i in range(len(ids))]
+    chance = 1 / torch.arange(1.0, T + 1, dtype=torch.float64)
+    previous = torch.tensor([math.nan, *p.diagonal(-1)], dtype=torch.float64)
+    induction = torch.tensor(
+        [sum(p[i, j + 1] for j in at if j + 1 < i) if at else math.nan for i, at in enumerate(copies)]
+    )
+    near = torch.stack([p[i, max(0, i - 3) :].sum() - max(0, p[i].max() - max(1 / 4, chance[i])) for i in range(T)])
+    near[:7] = math.nan  # an even row has more than half within 3 positions
+    return {
+        "previous": _score_of_rows(previous, chance),
+        "first": _score_of_rows(p[:, 0], chance),
+        "induction": _score_of_rows(induction, chance),
+        "local": _score_of_rows(near, (4 * chance).clamp_max(1)),
+        "uniform": _score_of_rows((-torch.xlogy(p, p).sum(-1)).exp() * chance, chance),
+    }
+
+
+def test_documents_are_ranked_by_the_score_of_a_head_in_them(tmp_path: Path) -> None:
     model = Small()
     survey(model, IDS, tmp_path / "out", shard_tokens=20, context=64, what=WHAT)
     table = load_result(tmp_path / "out").table
-    for name in ("previous", "induction", "first", "normalized_entropy", "window_3"):
-        means: dict[str, float] = {}
-        for number, ids in enumerate(IDS[:3]):  # the last one has too few rows
-            what = Observe(windows=(3,), tokens=torch.tensor([ids]))
-            with torch.inference_mode(), headscope.watch(model, what=what) as seen:
-                model(torch.tensor([ids]))
-            means[f"item {number}"] = seen["attention", 1, name].mean  # pyright: ignore[reportAttributeAccessIssue]
+    scores = {f"item {number}": _scores_of(model, ids, 1) for number, ids in enumerate(IDS[:3])}  # the last is short
+    for name in ("previous", "induction", "first", "uniform", "local"):
         found = table.titles_of("attention", 1, name)
-        assert [title for title, _ in found] == sorted(means, key=lambda title: -means[title])
-        assert_close([mean for _, mean in found], sorted(means.values(), reverse=True), rtol=1e-6, atol=1e-9)
-        assert abs(table.quantile("attention", 1, name, 0.5) - sorted(means.values())[1]) <= 0.006
+        expected = sorted((each[name] for each in scores.values()), reverse=True)
+        assert_close([score for _, score in found], expected, rtol=1e-6, atol=1e-7)
+        assert all(abs(score - scores[title][name]) < 1e-6 for title, score in found)
+        assert abs(table.quantile("attention", 1, name, 0.5) - expected[1]) <= 0.006
 
 
 def test_entropies_by_the_number_of_visible_keys_are_those_of_the_rows(tmp_path: Path) -> None:
@@ -200,18 +225,21 @@ def test_a_layer_that_runs_twice_counts_both_times(tmp_path: Path) -> None:
     recording = survey(Twice(), IDS[:3], tmp_path / "out", context=40, what=WHAT)
     assert recording[0].rows.tolist() == [2 * (36 + 40 + 36)] * 2  # pyright: ignore[reportAttributeAccessIssue]
     table = load_result(tmp_path / "out").table
-    means = [mean for _, mean in table.titles_of("attention", 0, "first")]
-    weighted = [mean * len(IDS[int(title[-1])]) for title, mean in table.titles_of("attention", 0, "first")]
-    assert len(means) == 3
-    assert_close(sum(weighted) / (36 + 40 + 36), recording["attention", 0, "first"].mean)  # pyright: ignore[reportAttributeAccessIssue]
+    scores = dict(table.titles_of("attention", 0, "first"))
+    assert scores.keys() == {"item 0", "item 1", "item 2"}
+    room = {f"item {at}": sum(1 - 1 / n for n in range(1, length + 1)) for at, length in enumerate((36, 40, 36))}
+    of_all = patterns(recording).of("attention", 0)["first"]
+    assert of_all.exact
+    assert_close(sum(scores[name] * room[name] for name in room) / sum(room.values()), of_all.score, rtol=1e-6, atol=0)
 
 
 def test_a_layer_whose_batch_is_not_that_of_the_documents_is_refused() -> None:
     q = torch.randn(6, 2, 5, 8)
     stats = headscope.observe(q, q, what=Observe(keep_rows=True)).named("attention")
-    assert rows_of(stats, ("entropy",), 6).shape == (1, 6, 2, 5)
+    read = partial(values_of, names=("entropy",))
+    assert rows_of(stats, 6, read).shape == (1, 6, 2, 5)
     with pytest.raises(SurveyError, match="model: layer attention attends in a batch of 6, expected 3, that of the"):
-        rows_of(stats, ("entropy",), 3)
+        rows_of(stats, 3, read)
 
 
 def test_another_number_of_tokens_in_a_shard_changes_nothing_but_rounding(tmp_path: Path) -> None:
@@ -352,6 +380,14 @@ def test_an_incomplete_survey_has_no_result(tmp_path: Path) -> None:
     survey(Small(), IDS, tmp_path, context=16)
     (tmp_path / "seen.safetensors").unlink()
     with pytest.raises(SurveyError, match="the survey is not complete; run it again to continue it"):
+        load_result(tmp_path)
+
+
+def test_documents_of_an_earlier_format_are_refused(tmp_path: Path) -> None:
+    survey(Small(), IDS, tmp_path, context=16)
+    path = tmp_path / "documents.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'\\"format\\": 2', b'\\"format\\": 1'))
+    with pytest.raises(ValueError, match=r"documents.safetensors: has format 1, expected 2; survey into another folder"):
         load_result(tmp_path)
 
 

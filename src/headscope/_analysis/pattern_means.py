@@ -201,7 +201,7 @@ def _all_see_the_first(part: LayerStats) -> Tensor:
 def _local(moments: Mapping[str, Moments], chance: Chance, window: float, never: Tensor) -> Scores:
     """Score the mass within a window, minus the excess of its largest weight over an even spread in the window."""
     near = moments[f"window_{window:g}"]
-    keys = _within(window, moments)
+    keys = keys_within(window, moments)
     even = chance.capped(keys) / chance.rows
     spread = (1 + keys * chance.total / chance.rows - even) / keys  # the mean of 1 / m_i with m_i = min(keys, n_i)
     peak = (moments["max_weight"].mean - spread).clamp_min(0)
@@ -211,7 +211,7 @@ def _local(moments: Mapping[str, Moments], chance: Chance, window: float, never:
     return scores._replace(score=torch.where(even <= MOST_EVEN, scores.score, math.nan))
 
 
-def _within(window: float, moments: Mapping[str, Moments]) -> float:
+def keys_within(window: float, moments: Mapping[str, Moments]) -> float:
     """Return the largest number of keys within a window; a float, because a window may exceed 64 bits."""
     reach = float(math.floor(window))
     if "previous" not in moments:  # a grid

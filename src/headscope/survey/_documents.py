@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,14 @@ from torch.nn import functional as F
 
 from headscope._support.files import replace_file
 from headscope._support.text import visible
-from headscope.stats import HeadStats, Kept
+from headscope.stats import HeadStats, Kept, LayerStats
 from headscope.survey._corpus import SurveyError
+from headscope.survey._document_scores import DocumentSums
 
-SHARES = ("previous", "next", "self", "first", "duplicate", "induction", "normalized_entropy")
-"""The row quantities from 0 to 1 whose means are collected by document; the smallest window is one more."""
-
-TOP = 5  # documents of each head and quantity
-BINS = 100  # of the means of documents, from 0 to 1
-LEAST_ROWS = 16  # of a document whose mean counts
+FORMAT = 2  # of the file: 1 had the means of quantities
+TOP = 5  # documents of each head and pattern
+BINS = 100  # of the scores of documents, from 0 to 1
+LEAST_ROWS = 16  # of a document whose score counts
 LENGTHS = 24  # bins of the number of visible keys: 1, 2 to 3, 4 to 7, …
 MOST_LISTED = 1000  # documents that were left out
 TENSORS = ("count", "histogram", "top", "top_at", "length_count", "length_sum", "length_normalized")
@@ -31,14 +30,14 @@ TENSORS = ("count", "histogram", "top", "top_at", "length_count", "length_sum", 
 
 @dataclass
 class DocumentTable:
-    """Sums over documents. Heads are those of all layers, one after another: N in all; S quantities.
+    """Sums over documents. Heads are those of all layers, one after another: N in all; S patterns.
 
     Attributes:
-        names: of the quantities.
+        names: of the patterns.
         heads: layer -> its number of heads.
         count: the number of documents with enough rows, int64 [S, N].
-        histogram: of their means, int64 [S, N, BINS].
-        top: the largest means, largest first, [S, N, TOP]; NaN where there are fewer documents.
+        histogram: of their scores, int64 [S, N, BINS].
+        top: the highest scores, highest first, [S, N, TOP]; NaN where there are fewer documents.
         top_at: their documents, int64 [S, N, TOP]; -1 where there are fewer.
         length_count: the rows by number of visible keys, int64 [LENGTHS, N].
         length_sum, length_normalized: the sums of their entropies and normalised entropies, [LENGTHS, N].
@@ -78,15 +77,15 @@ class DocumentTable:
             zeros(s, n, TOP) - 1, zeros(LENGTHS, n), zeros(LENGTHS, n, dtype=wide), zeros(LENGTHS, n, dtype=wide),
         )  # fmt: skip
 
-    def add_document(self, name: str, sums: Tensor, rows: Tensor) -> None:
-        """Add a document; ``sums`` and ``rows``: of each quantity and head, [S, N]."""
-        means = torch.where(rows >= LEAST_ROWS, sums / rows, math.nan)
-        has = ~means.isnan()
+    def add_document(self, name: str, sums: DocumentSums) -> None:
+        """Add a document by the sums over its rows."""
+        scores = sums.scores().masked_fill(sums.rows < LEAST_ROWS, math.nan)
+        has = ~scores.isnan()
         self.count += has
-        bins = (means.nan_to_num(0.0) * BINS).long().clamp(0, BINS - 1)
+        bins = (scores.nan_to_num(0.0) * BINS).long().clamp(0, BINS - 1)
         self.histogram.scatter_add_(2, bins[..., None], has.long()[..., None])
         at = torch.where(has, self.documents, -1)
-        self._insert(means[..., None], at[..., None])
+        self._insert(scores[..., None], at[..., None])
         self.titles[self.documents] = name
         self.documents += 1
 
@@ -110,22 +109,22 @@ class DocumentTable:
         self.listed = [*self.listed, *later.listed][:MOST_LISTED]
         self.drop_titles()
 
-    def _insert(self, means: Tensor, at: Tensor) -> None:
-        """Take over means that are among the largest; ties go to the earlier document."""
-        every, places = torch.cat([self.top, means], -1), torch.cat([self.top_at, at], -1)
+    def _insert(self, scores: Tensor, at: Tensor) -> None:
+        """Take over scores that are among the highest; ties go to the earlier document."""
+        every, places = torch.cat([self.top, scores], -1), torch.cat([self.top_at, at], -1)
         order = torch.sort(every.nan_to_num(nan=-1.0), dim=-1, descending=True, stable=True).indices[..., :TOP]
         self.top, self.top_at = every.gather(-1, order), places.gather(-1, order)
 
     def drop_titles(self) -> None:
-        """Drop the names of documents that are not among the largest of any head."""
+        """Drop the names of documents that are not among the highest of any head."""
         used = {*self.top_at.unique().tolist()}
         self.titles = {at: name for at, name in self.titles.items() if at in used}
 
     def titles_of(self, layer: str, head: int, name: str) -> list[tuple[str, float]]:
-        """Return the documents in which a head does most of something, each with its mean."""
+        """Return the documents in which the score of a head for a pattern is highest, each with its score."""
         s, n = self.names.index(name), self.place_of(layer) + head
         pairs = zip(self.top_at[s, n].tolist(), self.top[s, n].tolist(), strict=True)
-        return [(self.titles[at], mean) for at, mean in pairs if at >= 0]
+        return [(self.titles[at], score) for at, score in pairs if at >= 0]
 
     def place_of(self, layer: str) -> int:
         """Return the number of heads before those of a layer."""
@@ -133,7 +132,7 @@ class DocumentTable:
         return sum(self.heads[each] for each in layers[: layers.index(layer)])
 
     def quantile(self, layer: str, head: int, name: str, share: float) -> float:
-        """Return the value below which this share of the documents lie, to half a bin; NaN without documents."""
+        """Return the score below which this share of the documents lie, to half a bin; NaN without documents."""
         counts = self.histogram[self.names.index(name), self.place_of(layer) + head].tolist()
         total, below = sum(counts), 0
         for number, count in enumerate(counts):
@@ -148,7 +147,7 @@ class DocumentTable:
 
         numbers = ("documents", "tokens", "windows", "left_out", "names", "heads", "listed")
         entry = {name: getattr(self, name) for name in numbers}
-        entry |= {"titles": {str(at): name for at, name in self.titles.items()}, **more}
+        entry |= {"titles": {str(at): name for at, name in self.titles.items()}, "format": FORMAT, **more}
         tensors = {name: getattr(self, name).contiguous() for name in TENSORS}
         return save(tensors, {"headscope.documents": json.dumps(entry, sort_keys=True)})
 
@@ -158,7 +157,7 @@ def load_documents(path: Path) -> tuple[DocumentTable, dict[str, Any]]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged.
+        ValueError: it is damaged, or of another version.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -172,6 +171,8 @@ def load_documents(path: Path) -> tuple[DocumentTable, dict[str, Any]]:
         heads = {str(layer): int(count) for layer, count in entry["heads"].items()}
     except (SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: is damaged: {error}") from error
+    if entry.get("format") != FORMAT:
+        raise ValueError(f"{path}: has format {entry.get('format', 1)}, expected {FORMAT}; survey into another folder")
     table = DocumentTable(tuple(entry["names"]), heads, *tensors.values(), titles=titles, listed=listed)
     table.documents, table.tokens, table.windows, table.left_out = numbers
     return table, entry
@@ -189,17 +190,15 @@ def save_documents(table: DocumentTable, path: Path, more: Mapping[str, Any]) ->
 # ---------------------------------------------------------------- rows of a forward pass
 
 
-def share_names(stats: HeadStats) -> tuple[str, ...]:
-    """Return the quantities that are collected by document, of all that some layer has."""
-    windows = [name for name in stats.names if name.startswith("window_")]
-    smallest = min(windows, key=lambda name: float(name.removeprefix("window_")), default=None)
-    return (*(name for name in SHARES if name in stats.names), *(() if smallest is None else (smallest,)))
-
-
-def rows_of(stats: HeadStats, names: Sequence[str], batch: int) -> Tensor:
-    """Return the rows of quantities of one forward pass, float64 [S, B, N, R]; NaN where a row does not have one.
+def rows_of(stats: HeadStats, batch: int, read: Callable[[LayerStats, Kept], Tensor]) -> Tensor:
+    """Return the rows of one forward pass of all layers, float64 [..., B, N, R]; NaN where a row has no value.
 
     The rows of a layer that ran several times follow one another.
+
+    Args:
+        stats: with the rows of each call.
+        batch: the number of windows.
+        read: returns what the rows of one call have, [..., B, H, R].
 
     Raises:
         SurveyError: a layer has another batch than the ids, so its rows do not belong to single documents.
@@ -210,16 +209,16 @@ def rows_of(stats: HeadStats, names: Sequence[str], batch: int) -> Tensor:
             raise SurveyError(
                 f"model: layer {visible(layer)} attends in a batch of {other}, expected {batch}, that of the token ids"
             )
-        layers.append(torch.cat([_values(kept, names) for kept in part.kept], -1))  # [S, B, H, R]
+        layers.append(torch.cat([read(part, kept).cpu() for kept in part.kept], -1))
     most = max(layer.shape[-1] for layer in layers)
-    return torch.cat([F.pad(layer, (0, most - layer.shape[-1]), value=math.nan) for layer in layers], 2)
+    return torch.cat([F.pad(layer, (0, most - layer.shape[-1]), value=math.nan) for layer in layers], -2)
 
 
-def _values(kept: Kept, names: Sequence[str]) -> Tensor:
-    """Return the quantities of the rows of one call, [S, B, H, R]."""
+def values_of(part: LayerStats, kept: Kept, names: Sequence[str]) -> Tensor:
+    """Return quantities of the rows of one call, [S, B, H, R]; NaN where they were not measured."""
     absent = torch.full(kept.counted.shape, math.nan, dtype=torch.float64, device=kept.counted.device)
     values = [kept.values.get(name, absent).double() for name in names]
-    return torch.stack(values).masked_fill(~kept.counted, math.nan).cpu()
+    return torch.stack(values).masked_fill(~kept.counted, math.nan)
 
 
 def add_lengths(table: DocumentTable, rows: Tensor) -> None:

@@ -14,7 +14,7 @@ from headscope.comparing import compare
 from headscope.decisions import PatternScore, patterns
 from headscope.report.page import MARKER, digest, write
 from headscope.stats import HeadStats
-from headscope.survey._documents import BINS, LENGTHS, DocumentTable
+from headscope.survey._documents import BINS, LEAST_ROWS, LENGTHS, DocumentTable
 from headscope.survey._merge import Spread, Surveyed
 from headscope.watching import Recording
 
@@ -68,12 +68,12 @@ HEADS = (
     Column("Pattern", "The pattern that the head matches best over the corpus; in brackets: not clearly.", True),
     Column("Score", "From 0, chance or worse, to 1, every row is exactly the pattern."),
     Column("Over shards", "The smallest and the largest score of a shard."),
-    Column("Share by document", "The weight on the keys of the pattern: median of the documents, and 10 % to 90 %."),
+    Column("Score by document", "The score in each document: the median, and 10 % to 90 % of the documents."),
     Column("Entropy", "Mean and standard deviation over rows, in nats."),
     Column("Entropy by length", "The mean normalised entropy of rows with 2, 4, 8, … visible keys, from 0 to 1."),
     Column("First", "The mean weight on the first token."),
     Column("Distance", "The mean distance to the keys, in tokens."),
-    Column("Documents", "Those in which the head does most of its pattern, with the mean weight there."),
+    Column("Documents", "Those in which the score is highest, with the score there."),
 )
 CHANGES = (
     Column("Layer", "Layers in the order of the model.", True),
@@ -198,8 +198,8 @@ def _footer(recording: Recording) -> dict[str, str]:
 
 def _notes(surveyed: Surveyed) -> list[str]:
     return [
-        "A document counts in the columns by document if it has at least 16 rows with the quantity. Quantiles are "
-        f"exact to {1 / BINS:g}.",
+        f"A document counts in the columns by document if it has at least {LEAST_ROWS} rows with the pattern's keys. "
+        f"Its score is computed from its rows; docs/guides/survey.md says how. Quantiles are exact to {1 / BINS:g}.",
         "Scores are those of headscope.decisions.patterns. seen.safetensors holds all statistics and the maps. For "
         "their page, run headscope report seen.safetensors.",
     ]
@@ -255,18 +255,10 @@ def _over_shards(spread: Spread, match: PatternScore | None) -> Cell:
     return Cell.number(largest - least, text=f"{least:.2f} – {largest:.2f}")
 
 
-def _quantity(table: DocumentTable, pattern: str) -> str | None:
-    """Return the quantity of a pattern that is collected by document."""
-    windows = [name for name in table.names if name.startswith("window_")]
-    name = {"uniform": "normalized_entropy", "local": windows[0] if windows else ""}.get(pattern, pattern)
-    return name if name in table.names else None
-
-
 def _by_document(surveyed: Surveyed, match: PatternScore | None) -> Cell:
-    name = None if match is None else _quantity(surveyed.table, match.pattern)
-    if match is None or name is None:
+    if match is None or match.pattern not in surveyed.table.names:
         return Cell(kind="number")
-    low, middle, high = (surveyed.table.quantile(match.layer, match.head, name, at) for at in (0.1, 0.5, 0.9))
+    low, middle, high = (surveyed.table.quantile(match.layer, match.head, match.pattern, at) for at in (0.1, 0.5, 0.9))
     return Cell.number(middle, text=f"{middle:.2f} ({low:.2f} – {high:.2f})")
 
 
@@ -293,11 +285,10 @@ def _by_length(table: DocumentTable, layer: str, head: int) -> Cell:
 
 
 def _documents(table: DocumentTable, match: PatternScore | None) -> Cell:
-    name = None if match is None else _quantity(table, match.pattern)
-    if match is None or name is None:
+    if match is None or match.pattern not in table.names:
         return Cell(kind="documents")
-    found = table.titles_of(match.layer, match.head, name)
-    lines = [f"{_shown(title)} {mean:.2f}" for title, mean in found]
+    found = table.titles_of(match.layer, match.head, match.pattern)
+    lines = [f"{score:.2f} {_shown(title)}" for title, score in found]
     return Cell("", repr(found[0][1]) if found else "", "documents", lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch import Tensor
 
 from headscope.stats import HeadStats
 from headscope.survey._corpus import Corpus, Document, Span, SurveyError
-from headscope.survey._documents import DocumentTable, add_lengths, rows_of, share_names
+from headscope.survey._document_scores import DocumentSums, overlaps_of, pattern_names
+from headscope.survey._documents import DocumentTable, add_lengths, rows_of, values_of
 from headscope.survey._identity import BATCH_TOKENS, Settings
 from headscope.survey._subject import Subject
 from headscope.watching import Recording, watch
 
 MERGED_AT_ONCE = 8  # forward passes; merging several costs little more than merging two
 MOST_IDS = 1 << 31  # of a model whose vocabulary is unknown
+LENGTH_QUANTITIES = ("chance", "entropy", "normalized_entropy")
 COMPARED = 8  # forward passes that are repeated without observing, to measure the overhead
 
 
@@ -186,30 +189,27 @@ class _State:
         self._waiting: list[HeadStats] = []
         self._forwards = 0
         self._open: Document | None = None  # the document whose sums these are
-        self._sums = self._rows = torch.zeros(0)
+        self._sums: DocumentSums | None = None
 
     def add(self, batch: Sequence[_Window], recording: Recording) -> None:
         """Add the windows of a forward pass."""
         stats = recording.stats
         if self.table is None:
             self._first = recording
-            self.table = DocumentTable.empty(share_names(stats), {name: p.heads for name, p in stats.parts.items()})
+            self.table = DocumentTable.empty(pattern_names(stats), {name: p.heads for name, p in stats.parts.items()})
         table = self.table
         if (heads := {name: part.heads for name, part in stats.parts.items()}) != table.heads:
             raise SurveyError(
                 f"model: the recorded layers differ between forward passes; expected {', '.join(table.heads)}, got "
                 f"{', '.join(heads)}"
             )
-        rows = rows_of(stats, table.names, len(batch))  # [S, B, N, R]
-        sums, counts = rows.nansum(-1), (~rows.isnan()).sum(-1)
+        sums = DocumentSums.of(*rows_of(stats, len(batch), partial(overlaps_of, names=table.names)))
         for number, window in enumerate(batch):
             if window.document is not self._open:  # two may have the same name
                 self.finish_document()
-                self._open = window.document
-                self._sums, self._rows = torch.zeros_like(sums[:, 0]), torch.zeros_like(counts[:, 0])
-            self._sums += sums[:, number]
-            self._rows += counts[:, number]
-        add_lengths(table, rows_of(stats, ("chance", "entropy", "normalized_entropy"), len(batch)))
+                self._open, self._sums = window.document, None
+            self._sums = sums.at(number) if self._sums is None else self._sums + sums.at(number)
+        add_lengths(table, rows_of(stats, len(batch), partial(values_of, names=LENGTH_QUANTITIES)))
         self.windows += len(batch)
         self._forwards += 1
         parts = {name: replace(part, kept=()) for name, part in stats.to("cpu").parts.items()}
@@ -219,8 +219,8 @@ class _State:
 
     def finish_document(self) -> None:
         """Add the document that was read last to the table."""
-        if self._open is not None and self.table is not None:
-            self.table.add_document(self._open.name, self._sums, self._rows)
+        if self._open is not None and self._sums is not None and self.table is not None:
+            self.table.add_document(self._open.name, self._sums)
             self._open = None
 
     def recording(self) -> Recording | None:
