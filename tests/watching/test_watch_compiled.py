@@ -352,6 +352,12 @@ def test_a_step_outside_or_within_another_or_without_the_model_is_an_error() -> 
         pass
 
 
+def test_a_watch_without_a_step_warns() -> None:
+    model = Block()
+    with pytest.warns(WatchWarning, match="only forward passes within `with watched.step"), watch_compiled(model):
+        model(torch.zeros(1, 3, 24))
+
+
 def test_a_layer_that_does_not_run_is_named_once() -> None:
     model = Stack()
     with watch_compiled(model) as watched:

@@ -173,8 +173,14 @@ def match_modules(modules: Mapping[str, nn.Module], pattern: str, argument: str)
     """Return the names that a name or pattern matches, with all modules inside.
 
     Raises:
+        TypeError: it is not a string, such as the number of a layer.
         ValueError: it does not match any module.
     """
+    if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"{argument}: got {pattern!r}, expected the path of a module or a pattern; the model has "
+            f"{summarize_names(modules)}"
+        )
     fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in enclosing_paths(name))]
     if not fits:
         paths = dict.fromkeys(path for name in modules for path in enclosing_paths(name))

@@ -135,11 +135,14 @@ class CompiledWatch:
         recording: the recording of all steps so far; ``about.forwards`` counts these.
 
     Examples:
+        >>> import torch
         >>> from headscope import MultiHeadAttention
         >>> from headscope.watching import watch_compiled
-        >>> with watch_compiled(MultiHeadAttention(8, 2)) as watched:
-        ...     print(watched.recording)
-        Recording(MultiHeadAttention: nothing recorded yet)
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch_compiled(model) as watched, watched.step():
+        ...     output = model(torch.zeros(1, 4, 8))
+        >>> watched.recording.forwards
+        1
     """
 
     def __init__(self, model: nn.Module, options: Options, layers: Choice | None) -> None:
@@ -154,7 +157,7 @@ class CompiledWatch:
         self.recording = Recording(HeadStats({}), about_of(root, options, layers, None))
         self.recording._monitor = options.monitor
         self._places = {name: place for place, name in enumerate(self.modules)}
-        self._entered = self._open = self._active = False
+        self._entered = self._open = self._active = self._stepped = False
         self._idle: set[str] = set()  # layers that a warning has named
 
     def _make_sums(self) -> dict[str, LayerSums]:
@@ -230,6 +233,12 @@ class CompiledWatch:
             vars(self.modules[name]).pop(SUMS, None)
         if self.monitor is not None:
             self.monitor.close(failed=error is not None)
+        if error is None and not self._stepped:
+            warnings.warn(
+                "watch_compiled: nothing was recorded: only forward passes within `with watched.step():` are",
+                WatchWarning,
+                stacklevel=user_stacklevel(),
+            )
 
     @contextmanager
     def step(self, number: int | None = None) -> Generator[None]:
@@ -244,7 +253,7 @@ class CompiledWatch:
         if not self._open or self._active:
             where = "within another step" if self._active else "outside of `with watch_compiled(...)`"
             raise WatchError(f"watch_compiled: step() was called {where}")
-        self._active = True
+        self._active = self._stepped = True
         for sums in self.sums.values():
             sums.begin()
         try:
