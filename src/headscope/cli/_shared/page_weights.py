@@ -32,9 +32,7 @@ WIDTH = 128  # of a head, if the model does not state it
 SAME = 1e-3  # the largest difference of a weight between two passes over the same window
 
 
-def with_page_weights(
-    recording: Recording, loaded: Loaded, model_input: Input, layers: Collection[str]
-) -> Recording:
+def with_page_weights(recording: Recording, loaded: Loaded, model_input: Input, layers: Collection[str]) -> Recording:
     """Return the recording with q and k of the heads and windows that its page should hold.
 
     A window is left out if q and k have no room, or if its weights are others when it is read again.

@@ -86,7 +86,9 @@ def run_watch(loaded: Loaded, model_input: Input, options: WatchOptions) -> Watc
         loaded,
         model_input,
         recording,
-        recording if options.page is None or options.keep_qk else with_page_weights(recording, loaded, model_input, options.layers),
+        recording
+        if options.page is None or options.keep_qk
+        else with_page_weights(recording, loaded, model_input, options.layers),
         patterns(stats),
         streaming_heads(stats) if windowed else None,
         kv_budget(stats, budgets, kv_heads=groups),

@@ -222,9 +222,7 @@ def exact_heads(
     return replace(found, content=content.base64())
 
 
-def _chosen(
-    layers: Sequence[Observed], places: Sequence[Place], requested: bool, window: int | None
-) -> list[Chosen]:
+def _chosen(layers: Sequence[Observed], places: Sequence[Place], requested: bool, window: int | None) -> list[Chosen]:
     """Return the heads with the weights of a window; None = of the last call.
 
     Raises:
