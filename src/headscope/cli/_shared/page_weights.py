@@ -1,7 +1,7 @@
 """q and k for the page of ``headscope watch``, so that it computes exact rows and explains a weight.
 
-Without --keep-qk no forward pass retains q and k: those of all windows would not fit the memory. Which heads and windows a
-page should hold is known once all windows are merged, so these windows are read again.
+Without --keep-qk no forward pass retains q and k: those of all windows would not fit the memory. Which heads and windows
+a page should hold is known once all windows are merged, so these windows are read again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from headscope.cli._shared.model_loading import Loaded
     from headscope.cli._shared.windows import Input
     from headscope.stats import HeadStats, LayerStats
-    from headscope.stats._kept_weights import Tiles
     from headscope.watching import Recording
 
 MOST_WINDOWS = 4
@@ -43,7 +42,7 @@ def with_page_weights(recording: Recording, loaded: Loaded, model_input: Input, 
         model_input: what it read.
         layers: the patterns of the modules that were recorded; empty = all.
     """
-    from headscope.report._viewer.from_recording import worth_keeping
+    from headscope.report.viewer import worth_keeping
     from headscope.stats import HeadStats
     from headscope.watching import Recording
 
@@ -56,7 +55,7 @@ def with_page_weights(recording: Recording, loaded: Loaded, model_input: Input, 
     modules = {name for name, _ in loaded.model.named_modules()}
     selected = list(heads) if modules.issuperset(heads) else list(layers)
     observed = list(heads) if selected == list(heads) else names
-    tiles: dict[str, dict[int, Tiles]] = {name: {} for name in names}
+    tiles: dict[str, dict[int, Any]] = {name: {} for name in names}
     room = MOST_QK
     for window in windows[:MOST_WINDOWS]:
         room -= _size(stats, observed, model_input.parts[window])
@@ -81,7 +80,7 @@ def _size(stats: HeadStats, layers: Collection[str], inputs: Tensor) -> int:
     return size
 
 
-def _read_again(loaded: Loaded, inputs: Tensor, layers: Sequence[str]) -> Mapping[str, Tiles]:
+def _read_again(loaded: Loaded, inputs: Tensor, layers: Sequence[str]) -> Mapping[str, Any]:
     """Return access to the weights of each layer on these inputs; of none if the memory does not suffice."""
     import torch
 
@@ -104,7 +103,7 @@ def _read_again(loaded: Loaded, inputs: Tensor, layers: Sequence[str]) -> Mappin
     return {name: part.last_tiles for name, part in again.stats.parts.items() if part.last_tiles is not None}
 
 
-def _agrees(part: LayerStats, tiles: Tiles | None, heads: Sequence[int], window: int) -> bool:
+def _agrees(part: LayerStats, tiles: Any, heads: Sequence[int], window: int) -> bool:
     """Return whether the largest weights of heads in a window are the same in the second pass."""
     if tiles is None:
         return False
