@@ -17,11 +17,11 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from headscope._attend.backends import blocked
-from support.chromium import chromium_process
+from support.chromium import chromium_context, chromium_process, written_pages
 from support.commands import run
 from support.exporting import operators_read_once
 
-__all__ = ["chromium_process", "operators_read_once", "run"]  # fixtures
+__all__ = ["chromium_context", "chromium_process", "operators_read_once", "run", "written_pages"]  # fixtures
 
 # The tensors are small: a second thread costs more in waiting than it saves.
 torch.set_num_threads(1)

@@ -72,9 +72,10 @@ def run(
     return history
 
 
-@pytest.fixture
-def history(tmp_path: Path) -> History:
-    return run(tmp_path / "run.safetensors", ["a", "b"])
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """A training that no test changes."""
+    return run(tmp_path_factory.mktemp("history") / "run.safetensors", ["a", "b"])
 
 
 @pytest.fixture
