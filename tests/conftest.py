@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
+from typing import Any
 
 # Two processes of the run share the cores: threads that wait shall sleep, in what tests start, too.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -33,8 +35,26 @@ settings.register_profile("long", parent=settings.get_profile("headscope"), dera
 settings.load_profile("headscope")
 
 
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, ...
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, Any]:
+    """Every other process of a run reads the files from the last to the first.
+
+    Of a new checkout each process would otherwise compile all of them, in step with the others: 10 s of each.
+    """
+    report = yield
+    if _WORKER and int(_WORKER[2:]) % 2 and isinstance(collector, (pytest.Session, pytest.Directory)):
+        report.result.reverse()
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long runs may take as long as they take."""
+    """All processes have the same order; the long runs may take as long as they take."""
+    if _WORKER:
+        items.sort(key=lambda item: item.path)
     for item in items:
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(0))
