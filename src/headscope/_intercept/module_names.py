@@ -216,7 +216,8 @@ def find_unobserved(
 
     ``others``: layers that are known not to attend, with what is in and around them.
     """
-    named = [name for name in ran if is_attention(name, modules[name])]
+    seen = {path for name in observed for path in enclosing_paths(name)}  # most modules that ran: the cheapest question
+    named = [name for name in ran if name not in seen and is_attention(name, modules[name])]
     named = [name for name in named if not any(is_within(name, other) or is_within(other, name) for other in others)]
     missing = [
         name
