@@ -223,10 +223,10 @@ def _weights_of(module: nn.Module) -> tuple[tuple[int, int], ...] | None:
     while waiting:
         each = waiting.pop()
         for parameter in vars(each)["_parameters"].values():
-            if parameter is None:
-                continue
-            if parameter.is_inference():
-                return None
-            found.append((id(parameter), parameter._version))
-        waiting += [child for child in children_of(each).values() if child is not None]
+            if parameter is not None:
+                if parameter.is_inference():
+                    return None
+                found.append((id(parameter), parameter._version))
+        if children := children_of(each):
+            waiting += [child for child in children.values() if child is not None]
     return tuple(found)
