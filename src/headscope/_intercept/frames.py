@@ -182,7 +182,7 @@ class Frame:
     @property
     def active(self) -> bool:
         """Whether any watcher observes this forward pass."""
-        for forward, _ in self.forwards.values():  # a generator takes longer
+        for forward, _ in self.forwards.values():  # noqa: SIM110  (a generator takes longer)
             if forward.active:
                 return True
         return False

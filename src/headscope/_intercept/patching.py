@@ -175,7 +175,7 @@ def _needs_no_frame(around: Frame, entries: Entries) -> bool:
     """Return whether a module is known to be without attention, within one whose functions are not observed."""
     if around.under_mode:
         return False
-    for watcher, name in entries:
+    for watcher, name in entries:  # noqa: SIM110  (a generator takes longer)
         if watcher not in around.forwards or name not in watcher.plain:
             return False
     return True
@@ -206,7 +206,7 @@ def _enter(frame: Frame, entries: Entries) -> list[tuple[Watcher, Forward]]:
 
 def _observes_functions(frame: Frame) -> bool:
     """Return whether a watcher of this forward pass observes the functions that a module calls."""
-    for forward, name in frame.forwards.values():  # a loop: a generator, or a list, takes longer
+    for forward, name in frame.forwards.values():  # noqa: SIM110  (a generator takes longer)
         if forward.active and forward.observes_functions(name):
             return True
     return False

@@ -30,12 +30,12 @@ from headscope._intercept import (
     error_of,
     find_compiled,
     find_unobserved,
-    list_modules,
     match_modules,
     open_watch,
     running_frames,
     select_modules,
     transformers_refusal,
+    tree_of,
     unwrapped,
 )
 from headscope._support.arguments import check_type, whole
@@ -185,9 +185,10 @@ class Watch:
         self.options = options
         self.again = options.accelerate  # a recomputation must run the same kernels
         self._last_active = False
-        self.modules = list_modules(model)
+        tree = tree_of(model)
+        self.modules = tree.named
         self.chosen = select_modules(self.modules, layers)
-        self.layout = Layout(self.modules, partial(select_modules, layers=layers), "watch")
+        self.layout = Layout(tree, partial(select_modules, layers=layers), "watch")
         for pattern in options.kinds:
             match_modules(self.modules, pattern, "kinds")
         self.places = {name: place for place, name in enumerate(self.modules)}
