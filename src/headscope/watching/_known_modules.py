@@ -19,7 +19,6 @@ from headscope._intercept import (
     InterceptedCall,
     Kind,
     LayerOrigin,
-    children_of,
     describe_other,
     enclosing_paths,
     is_attention,
@@ -226,11 +225,12 @@ def _weights_of(module: nn.Module) -> tuple[tuple[int, int], ...] | None:
     waiting = [module]
     while waiting:
         each = waiting.pop()
-        for parameter in vars(each)["_parameters"].values():
+        attributes = vars(each)
+        for parameter in attributes["_parameters"].values():
             if parameter is not None:
                 if parameter.is_inference():
                     return None
                 found.append((id(parameter), parameter._version))
-        if children := children_of(each):
+        if children := attributes["_modules"]:
             waiting += [child for child in children.values() if child is not None]
     return tuple(found)
