@@ -9,10 +9,17 @@ given out' and lse', compute exact gradients: p = exp(s - lse') and δ = Σ out'
 The backward kernels ignore the gradient of lse: ds = p (dp - δ), where δ + (-dlse) would be needed for δ. They compute
 δ = Σ out · dout. So out and dout get more columns whose products sum to -dlse, and v gets columns of zeros, which leave
 dp as it is. The additional columns of dv are dropped.
+
+Dropout multiplies the weights by factors Z after the softmax, so lse and the epilogue are the same: out is linear in v.
+Then ds = p (Z dp - δ), where δ = Σ p Z dp = Σ out · dout still, and the additional columns add -dlse as before.
+A backward pass has to draw the same factors. In eager mode it takes the state that the forward operator returned. As an
+operator, which has out and lse as its only results, a call seeds torch's generator of the GPU from its seed. Each kernel
+draws other factors, so with dropout both passes run one kernel, which no setting of torch changes.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +28,10 @@ from torch.nn import functional as F
 
 from headscope._attend import mask_parts
 from headscope._attend.backends import fused_operators
-from headscope._attend.backends.fused_operators import Kernel, KernelMask
+from headscope._attend.backends.fused_operators import MOST_DROPPED, Kernel, KernelMask, State
 from headscope._attend.backends.sink_epilogue import with_sinks
 from headscope._attend.call import Call
-from headscope._attend.dropout import Seed
+from headscope._attend.dropout import DropoutPlace, Seed
 from headscope._attend.interface import ForwardPass, Inputs, Pair, once, readable, refuse_batched, refuse_tangents
 from headscope._attend.mask_parts import MaskParts, lengths_of, matrix_of, packing_of
 from headscope._support.autograd import Function
@@ -35,6 +42,7 @@ name = "fused"
 attend_finite = attend_careful = repeater = None
 
 WIDEST = 256  # the largest D of flash
+WIDEST_DROPPED = 192  # with dropout; on GPUs other than A100 and H100 its backward kernel does not run wider heads
 HALF = (torch.bfloat16, torch.float16)
 ALIGNED_KEYS = 16  # numbers: rows of a bias start at multiples of so many
 FLASH_CAPABILITY = (8, 0)
@@ -47,7 +55,8 @@ def refuses(call: Call) -> list[str]:
     if call.parts is None:
         reasons.append("mask: only bands, lengths, packed documents and boolean tensors, joined by &, are supported")
     elif not reasons:
-        reasons += _refuses_mask(call, call.parts)
+        call = _without_unused_keys(call)
+        reasons += _refuses_mask(call, call.parts) or _refuses_dropout(call)
     return reasons
 
 
@@ -65,8 +74,6 @@ def _refuses_options(call: Call) -> list[str]:
         reasons.append("dtype: torch has no fused kernel for float64 on CUDA")
     if call.softcap is not None:
         reasons.append("softcap: torch's fused kernels do not support it")
-    if call.dropout:
-        reasons.append("dropout: the operators draw their own seed, which a recomputation cannot repeat")
     if call.scale <= 0:
         reasons.append("scale: is 0 or below; torch's kernels find the largest logit before they scale")
     if call.keys == 0 or call.queries == 0 or call.heads == 0 or call.batch == 0:
@@ -86,8 +93,8 @@ def _refuses_mask(call: Call, parts: MaskParts) -> list[str]:
     matrix = call.bias is not None or parts.lengths or parts.matrix != "none"
     if parts.packed is not None and matrix:
         return ["mask: packed documents together with a bias, lengths or a boolean tensor"]
-    if any(reach is not None and reach < 0 for reach in (parts.left, parts.right)):
-        return ["mask: a band that does not include the diagonal at the bottom right"]
+    if call.keys <= 0 or any(reach is not None and reach < 0 for reach in (parts.left, parts.right)):
+        return ["mask: a band that starts after the diagonal, masks every key, or ends before the diagonal of documents"]
     if not _is_banded(call, parts):
         return []
     if not matrix and _takes_flash(call):
@@ -102,8 +109,43 @@ def _refuses_mask(call: Call, parts: MaskParts) -> list[str]:
     return []
 
 
+def _refuses_dropout(call: Call) -> list[str]:
+    """Return why the backward pass would drop other weights than the forward pass.
+
+    Source: torch 2.9 to 2.13, aten/src/ATen/native/transformers/cuda/attention.cu and mem_eff_attention/kernel_*.h.
+    """
+    if not call.dropout or not choose(call).startswith("efficient"):
+        return []
+    kernels, weights = "torch's memory-efficient kernels", call.batch * call.heads * call.queries * call.keys
+    if call.parts is not None and call.parts.packed is not None:  # the first pass numbers the weights by K = 0
+        return [f"dropout: {kernels} drop other weights of packed documents in the backward pass"]
+    if weights >= MOST_DROPPED:
+        return [f"dropout: {kernels} number the weights in 32 bits; B x H x Q x K is {weights}, expected below 2^31"]
+    return []
+
+
+def _without_unused_keys(call: Call) -> Call:
+    """Return a call without the last keys, if no query attends to them: top-left causal with fewer queries is square."""
+    parts = call.parts
+    if parts is None or parts.right is None or parts.right >= 0 or parts.packed is not None:
+        return call
+    left = None if parts.left is None else parts.left + parts.right
+    return replace(call, keys=call.keys + parts.right, parts=replace(parts, left=left, right=0))
+
+
+def _used_keys(call: Call, inputs: Inputs) -> tuple[Call, Inputs]:
+    """Return ``_without_unused_keys``, and the inputs without these keys."""
+    fewer = _without_unused_keys(call)
+    if fewer is call:
+        return call, inputs
+    k, v = (x[:, :, : fewer.keys] for x in inputs[1:3])
+    return fewer, inputs._replace(k=k, v=v, bias=None if inputs.bias is None else inputs.bias[..., : fewer.keys])
+
+
 def _takes_flash(call: Call) -> bool:
     """Return whether the sizes and dtype of a call are those of flash, after padding to a multiple of 8."""
+    if call.dropout and _width(call, "flash", more=True) > WIDEST_DROPPED:
+        return False
     return call.dtype in HALF and max(call.head_dim, call.v_head_dim) <= WIDEST and _has_flash()
 
 
@@ -120,6 +162,7 @@ def choose(call: Call, inputs: Inputs | None = None) -> Kernel:
     Half types without a matrix go to flash, or to cuDNN where torch itself prefers it; others to the memory-efficient
     kernels. On GPUs without flash all go to the latter.
     """
+    call = _without_unused_keys(call)
     parts = call.parts
     assert parts is not None
     matrix = call.bias is not None or parts.lengths or parts.matrix != "none"
@@ -128,7 +171,7 @@ def choose(call: Call, inputs: Inputs | None = None) -> Kernel:
         return "efficient band" if banded else "efficient"
     if banded:
         return "flash band"
-    return "cudnn" if inputs is not None and _prefers_cudnn(call, inputs) else "flash"
+    return "cudnn" if inputs is not None and not call.dropout and _prefers_cudnn(call, inputs) else "flash"
 
 
 @mark_constant
@@ -150,9 +193,9 @@ def _prefers_cudnn(call: Call, inputs: Inputs) -> bool:
 
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: Seed | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return out and lse; there is no dropout, so the seed has no effect."""
+    """Return out and lse. Without ``seed``, the kernel draws from torch's generator of the GPU."""
     refuse_tangents(*inputs)
-    return _Fused.apply(call, plan, *inputs)
+    return _Fused.apply(call, plan, seed, *inputs)
 
 
 class _Fused(Function[tuple[Tensor, Tensor]]):
@@ -160,13 +203,14 @@ class _Fused(Function[tuple[Tensor, Tensor]]):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, plan: Plan | None,
+        ctx: Any, call: Call, plan: Plan | None, seed: Seed | None,
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = _run(call, plan, Inputs(q, k, v, bias, sinks))
+        out, lse, state = _run(call, plan, Inputs(q, k, v, bias, sinks), seed)
         ctx.call, ctx.plan = call, plan
         read = () if plan is None or plan.source is None else plan.source.tensors()
-        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, *(x for x in read if not x.is_inference()))
+        drawn = state if call.dropout else (None, None)
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, *drawn, *(x for x in read if not x.is_inference()))
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -174,33 +218,60 @@ class _Fused(Function[tuple[Tensor, Tensor]]):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_batched(*grads)
         saved = ctx.saved_tensors  # read once: checkpointing recomputes them in each access
-        forward, results = ForwardPass(ctx.call, ctx.plan, 0), (saved[5], saved[6])
+        inputs, results, state = Inputs(*saved[:5]), (saved[5], saved[6]), saved[7:9] if ctx.call.dropout else None
         with torch.no_grad():
-            gradients_of_inputs = gradients(
-                forward, Inputs(*saved[:5]), results, (grads[0], grads[1]), ctx.needs_input_grad[5:]
+            gradients_of_inputs = _gradients(
+                ctx.call, ctx.plan, state, inputs, results, (grads[0], grads[1]), ctx.needs_input_grad[6:]
             )
-        return None, None, *once(gradients_of_inputs, *grads, *saved)
+        return None, None, None, *once(gradients_of_inputs, *grads, *saved)
 
 
-def _run(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return out [B, H, Q, Dv] in q's dtype and lse [B, H, Q]."""
+def _run(call: Call, plan: Plan | None, inputs: Inputs, seed: Seed | None) -> tuple[Tensor, Tensor, State]:
+    """Return out [B, H, Q, Dv] in q's dtype, lse [B, H, Q] and the state of dropout."""
+    call, inputs = _used_keys(call, inputs)
     kernel = choose(call, inputs)
     mask, empty = _kernel_mask(call, plan, inputs, kernel)
-    q, k, v = _prepared(call, kernel, *inputs[:3])
-    out, lse = fused_operators.forward(kernel, q, k, v, mask, call.scale)
+    args = (kernel, *_prepared(call, kernel, *inputs[:3]), mask, call.scale, call.dropout)
+    if call.dropout and seed is not None:
+        out, lse, state = fused_operators.forward_seeded(*args, _of_whole_call(seed))
+    else:
+        out, lse, state = fused_operators.forward(*args)
     out = out[..., : call.v_head_dim]
     if empty is not None:
         out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
     if inputs.sinks is not None:
         out, lse = with_sinks(out, lse, inputs.sinks)
-    return out, lse
+    return out, lse, state
+
+
+def _of_whole_call(seed: Seed) -> int:
+    """Return a seed, unless it is that of a part of a larger call."""
+    if isinstance(seed, DropoutPlace):
+        raise ValueError(
+            "backend: fused cannot drop the weights that a larger call would drop, as context parallelism requires; "
+            'expected backend="blocked", or None to choose'
+        )
+    return seed
 
 
 def gradients(
     forward: ForwardPass, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, and of sinks if needed; a bias never needs one."""
-    call, plan = forward.call, forward.plan
+    call, plan, seed = forward
+    state = None
+    if call.dropout:
+        state = fused_operators.state_of_seed(choose(call, inputs), inputs.q, _of_whole_call(seed))
+    return _gradients(call, plan, state, inputs, results, grads, needed)
+
+
+def _gradients(
+    call: Call, plan: Plan | None, state: State | None,
+    inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return ``gradients``, with the state of dropout from the forward pass."""
+    keys = call.keys
+    call, inputs = _used_keys(call, inputs)
     (out, lse), (grad_out, grad_lse) = results, grads
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     kernel = choose(call, inputs)
@@ -219,8 +290,10 @@ def gradients(
         ):
             sums.append(each)
     of_out, of_grad = (_padded(torch.cat(x, -1) if len(x) > 1 else x[0], width) for x in columns)
-    dq, dk, dv = fused_operators.backward(kernel, of_grad, q, k, v, of_out, safe, mask, call.scale)
+    dq, dk, dv = fused_operators.backward(kernel, of_grad, q, k, v, of_out, safe, mask, call.scale, call.dropout, state)
     dk, dv = (_ungrouped(x, call) for x in (dk, dv))
+    if call.keys < keys:
+        dk, dv = (F.pad(x, (0, 0, 0, keys - call.keys)) for x in (dk, dv))
     dsinks = None
     if inputs.sinks is not None and needed[1]:
         delta = (out.float() * grad_out.float()).sum(-1)
@@ -309,6 +382,8 @@ def _visible_keys(call: Call, parts: MaskParts, plan: Plan | None, device: torch
     if plan is None or plan.source is None or not (parts.lengths or parts.matrix != "none"):
         return None
     visible, lengths = matrix_of(plan.source), lengths_of(plan.source, device)
+    if visible is not None and visible.shape[-1] > call.keys:
+        visible = visible[..., : call.keys]  # without unused keys
     if lengths is not None:
         within = torch.arange(call.keys, device=lengths.device) < lengths[:, None, None, None]
         visible = within if visible is None else visible & within
