@@ -102,7 +102,9 @@ class Task:
     def check(self, found: list[Tensor], with_lse: bool = True) -> None:
         exact, plain = (self.defined(self.factors(), with_lse, dtype) for dtype in (torch.float64, torch.float32))
         rows = self.qkv[0].shape[0] * self.qkv[0].shape[2]
-        for name, x, right, single in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), found, exact, plain, strict=False):
+        for name, x, right, single in zip(
+            ("out", "lse", "dq", "dk", "dv", "dsinks"), found, exact, plain, strict=False
+        ):
             of = torch.float32 if name in ("lse", "dsinks") else self.dtype
             # δ of sinks is read from out, which has been rounded
             size = float(rows) if name == "dsinks" else 0.0
@@ -162,9 +164,26 @@ def test_as_an_operator_the_seed_determines_what_is_dropped(ran: list[str], name
     torch.manual_seed(3)
     with as_operator():
         again = task.fused()
-        other = task.fused()
-    assert torch.equal(again[0], found[0])
+    other = task.fused()
+    torch.manual_seed(3)
+    eager = task.fused()
+    for x, same, too in zip(found, again, eager, strict=True):
+        assert torch.equal(x, same)
+        torch.testing.assert_close(x, too, rtol=0, atol=0)
     assert not torch.equal(other[0], found[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_capture_draws_from_the_generator_as_it_is(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(fused_operators, "can_seed", lambda device: False)
+    task = Task(window(5), {"sinks": True}, dtype)
+    torch.manual_seed(3)
+    torch.rand(())
+    dropped.clear()
+    task.check(first := task.fused())
+    assert not torch.equal(task.fused()[0], first[0])
 
 
 def test_compiled_and_exported(ran: list[str]) -> None:
@@ -207,7 +226,7 @@ def test_checkpointing_drops_the_same_again(ran: list[str], reentrant: bool, ope
         torch.testing.assert_close(x.detach(), right, rtol=0, atol=0)
 
 
-def test_a_draw_of_another_thread_raises(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draw_of_another_thread_is_noticed(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def disturbed(generator: torch.Generator, seed: int) -> Iterator[None]:
         with seeds.seeded(generator, seed):
@@ -215,6 +234,9 @@ def test_a_draw_of_another_thread_raises(ran: list[str], monkeypatch: pytest.Mon
             yield
 
     monkeypatch.setattr(fused_operators, "seeded", disturbed)
+    dropped.clear()
+    task = Task(window(5), {}, torch.bfloat16)
+    task.check(task.fused())  # in eager mode the state that was drawn is saved
     for dtype in (torch.float32, torch.bfloat16):
         with as_operator(), pytest.raises(RuntimeError, match="dropout: another thread drew"):
             Task(None, {}, dtype).fused()

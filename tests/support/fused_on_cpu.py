@@ -456,7 +456,7 @@ def fused_on_cpu() -> Iterator[list[str]]:
         with (
             mock.patch.object(mask_parts, "DEVICES", ("cuda", "meta", "cpu")),
             mock.patch.object(prepare, "prepared_calls", prepare.PreparedCalls()),
-            mock.patch.object(fused_operators, "generator_of", lambda device: torch.default_generator),
+            mock.patch.object(fused_operators, "generator_of", return_value=torch.default_generator),
             mock.patch.dict(select.ORDER, {"cpu": select.ORDER["cuda"]}),
         ):
             yield ran

@@ -4,8 +4,8 @@ Each takes q [B, H, Q, D], k and v [B, Hkv, K, D] (one width for all three, unle
 lse [B, H, Q], float32. The backward operators ignore the gradient of lse; ``fused`` folds it into their inputs.
 
 With dropout, an operator draws from torch's generator of the GPU, and returns the seed and offset of that generator.
-The backward operator takes them, and drops the same weights; each kernel drops others. Flash stores them on the GPU; the
-memory-efficient kernels on the host, or on the GPU within a capture of a CUDA graph.
+The backward operator takes them, and drops the same weights; each kernel drops others. Flash stores them on the GPU,
+and the memory-efficient kernels on the host, or on the GPU within a capture of a CUDA graph.
 
 Source: torch, aten/src/ATen/native/native_functions.yaml, versions 2.9 to 2.13, whose argument names are the same.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headscope._attend.dropout import seeded
+from headscope._attend.interface import readable
 
 Kernel = Literal["flash", "flash band", "cudnn", "efficient", "efficient band"]
 State = tuple[Tensor, Tensor]
@@ -27,8 +28,7 @@ State = tuple[Tensor, Tensor]
 
 ALIGNED_LSE = 32  # rows: the efficient kernels pad lse to a multiple, with inf
 NOT_CAUSAL, BOTTOM_RIGHT = 0, 2  # custom_mask_type of the efficient kernels
-MOST_DROPPED = 1 << 31
-"""The efficient kernels number weights [B, H, Q, K] in 32 bits, wrapping in another way in the backward pass."""
+MOST_DROPPED = 1 << 31  # weights that the efficient kernels can number, see ``can_number``
 ANOTHER_DRAW = "dropout: another thread drew from torch's generator of this device; expected one thread to draw from it"
 
 
@@ -139,29 +139,44 @@ def backward(
 
 
 def forward_seeded(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: KernelMask, scale: float, dropout: float, seed: int
-) -> tuple[Tensor, Tensor, State]:
-    """Return ``forward`` whose dropout depends on a seed alone; torch's generator is then as it was before.
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: KernelMask, scale: float, dropout: float, seed: int,
+    check: bool,
+) -> tuple[Tensor, Tensor, State]:  # fmt: skip
+    """Return ``forward`` after seeding torch's generator, which is then as it was before.
 
-    The check waits for nothing: on a GPU it is an assertion of the device.
+    ``check``: raise if another thread drew in between, so that ``state_of_seed`` would be another state. This does not
+    wait: on a GPU it is an assertion of the device.
     """
+    aten: Any = torch.ops.aten
     generator = generator_of(q.device)
     if generator is None:
         return forward(kernel, q, k, v, mask, scale, dropout)
     with seeded(generator, seed):
         out, lse, state = forward(kernel, q, k, v, mask, scale, dropout)
-    expected = state_of_seed(kernel, q, seed)
-    for drawn, right in list(zip(state, expected, strict=True))[: 1 if kernel.startswith("flash") else 2]:
-        torch._assert_async((drawn.view(torch.int64) == right.view(torch.int64)).all(), ANOTHER_DRAW)
+    pairs = list(zip(state, state_of_seed(kernel, q, seed), strict=True)) if check else []
+    for drawn, right in pairs[:1] if kernel.startswith("flash") else pairs:
+        aten._assert_async.msg((drawn.view(torch.int64) == right.view(torch.int64)).all(), ANOTHER_DRAW)
     return out, lse, state
+
+
+def can_number(weights: int) -> bool:
+    """Return whether the efficient kernels drop the same of so many weights, B x H x Q x K, in both passes.
+
+    They number the weights in 32 bits, and overflow in another way in the backward pass. A size that an export leaves
+    open is not compared, because that would restrict the program: its operator compares the sizes when it runs.
+    """
+    return isinstance(weights, torch.SymInt) or weights < MOST_DROPPED
 
 
 def generator_of(device: torch.device) -> torch.Generator | None:
     """Return the generator from which the operators draw; None without a GPU, where tensors have no values."""
     generators = torch.cuda.default_generators
-    if not generators:
-        return None
-    return generators[torch.cuda.current_device() if device.index is None else device.index]
+    return generators[device.index] if generators else None
+
+
+def can_seed(device: torch.device) -> bool:
+    """Return whether the generator can be seeded: not within the capture of a CUDA graph."""
+    return generator_of(device) is not None and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def state_of_seed(kernel: Kernel, q: Tensor, seed: int) -> State:
@@ -194,6 +209,15 @@ def _lengthwise(x: Tensor, mask: KernelMask) -> Tensor:
     """Return [B, H, T, D] as flash takes it: [B, T, H, D], or [T, H, D] of packed documents."""
     x = x.transpose(1, 2)
     return x[0] if mask.packing is not None else x
+
+
+def aligned_rows(x: Tensor, width: int) -> Tensor:
+    """Return rows of a width that the kernels can load: the last axis is dense, and rows start at 16 bytes."""
+    if x.shape[-1] != width:
+        return F.pad(x, (0, width - x.shape[-1]))
+    x, numbers = readable(x), 16 // x.element_size()
+    steps = (x.storage_offset(), *x.stride()[:-1])
+    return x if x.stride(-1) == 1 and all(step % numbers == 0 for step in steps) else x.contiguous()
 
 
 def _headwise(x: Tensor, mask: KernelMask) -> Tensor:
