@@ -171,7 +171,7 @@ def can_number(weights: int) -> bool:
 def generator_of(device: torch.device) -> torch.Generator | None:
     """Return the generator from which the operators draw; None without a GPU, where tensors have no values."""
     generators = torch.cuda.default_generators
-    return generators[device.index] if generators else None
+    return generators[device.index] if generators and device.type == "cuda" else None
 
 
 def can_seed(device: torch.device) -> bool:
