@@ -3,6 +3,7 @@
 import { useState } from "preact/hooks";
 import { Attended } from "./attended";
 import { data, hasTokens, type Highlight, type Layer, queryAt, token } from "./data";
+import { embedded } from "./exact";
 import type { Place } from "./grid";
 import { alsoInWords, degreeOf } from "./naming";
 import type { State } from "./state";
@@ -101,14 +102,14 @@ function named(layer: Layer, [query, key]: [number, number]): [string, string] {
   return [name(queryAt(layer, query)), name(key)];
 }
 
-/** The bins of the example, which are then selected, and its window; where a server has single weights, the cell itself. */
-function selection({ layer, cell, run }: Highlight): Partial<State> {
+/** The bins of the example, which are then selected, and its window; where the window or a server has single weights, the cell itself. */
+function selection({ layer, head, cell, run }: Highlight): Partial<State> {
   const of = data.layers[layer!];
   if (!cell || !of.map) return {};
   const [row, column] = [binIn(of, "query", cell[0], run ?? 0), binIn(of, "key", cell[1], run ?? 0)];
   if (row === null || column === null) return {};
-  const window = windowsOf(of) > 0 ? { window: run ?? 0 } : {};
+  if (windowsOf(of) > 0) return { row, column, zoom: [1, 0.5, 0.5], window: run ?? 0, cell: embedded(of, head!, run ?? 0) ? cell : null };
   const lengths = data.served?.[layer!];
   const served = lengths && of.runs === 1 && cell[0] < lengths[0] && cell[1] < lengths[1];
-  return { row, column, zoom: [1, 0.5, 0.5], cell: served ? cell : null, ...window };
+  return { row, column, zoom: [1, 0.5, 0.5], cell: served ? cell : null };
 }

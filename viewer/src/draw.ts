@@ -40,7 +40,7 @@ export interface Scene {
   row: number | null;
   column: number | null;
   cell: [number, number] | null; // the selected query and key, where they are known
-  tile: { pictures: Pictures; queries: [number, number]; keys: [number, number]; lengths: [number, number] } | null; // finer than the map
+  tile: { pictures: Pictures; queries: [number, number]; keys: [number, number]; lengths: [number, number]; window: number | null } | null; // finer than the map
   inks: Inks;
   bands: string[] | null; // the colours of segments, for bands along the axes
   ratio: number; // pixels of the screen for each pixel of the page
@@ -171,7 +171,8 @@ function axis(surface: Surface, scene: Scene, which: "query" | "key"): void {
     else surface.text(text, at, plot.y - 10, { ...options, anchor: "middle" });
   }
   const quiet = { fill: inks.quiet, size: 11 } as const;
-  const name = ranges ? texts.axis(which) : lengths ? texts.axisOfLast(which) : texts.axisOfBins(which);
+  const window = scene.tile?.window ?? null;
+  const name = ranges ? texts.axis(which) : window !== null ? texts.axisOfWindow(which, window) : lengths ? texts.axisOfLast(which) : texts.axisOfBins(which);
   if (which === "query") surface.text(name, 9, plot.y + plot.height / 2, { ...quiet, anchor: "middle", upright: true });
   else surface.text(name, plot.x + plot.width, profileTop(scene) - 9, { ...quiet, anchor: "end" });
 }

@@ -1,18 +1,25 @@
 // Heads whose q, k and lse lie in the page: a worker, made from the page itself, computes pieces of their weights.
 
 import { data, type Layer } from "./data";
-import { type Answer, type Blocks, type ExactHead, type Reason, type Request, work } from "./exact_worker";
+import { type Answer, type Blocks, type ExactHead, type Reason, type Request, type Which, work } from "./exact_worker";
 
 const MOST_FLOATS = 2 ** 26; // of q and k of the heads that the worker holds: 256 MB
 
-/** A head whose weights the page computes; null for other heads. */
-export function embedded(layer: Layer, head: number): ExactHead | null {
-  return data.exact.find((each) => each.layer === layer.index && each.head === head) ?? null;
+/** A head whose weights the page computes; null for other heads. `window`: of a text that was read in windows. */
+export function embedded(layer: Layer, head: number, window: number | null = null): ExactHead | null {
+  return data.exact.find((each) => each.layer === layer.index && each.head === head && (each.window ?? window) === window) ?? null;
 }
 
-/** How many queries and keys the run has whose single weights are known for some head of a layer; null if there are none. */
-export function tiledLengths(layer: number): [number, number] | null {
-  return data.served?.[layer] ?? data.exact.find((each) => each.layer === layer)?.lengths ?? null;
+/** The windows for which the page computes the weights of a head, in the order of the text. */
+export function heldWindows(layer: Layer, head: number): number[] {
+  return data.exact.filter((each) => each.layer === layer.index && each.head === head && (each.window ?? null) !== null).map((each) => each.window!).sort((a, b) => a - b);
+}
+
+/** How many queries and keys the run has whose single weights are known for some head of a layer; null if there are none. `window`: of a
+ * text that was read in windows; undefined = any of them. */
+export function tiledLengths(layer: number, window?: number): [number, number] | null {
+  const known = data.exact.find((each) => each.layer === layer && (window === undefined || (each.window ?? window) === window));
+  return data.served?.[layer] ?? known?.lengths ?? null;
 }
 
 let worker: Worker | null = null;
@@ -52,6 +59,10 @@ function block(at: [number, number] | undefined): [string, number] | null {
   return [content.slice((at[0] / 3) * 4, (at[0] / 3) * 4 + Math.ceil(at[1] / 3) * 4), at[1]];
 }
 
+function which({ layer, head, window }: ExactHead): Which {
+  return { layer, head, window: window ?? null };
+}
+
 function floats({ lengths, depth }: ExactHead): number {
   return (lengths[0] + lengths[1]) * depth;
 }
@@ -65,7 +76,7 @@ function open(head: ExactHead): Promise<unknown> {
   for (const other of held.keys()) {
     if ([...held.keys()].reduce((sum, each) => sum + floats(each), 0) <= MOST_FLOATS || other === head) break;
     held.delete(other);
-    worker!.postMessage({ id: requests++, what: "close", layer: other.layer, head: other.head } satisfies Request);
+    worker!.postMessage({ id: requests++, what: "close", ...which(other) } satisfies Request);
   }
   return opening;
 }
@@ -81,7 +92,7 @@ let last: Promise<unknown> = Promise.resolve();
 export function exactTile(head: ExactHead, queries: [number, number], keys: [number, number], size: number, signal: AbortSignal): Promise<{ mean: Float32Array; max: Float32Array }> {
   const found = last.then(async () => {
     signal.throwIfAborted();
-    const [, answer] = await Promise.all([open(head), ask({ id: requests++, what: "tile", layer: head.layer, head: head.head, queries, keys, size })]);
+    const [, answer] = await Promise.all([open(head), ask({ id: requests++, what: "tile", ...which(head), queries, keys, size })]);
     return answer.tile!;
   });
   last = found.catch(() => undefined);
@@ -90,6 +101,6 @@ export function exactTile(head: ExactHead, queries: [number, number], keys: [num
 
 /** How the weight of a query on a key comes about. */
 export async function reasonOf(head: ExactHead, query: number, key: number): Promise<Reason> {
-  const [, answer] = await Promise.all([open(head), ask({ id: requests++, what: "reason", layer: head.layer, head: head.head, query, key })]);
+  const [, answer] = await Promise.all([open(head), ask({ id: requests++, what: "reason", ...which(head), query, key })]);
   return answer.reason!;
 }

@@ -10,6 +10,7 @@ export interface Matrix {
 export interface ExactHead {
   layer: number;
   head: number;
+  window?: number | null; // that q and k are of, where the model read a text in windows
   lengths: [number, number];
   depth: number;
   scale: number;
@@ -49,11 +50,14 @@ export interface Rival {
 /** Of each part the base64, and the bytes that it holds; null where a head has none. */
 export type Blocks = Record<"q" | "k" | "lse" | "spans" | "rest" | "bias", [string, number] | null>;
 
+/** Which of the heads that the worker holds. */
+export type Which = Pick<ExactHead, "layer" | "head" | "window">;
+
 export type Request =
   | { id: number; what: "open"; head: ExactHead; blocks: Blocks }
-  | { id: number; what: "close"; layer: number; head: number }
-  | { id: number; what: "tile"; layer: number; head: number; queries: [number, number]; keys: [number, number]; size: number }
-  | { id: number; what: "reason"; layer: number; head: number; query: number; key: number };
+  | ({ id: number; what: "close" } & Which)
+  | ({ id: number; what: "tile"; queries: [number, number]; keys: [number, number]; size: number } & Which)
+  | ({ id: number; what: "reason"; query: number; key: number } & Which);
 
 export type Answer = { id: number; tile?: { mean: Float32Array; max: Float32Array }; reason?: Reason; error?: string };
 
@@ -73,6 +77,7 @@ export function work(scope: Scope): void {
     bias: Float32Array | null;
   }
   const opened = new Map<string, Opened>();
+  const nameOf = ({ layer, head, window }: Which) => `${layer}.${head}.${window ?? ""}`;
 
   const bytes = async ([base64, length]: [string, number]): Promise<Uint8Array<ArrayBuffer>> => {
     const text = atob(base64);
@@ -128,7 +133,7 @@ export function work(scope: Scope): void {
       for (let n = 0; n < steps.length; n++) if (n % rows) steps[n] += steps[n - 1];
     }
     const bias = await there("bias");
-    opened.set(`${about.layer}.${about.head}`, {
+    opened.set(nameOf(about), {
       about,
       q: matrix(about.q.kind, await bytes(blocks.q!), queries, about.depth),
       k: matrix(about.k.kind, await bytes(blocks.k!), keys, about.depth),
@@ -281,7 +286,7 @@ export function work(scope: Scope): void {
         await open(request.head, request.blocks);
         return scope.postMessage({ id }, []);
       }
-      const key = `${request.layer}.${request.head}`;
+      const key = nameOf(request);
       if (request.what === "close") return void opened.delete(key);
       const of = opened.get(key)!;
       if (request.what === "reason") return scope.postMessage({ id, reason: reason(of, request.query, request.key) }, []);

@@ -41,7 +41,7 @@ function pieceOf({ layer, field, at: [k, x, y], tile }: Mapped): Piece {
   if (tile) {
     const exact = isExact(tile) && layer.map!.ranges && hasTokens(layer);
     const axis = (which: "query" | "key", [start, stop]: [number, number]): Axis =>
-      ({ title: layer.map!.ranges ? mapTexts.axis(which) : mapTexts.axisOfLast(which), start, stop, text: exact ? textOf(layer, which) : null });
+      ({ title: layer.map!.ranges ? mapTexts.axis(which) : tile && tile.window !== null ? mapTexts.axisOfWindow(which, tile.window) : mapTexts.axisOfLast(which), start, stop, text: exact ? textOf(layer, which) : null });
     return { field: asField(tile, field.pool), rows: axis("query", tile.queries), columns: axis("key", tile.keys) };
   }
   const visible = (middle: number, bins: number): [number, number] => {
@@ -78,7 +78,7 @@ export function mapFigure(mapped: Mapped, paper: Paper): Figure {
       ...origin(),
       texts.range(rows.title, rows.start, rows.stop, columns.title, columns.start, columns.stop),
       tile ? (one ? legend.oneWeight : texts.pooledTile) : binning(layer, field.pool),
-      tile && oneOf(layer) ? texts.ofInput(oneOf(layer)) : "",
+      tile && oneOf(layer, tile.window) ? texts.ofInput(oneOf(layer, tile.window)) : "",
       whole.signed ? texts.signed : texts.scale(scale),
       whole.signed || tile ? "" : ending(whole),
       withoutFirst(layer, whole),

@@ -4,6 +4,7 @@ import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/ho
 import { BandLegend } from "./bands";
 import { data, FULL, type Head, hasPatches, head as decoded, known, type Layer, queryAt, readable } from "./data";
 import { UNIT } from "./describe";
+import { embedded, heldWindows } from "./exact";
 import { type Field, field } from "./field";
 import { Term } from "./glossary";
 import { bestPattern } from "./grid";
@@ -21,7 +22,7 @@ import { SegmentTable } from "./segments";
 import { Pinned, strongestOf } from "./selection";
 import { hasStrips, Strips as Band, Top } from "./strips";
 import { Meanings } from "./table";
-import { asField, isExact, served, type Tile } from "./tiles";
+import { asField, isExact, MOST_PAIRS_HERE, served, type Tile } from "./tiles";
 import * as texts from "./texts";
 import { counted, figure, fill, percent, whole } from "./texts";
 import { Why } from "./why";
@@ -104,7 +105,7 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
             <BandLegend layer={layer} />
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
-              number={state.head} row={marked.row} column={marked.column} cell={over === null ? state.cell : null} inSight={setTile} most={1400} room={room} title={title}
+              number={state.head} window={alone(layer, state)} row={marked.row} column={marked.column} cell={over === null ? state.cell : null} inSight={setTile} most={1400} room={room} title={title}
               exports={`headscope-layer-${state.layer}-head-${state.head}`} about={bestPattern(state)}
             />
           </div>
@@ -114,9 +115,9 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
           {shown && found && listed(layer) && (
             <Keys place={[state.layer, state.head]} head={found} at={queryAt(layer, marked.row ?? shown.rows - 1)} colour="--profile" title={state.sink ? texts.head.largestOthers : texts.head.largestKeys} shown={shown} go={(key) => change({ row: marked.row ?? shown.rows - 1, column: key })} />
           )}
-          {shown && found && <Why {...{ layer, state, change }} />}
+          {shown && found && <Why {...{ layer, head: found, state, change }} />}
           {found?.top && !listed(layer) && state.row !== null && <Top key={`${state.row} ${state.cell}`} layer={layer} top={found.top} row={state.row} cell={state.cell} />}
-          {found && <Largest {...{ layer, head: found, change }} />}
+          {found && <Largest {...{ layer, head: found, change }} number={state.head} />}
           {data.image && <Regions layer={state.layer} head={state.head} />}
           <SegmentTable layer={layer} head={state.head} colours={state.colours} />
           <Figures layer={state.layer} head={state.head} />
@@ -125,6 +126,16 @@ export function HeadView({ state: asked, theme, change: changed, drawn }: Props)
       {hasStrips(layer) && !layer.map?.exact && <Band {...{ layer, state, theme, change }} />}
     </section>
   );
+}
+
+/** The window that the map shows alone; null where it merges all windows. */
+function alone(layer: Layer, state: State): number | null {
+  return state.alone && canBeAlone(layer, state.head, state.window) ? state.window : null;
+}
+
+function canBeAlone(layer: Layer, head: number, window: number): boolean {
+  const lengths = embedded(layer, head, window)?.lengths;
+  return windowsOf(layer) > 0 && lengths !== undefined && lengths[0] * lengths[1] <= MOST_PAIRS_HERE;
 }
 
 /** Whether the keys of each query are listed with the tokens around them. */
@@ -223,13 +234,24 @@ export function Legend({ layer, field: of, state, tile, head = state.head, chang
   return (
     <p class="hint legend">
       <Bar what={windows > 1 && !of.signed && !tile ? texts.legend[of.pool === "max" ? "largestOf" : "meanOf"](windows, scale) : texts.legend.what(what, scale)} low={low} high={of.above ? texts.legend.orMore(figure(of.top)) : figure(of.top)} colours={state.colours} signed={of.signed} />
-      {windows > 1 && change && !tile && (
-        <span role="group" aria-label={texts.controls.pool} class="pools">
-          {(["mean", "max"] as const).map((pool) => <button type="button" key={pool} aria-pressed={state.pool === pool} onClick={() => change({ pool })}>{texts.controls.pools[pool]}</button>)}
-        </span>
-      )}
+      {windows > 1 && change && (!tile || tile.window !== null) && <Pools {...{ layer, head, state, change }} />}
       {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[binning(layer, of.pool), of.signed && state.scale === "log" && texts.legend.linearAlone, !of.signed && ending(of), withoutFirst(layer, of), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
     </p>
+  );
+}
+
+const MOST_ALONE = 4; // windows with a button each
+
+/** What the cells of merged windows show, or one window alone. */
+function Pools({ layer, head, state, change }: { layer: Layer; head: number; state: State; change: Props["change"] }) {
+  const shown = alone(layer, state);
+  const held = state.sink ? [] : heldWindows(layer, head).filter((window) => canBeAlone(layer, head, window));
+  const offered = held.length <= MOST_ALONE ? held : held.includes(state.window) ? [state.window] : held.slice(0, 1);
+  return (
+    <span role="group" aria-label={texts.controls.pool} class="pools">
+      {(["mean", "max"] as const).map((pool) => <button type="button" key={pool} aria-pressed={shown === null && state.pool === pool} onClick={() => change({ pool, alone: false })}>{texts.controls.pools[pool]}</button>)}
+      {offered.map((window) => <button type="button" key={window} aria-pressed={shown === window} title={texts.legend.aloneHelp(window)} onClick={() => change({ window, alone: true, cell: window === state.window ? state.cell : null })}>{texts.names.inWindow(window)}</button>)}
+    </span>
   );
 }
 

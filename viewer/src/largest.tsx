@@ -1,6 +1,7 @@
 // The largest single weights of a head.
 
 import { type Edge, type Head, type Layer, range } from "./data";
+import { embedded } from "./exact";
 import type { State } from "./state";
 import { figure, strongest as texts } from "./texts";
 import { binIn, mapValue, pair, windowsOf } from "./words";
@@ -33,14 +34,14 @@ export function connections({ edges, map }: Head, layer: Layer): { list: Connect
   return { list: list.filter((each) => !isTrivial(each)).sort((a, b) => b.p - a.p).slice(0, LISTED), cells: true };
 }
 
-export function Largest({ layer, head, change }: { layer: Layer; head: Head; change: (part: Partial<State>) => void }) {
+export function Largest({ layer, head, number, change }: { layer: Layer; head: Head; number: number; change: (part: Partial<State>) => void }) {
   if (head.edges.length === 0) return null;
   const { list, cells } = connections(head, layer);
   if (list.length === 0) return null;
   /** The cell of a weight, and the window that it is from; null where the page does not know the lengths of the calls. */
   const placeOf = ({ query, key, run }: Connection): Partial<State> | null => {
     const [row, column] = [binIn(layer, "query", query, run), binIn(layer, "key", key, run)];
-    return row === null || column === null ? null : { row, column, ...(windowsOf(layer) > 0 ? { window: run } : {}) };
+    return row === null || column === null ? null : { row, column, ...(windowsOf(layer) > 0 ? { window: run, cell: embedded(layer, number, run) ? [query, key] : null } : {}) };
   };
   return (
     <details>

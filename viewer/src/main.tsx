@@ -37,8 +37,8 @@ function App() {
   const [state, setState] = useState<State>(() => parse(location.hash));
   const [theme, setTheme] = useState<Theme>("");
   const [drawnHead, setDrawnHead] = useState<Place>(state);
-  // another row or column ends the selection of a single query and key
-  const change = useCallback((part: Partial<State>) => setState((before) => ({ ...before, ...("row" in part || "column" in part ? { cell: null } : {}), ...part })), []);
+  // another row, column or window ends the selection of a single query and key
+  const change = useCallback((part: Partial<State>) => setState((before) => ({ ...before, ...("row" in part || "column" in part || "window" in part ? { cell: null } : {}), ...part })), []);
   const language = languageOf(state.lang);
   speak(language);
   const side = present(state);

@@ -27,6 +27,7 @@ interface Props {
   layer: Layer;
   head: Head;
   number?: number; // of the head, if the page may request tiles of it
+  window?: number | null; // of a text in windows: the one that is shown alone
   which?: number; // of the head, for its description
   field: Field;
   scale: Scale;
@@ -88,7 +89,7 @@ export function MapView(props: Props) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const behaviour = useRef<ReturnType<typeof zooming<HTMLCanvasElement, unknown>> | null>(null);
   const width = useWidth(frame);
-  const closest = Math.max(8, ...((props.number !== undefined && served(layer, props.number)) || [field.rows, field.columns]).map((length) => length / 4));
+  const closest = Math.max(8, ...((props.number !== undefined && served(layer, props.number, props.window)) || [field.rows, field.columns]).map((length) => length / 4));
   // While the map moves, only the map is drawn; the rest of the page follows once it rests.
   const [asked, setAt] = useState(zoom.at);
   const within = ([k, x, y]: Zoom["at"]): Zoom["at"] => [Math.min(closest, k), x, y];
@@ -133,7 +134,7 @@ export function MapView(props: Props) {
   const side = places.plot.width;
   const { tile, failed } = useTile(props, at);
   const finer = useMemo(
-    () => tile && { pictures: new Pictures(asField(tile, field.pool), props.scale, props.colours), queries: tile.queries, keys: tile.keys, lengths: tile.lengths },
+    () => tile && { pictures: new Pictures(asField(tile, field.pool), props.scale, props.colours), queries: tile.queries, keys: tile.keys, lengths: tile.lengths, window: tile.window },
     [tile, field, props.scale, props.colours],
   );
   useLayoutEffect(() => props.inSight?.(tile), [tile]);
@@ -272,8 +273,8 @@ export function MapView(props: Props) {
       />
       <span class="unseen" id={`keys-${name}`}>{texts.map.keys}</span>
       {over?.layer === layer && <Tooltip {...props} {...over} tile={tile} />}
-      {failed ? <p class="hint" role="status">{failed}</p> : tile && <p class="hint exact" role="status">{texts.map.sight(isExact(tile), tile.queries, tile.keys, oneOf(layer))}</p>}
-      {tile && <Closeness layer={layer} head={props.number} />}
+      {failed ? <p class="hint" role="status">{failed}</p> : tile && <p class="hint exact" role="status">{texts.map.sight(isExact(tile), tile.queries, tile.keys, oneOf(layer, tile.window))}</p>}
+      {tile && <Closeness layer={layer} head={props.number} window={tile.window} />}
       {props.exports && (
         <p class="tools">
           <FigureMenu of={texts.figures.map(title)} make={(paper) => mapFigure({ name: props.exports!, title, about: props.about ?? "", layer, field, scale: props.scale, colours: props.colours, at, tile }, paper)} />{" "}
@@ -298,10 +299,10 @@ interface Hit {
 }
 
 /** The tile of the visible part once the map rests, if a server or the page itself has it; or why it failed. */
-function useTile({ layer, number, field }: Props, at: Zoom["at"]): { tile: Tile | null; failed: string } {
+function useTile({ layer, number, field, window: alone = null }: Props, at: Zoom["at"]): { tile: Tile | null; failed: string } {
   const [found, setFound] = useState<Tile | null>(null);
   const [failed, setFailed] = useState("");
-  const needed = number !== undefined && served(layer, number) && !layer.map?.exact && !field.sink && !field.signed && at[0] > 1;
+  const needed = number !== undefined && served(layer, number, alone) && !layer.map?.exact && !field.sink && !field.signed && (at[0] > 1 || alone !== null);
   const [k, x, y] = at;
   useEffect(() => {
     setFailed("");
@@ -312,8 +313,8 @@ function useTile({ layer, number, field }: Props, at: Zoom["at"]): { tile: Tile 
     };
     const stop = new AbortController();
     const later = setTimeout(() => {
-      const [queries, keys] = served(layer, number)!;
-      askTile(layer, number, part(y, queries), part(x, keys), stop.signal).then(setFound, (error: unknown) => {
+      const [queries, keys] = served(layer, number, alone)!;
+      askTile(layer, number, part(y, queries), part(x, keys), stop.signal, alone).then(setFound, (error: unknown) => {
         if (!stop.signal.aborted) setFailed(why(error));
       });
     }, 150);
@@ -321,8 +322,8 @@ function useTile({ layer, number, field }: Props, at: Zoom["at"]): { tile: Tile 
       clearTimeout(later);
       stop.abort();
     };
-  }, [needed, layer.index, number, k, x, y]);
-  return { tile: needed && found?.layer === layer.index && found.head === number ? found : null, failed };
+  }, [needed, layer.index, number, alone, k, x, y]);
+  return { tile: needed && found?.layer === layer.index && found.head === number && found.window === alone ? found : null, failed };
 }
 
 /** Below and right of the pointer, or above and left where the window ends. */
@@ -351,13 +352,13 @@ function cellOf(tile: Tile, across: number, down: number): [number, number] | nu
 }
 
 /** The weight of a query on a key, from the server or from q and k in the page. */
-export function Exact({ layer, head, at: [query, key] }: { layer: Layer; head: number; at: [number, number] }) {
+export function Exact({ layer, head, at: [query, key], window }: { layer: Layer; head: number; at: [number, number]; window: number | null }) {
   const [found, setFound] = useState<Tile | null>(null);
   useEffect(() => {
     const stop = new AbortController();
-    void askTile(layer, head, [query, query + 1], [key, key + 1], stop.signal).then(setFound, () => setFound(null)); // the map shows the reason
+    void askTile(layer, head, [query, query + 1], [key, key + 1], stop.signal, window).then(setFound, () => setFound(null)); // the map shows the reason
     return () => stop.abort();
-  }, [layer, head, query, key]);
+  }, [layer, head, query, key, window]);
   return found && <Finer layer={layer} tile={found} across={(found.keys[0] + 0.5) / found.lengths[1]} down={(found.queries[0] + 0.5) / found.lengths[0]} />;
 }
 
@@ -370,7 +371,7 @@ function Finer({ layer, tile, across, down }: { layer: Layer; tile: Tile; across
   const n = row * tile.columns + column;
   const place = (axis: "query" | "key", at: number, bins: number, length: number, first: number) => {
     const [start, stop] = range(at, bins, length);
-    return stop - start === 1 ? texts.names.one(axis, position(layer, axis, first + start)) : texts.names.several(axis, first + start, first + stop - 1);
+    return stop - start === 1 ? texts.names.one(axis, position(layer, axis, first + start, tile.window)) : texts.names.several(axis, first + start, first + stop - 1);
   };
   const mean = tile.mean[n];
   return (

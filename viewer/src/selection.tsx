@@ -9,7 +9,7 @@ import { useRoving } from "./roving";
 import type { State } from "./state";
 import * as texts from "./texts";
 import { fill, whole } from "./texts";
-import { bin, binAt, mapValue } from "./words";
+import { bin, binAt, mapValue, windowsOf } from "./words";
 
 type Change = (part: Partial<State>) => void;
 
@@ -46,7 +46,7 @@ export function Pinned({ head, ...rest }: Pointed & { head: Head }) {
         <p class="hint" title={texts.selected.noneHelp}>{texts.selected.none(chips(layer, state))}</p>
       ) : (
         <p aria-live="polite">
-          {state.cell && <Exact layer={layer} head={state.head} at={state.cell} />}
+          {state.cell && <Exact layer={layer} head={state.head} at={state.cell} window={windowsOf(layer) > 0 ? state.window : null} />}
           <Cell {...{ layer, head, field: of, row, column }} />
         </p>
       )}

@@ -43,6 +43,7 @@ export interface State extends HistoryState {
   token: number | null; // the token whose lines stay, in the text
   page: number | null; // of the text
   window: number; // whose text is shown, where the model read a text in windows
+  alone: boolean; // whether the map shows that window only, where the page holds q and k
   also: [number, number][]; // further heads with lines in the text
   toward: "from" | "to" | "both"; // lines from queries, to keys
   patchesOf: number | null; // the segment whose tokens look at the images of a prompt; null = the selected token
@@ -124,6 +125,7 @@ export const FIRST: State = {
   token: null,
   page: null,
   window: 0,
+  alone: false,
   also: [],
   toward: "from",
   patchesOf: null,
@@ -184,11 +186,11 @@ export function parse(hash: string): State {
   const otherLayer = whole(params.get("other"), data.layers.length);
   const map = data.layers[layer].map;
   const zoom = (params.get("zoom") ?? "").split(",").map(Number);
-  const cell = (params.get("cell") ?? "").split(",").map((text, n) => whole(text, tiledLengths(layer)?.[n] ?? 0));
   const names = ["", ...data.names.map((each) => each.name)];
   const named = data.history ? null : params.get("against");
   const against = named ? labelled(named, NAME, false) : "";
   const window = whole(params.get("window"), data.runTokens?.ids.length ?? 0) ?? 0;
+  const cell = (params.get("cell") ?? "").split(",").map((text, n) => whole(text, tiledLengths(layer, HAS_WINDOWS ? window : undefined)?.[n] ?? 0));
   const length = data.tokens?.labels.length ?? data.runTokens?.ids[window]?.length ?? 0;
   return {
     ...parseHistory(params),
@@ -223,6 +225,7 @@ export function parse(hash: string): State {
     token: whole(params.get("token"), length),
     page: whole(params.get("page"), length),
     window,
+    alone: params.get("alone") === "1",
     patchesOf: whole(params.get("patchesOf"), 64),
     segmentFrom: whole(params.get("segmentFrom"), 64),
     segmentTo: whole(params.get("segmentTo"), 64) ?? 0,
@@ -264,6 +267,7 @@ export function address(state: State, shared = false): string {
   for (const name of ["token", "page", "window", "toward", "segmentFrom", "segmentTo", "patchesOf"] as const) add(name, state[name], FIRST[name]);
   if (state.also.length > 0) params.set("also", state.also.map((each) => each.join(".")).join(","));
   addHistory(params, state);
+  if (state.alone) params.set("alone", "1");
   if (!state.down) params.set("down", "0");
   if (!state.onlyMoved) params.set("moved", "0");
   const against = comparedFile() || state.against;

@@ -141,6 +141,11 @@ export const reading = {
     `The maps merge ${whole(windows)} windows. Of this one the page holds only the weights that are the largest of their cell over all windows.`,
   window: "Window",
   windowOf: (window: number, length: number) => `${whole(window)} (${counted(length, "token")})`,
+  everyOfWindow: (windows: number) => `The maps merge ${whole(windows)} windows. Of this one the page holds q and k of this head: each listed weight is exact, and the page shows how it comes about.`,
+  why: (share: string) => `${share}, why?`,
+  whyThis: (share: string) => `${share}: why this weight?`,
+  heldFor: "Every weight of a token, and why it is as large as it is, can be had for these windows:",
+  heldHeads: "Every weight of a token, and why it is as large as it is, can be had for {heads}.",
   noneOfWindow: "The page holds no weight of this token: larger ones in other windows stand for its cells.",
   largestOnly: "The page holds the largest weights of each token only.",
   choose: "Click a token to list the ten tokens that it attends to most, wherever in the text they are.",
@@ -392,6 +397,7 @@ export const names = {
   },
   chip: (at: number, token: string, value: string) => `${at}: ${token}${value && `, ${value}`}`,
   firstInput: "the first input of the last call",
+  inWindow: (window: number) => `window ${whole(window)}`,
 };
 
 /** A token or patch in a caption, for `fill`: "␣on (25)". */
@@ -544,6 +550,10 @@ export const reason = {
   absent: "This page does not hold q and k of this head. Record them: headscope watch --keep-qk, or Observe(keep_qk=True). Then make the page: headscope report --exact LAYER.HEAD.",
   served: "A page from a server does not hold q and k. A saved page shows how a weight is computed: recording.save_html(path, exact=[(layer, head)]).",
   others: "This page can compute the weights of {heads}.",
+  largestIn: (window: number) => `The largest weight of this cell is in window ${whole(window)}.`,
+  elsewhere: (window: number) => `The largest weight of this cell is in window ${whole(window)}, whose q and k this page does not hold. The page explains the largest weight of the same cell in these windows:`,
+  chooseInWindows: "Select a cell of the map to see how its largest weight is computed. Single weights can be had for these windows:",
+  goToWindow: (window: number) => `Go to window ${whole(window)}`,
   pair: "{query} → {key}",
   of: (input: string) => ` (${input})`,
   product: "Query times key: how well the two match",
@@ -706,6 +716,7 @@ export const map = {
     `keys ${whole(keys[0])}–${whole(keys[1] - 1)}${of && ` of ${of}`}.`,
   axis: (axis: Axis) => axis,
   axisOfLast: (axis: Axis) => `${axis} of the last call`,
+  axisOfWindow: (axis: Axis, window: number) => `${axis} of window ${whole(window)}`,
   axisOfBins: (axis: Axis) => `${axis} bin`,
   // The page shows the longest that fits.
   received: (most: string) => [`attention received (avg per query, max ${most})`, `received per query (max ${most})`, `received ≤ ${most}`],
@@ -743,6 +754,7 @@ export const legend = {
   levels: (levels: number) => `Stored in ${levels + 1} levels: value = largest of its row × (c / ${levels})².`,
   noDetail: "Zooming in adds no detail.",
   oneWeight: "Each cell is one weight.",
+  aloneHelp: (window: number) => `Only window ${whole(window)}, from q and k in this page`,
   /** `over` is what `inputs` or `windows` returns, or "". */
   proportional: (pool: "mean" | "max", rows: number, columns: number, over: string) =>
     `Each cell ${over ? `is its ${pool === "max" ? "largest" : "mean"} weight${over}` : `${pool === "max" ? "is the largest weight" : "averages the weights"} of calls`} of different lengths: ${rows} × ${columns} bins, each an equal share of the length.`,

@@ -2,19 +2,21 @@
 
 import type { ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { data, hasTokens, type Layer, queryAt, token } from "./data";
-import { embedded, reasonOf } from "./exact";
+import { data, type Head, hasTokens, type Layer, queryAt, range, token } from "./data";
+import { embedded, exactTile, heldWindows, reasonOf } from "./exact";
 import type { ExactHead, Reason, Rival } from "./exact_worker";
 import { opened } from "./head";
 import type { State } from "./state";
 import { why } from "./tiles";
 import { fill, names, reason as texts } from "./texts";
-import { nameOf, oneOf, position } from "./words";
+import { nameOf, oneOf, position, tokenOf, windowsOf } from "./words";
 
 const PARTS = 10; // dimensions
+const MOST_OFFERED = 8; // windows with a button each
 
 interface Props {
   layer: Layer;
+  head: Head;
   state: State;
   change: (part: Partial<State>) => void;
 }
@@ -26,7 +28,8 @@ function selected(layer: Layer, { cell, row, column }: State, lengths: [number, 
   return single && row !== null && column !== null ? [row, column] : null;
 }
 
-export function Why({ layer, state, change }: Props) {
+export function Why({ layer, head, state, change }: Props) {
+  if (windowsOf(layer) > 0 && data.exact.length > 0) return <OfWindows {...{ layer, head, state, change }} />;
   const about = embedded(layer, state.head);
   if (data.exact.length === 0) return layer.map ? <Absent text={data.served ? texts.served : texts.absent} /> : null;
   if (!about) return <Others {...{ state, change }} />;
@@ -37,6 +40,68 @@ export function Why({ layer, state, change }: Props) {
       {at ? <Steps {...{ layer, about, at }} /> : <p class="hint">{texts.choose}</p>}
       <p class="hint stored">{texts.stored(about.k.kind, about.bits, about.error)}</p>
     </section>
+  );
+}
+
+/** The selected weight where the maps merge windows: that of the selected query and key, else the largest of the selected cell. */
+function weightOf(layer: Layer, { map }: Head, { cell, row, column, window, head }: State): { window: number; at: [number, number] } | null {
+  if (cell && embedded(layer, head, window)) return { window, at: cell };
+  const places = map?.places;
+  if (!places || row === null || column === null) return null;
+  const n = row * map.columns + column;
+  if (!(map.max[n] > 0)) return null;
+  const start = layer.map!.ranges ? [range(row, map.rows, layer.lengths![0])[0], range(column, map.columns, layer.lengths![1])[0]] : [0, 0];
+  return { window: places.run[n], at: [places.query[n] + start[0], places.key[n] + start[1]] };
+}
+
+function OfWindows({ layer, head, state, change }: Props) {
+  const held = heldWindows(layer, state.head);
+  if (held.length === 0) return <Others {...{ state, change }} />;
+  const found = weightOf(layer, head, state);
+  const about = found && embedded(layer, state.head, found.window);
+  const go = (window: number) => {
+    void strongestIn(embedded(layer, state.head, window)!, state).then((cell) => change({ window, cell, ...(cell ? {} : { alone: true }) }));
+  };
+  return (
+    <section class="why" aria-labelledby="why-title">
+      <h3 id="why-title">{texts.title}</h3>
+      {found && about && !state.cell && <p class="hint">{texts.largestIn(found.window)}</p>}
+      {found && about && <Explained {...{ layer, about }} at={found.at} />}
+      {!about && <p class="hint">{found ? texts.elsewhere(found.window) : texts.chooseInWindows}</p>}
+      {!about && <Held windows={held} go={go} />}
+    </section>
+  );
+}
+
+/** The largest weight of a window in the selected cell; null where the cell has none there, or none is selected. */
+async function strongestIn(about: ExactHead, { row, column, layer }: State): Promise<[number, number] | null> {
+  const map = data.layers[layer].map!;
+  if (row === null || column === null) return null;
+  const [queries, keys] = [range(row, map.rows, about.lengths[0]), range(column, map.columns, about.lengths[1])];
+  if (queries[1] > about.lengths[0] || keys[1] > about.lengths[1]) return null;
+  const wide = keys[1] - keys[0];
+  const { max } = await exactTile(about, queries, keys, Math.max(wide, queries[1] - queries[0]), new AbortController().signal);
+  let best = -1;
+  for (let n = 0; n < max.length; n++) if (max[n] > 0 && !(max[n] <= max[best])) best = n;
+  return best < 0 ? null : [queries[0] + Math.floor(best / wide), keys[0] + (best % wide)];
+}
+
+/** A button for each window that the page holds q and k of. */
+export function Held({ windows, go }: { windows: number[]; go: (window: number) => void }) {
+  return (
+    <p class="held">
+      {windows.slice(0, MOST_OFFERED).map((window) => <button type="button" key={window} onClick={() => go(window)}>{texts.goToWindow(window)}</button>)}
+    </p>
+  );
+}
+
+/** How a weight comes about, and how closely q and k are stored. */
+export function Explained({ layer, about, at }: { layer: Layer; about: ExactHead; at: [number, number] }) {
+  return (
+    <>
+      <Steps {...{ layer, about, at }} />
+      <p class="hint stored">{texts.stored(about.k.kind, about.bits, about.error)}</p>
+    </>
   );
 }
 
@@ -51,19 +116,25 @@ function Absent({ text }: { text: string }) {
 }
 
 /** How close the tiles of a head are to the model's weights, where q and k are stored in fewer bits than the recording has. */
-export function Closeness({ layer, head }: { layer: Layer; head: number | undefined }) {
-  const about = head === undefined || data.served ? null : embedded(layer, head);
+export function Closeness({ layer, head, window }: { layer: Layer; head: number | undefined; window: number | null }) {
+  const about = head === undefined || data.served ? null : embedded(layer, head, window);
   return about && about.error > 0 ? <p class="hint stored">{texts.stored(about.k.kind, about.bits, about.error)}</p> : null;
 }
 
-/** The heads that the page can compute, where this is not one. */
-function Others({ state, change }: Omit<Props, "layer">) {
-  const heads = data.exact.map((each, n) => (
+/** The heads that the page can compute, each as a button. */
+export function heldHeads(go: (head: ExactHead) => void) {
+  const heads = data.exact.filter(({ layer, head }, n) => data.exact.findIndex((each) => each.layer === layer && each.head === head) === n);
+  return heads.map((each, n) => (
     <span key={`${each.layer}.${each.head}`}>
       {n > 0 && ", "}
-      <button type="button" class="link" onClick={() => change(opened(state, each.layer, each.head))}>{nameOf(each.layer, each.head)}</button>
+      <button type="button" class="link" onClick={() => go(each)}>{nameOf(each.layer, each.head)}</button>
     </span>
   ));
+}
+
+/** The heads that the page can compute, where this is not one. */
+function Others({ state, change }: Pick<Props, "state" | "change">) {
+  const heads = heldHeads((each) => change(opened(state, each.layer, each.head)));
   return (
     <section class="why" aria-labelledby="why-title">
       <h3 id="why-title">{texts.title}</h3>
@@ -87,11 +158,12 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
   if (failed) return <p class="hint" role="status">{texts.failed(failed)}</p>;
   if (!found || found.about !== about || found.query !== query || found.key !== key) return null;
   const { is } = found;
-  const { scale, softcap } = about;
+  const { scale, softcap, window = null } = about;
   const scaled = is.dot * scale;
   const capped = softcap === null ? scaled : softcap * Math.tanh(scaled / softcap);
-  const name = (axis: "query" | "key", place: number) => <bdi>{names.one(axis, position(layer, axis, place))}</bdi>;
-  const input = oneOf(layer);
+  const name = (axis: "query" | "key", place: number) => <bdi>{names.one(axis, position(layer, axis, place, window))}</bdi>;
+  const input = oneOf(layer, window);
+  const ending = endOf(layer, query, key, window);
   return (
     <div aria-live="polite" data-p={is.p} data-logit={is.logit} data-dot={is.dot}>
       <p>{fill(texts.pair, { query: name("query", query), key: name("key", key) })}{input && texts.of(input)}</p>
@@ -106,7 +178,7 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
             <Step title={texts.lseTitle} formula={texts.lse(is.lse)} />
             <Step title={texts.weightTitle} formula={texts.weight(is.logit, is.lse, is.p)} />
             {is.rival && <Against {...{ is, rival: is.rival, other: name("key", is.rival.key), selected: name("key", key) }} />}
-            {endOf(layer, query, key) && <li class="ending">{texts.ends[endOf(layer, query, key)!]}</li>}
+            {ending && <li class="ending">{texts.ends[ending]}</li>}
           </>
         ))}
       </ol>
@@ -115,11 +187,12 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
 }
 
 /** What a key is to a query of the same text; null where the page does not know, or it is none of these. */
-function endOf(layer: Layer, query: number, key: number): keyof typeof texts.ends | null {
+function endOf(layer: Layer, query: number, key: number, window: number | null): keyof typeof texts.ends | null {
   if (data.image || layer.kind !== "self" || layer.other) return null;
-  const at = queryAt(layer, query);
+  const at = window === null ? queryAt(layer, query) : query;
+  const text = (place: number) => (window !== null ? tokenOf(layer, window, place) : hasTokens(layer) ? token(place, true) : null);
   if (key === at) return "self";
-  if (hasTokens(layer) && key > 0 && key <= at && token(key - 1, true) === token(at, true)) return "induction";
+  if (key > 0 && key <= at && text(at) !== null && text(key - 1) === text(at)) return "induction";
   return key === at - 1 ? "previous" : key === 0 ? "first" : null;
 }
 

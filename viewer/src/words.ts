@@ -39,9 +39,9 @@ export function nameOf(layer: number, head: number): string {
   return names.head(layerName(layer), head);
 }
 
-/** A position with its token, if there is one. */
-export function position(layer: Layer, axis: "query" | "key", at: number): string {
-  const text = hasTokens(layer) ? token(axis === "query" ? queryAt(layer, at) : at, true, layer) : null;
+/** A position with its token, if there is one; `window`: of a text that was read in windows. */
+export function position(layer: Layer, axis: "query" | "key", at: number, window: number | null = null): string {
+  const text = window !== null ? tokenOf(layer, window, at) : hasTokens(layer) ? token(axis === "query" ? queryAt(layer, at) : at, true, layer) : null;
   return text === null ? whole(at) : names.quoted(at, text);
 }
 
@@ -85,8 +85,9 @@ function single(layer: Layer): boolean {
   return layer.lengths !== null && layer.of === layer.runs * layer.lengths[0];
 }
 
-/** The input that tiles and strips belong to, where the map covers more than one. */
-export function oneOf(layer: Layer): string {
+/** The input that tiles and strips belong to, where the map covers more than one; `window`: of a text that was read in windows. */
+export function oneOf(layer: Layer, window: number | null = null): string {
+  if (window !== null) return names.inWindow(window);
   return layer.lengths !== null && layer.of === layer.lengths[0] ? "" : names.firstInput;
 }
 

@@ -29,6 +29,7 @@ __all__ = [
     "save_history",
     "save_recording",
     "shown_recording",
+    "worth_keeping",
 ]
 
 for _class in (Against, Layer, Picture, Shown, TrainingHistory):
@@ -134,6 +135,26 @@ def shown_recording(recording: ObservedModel, **options: Any) -> Shown:
         '4 queries × 4 keys; 1 forward pass'
     """
     return from_recording.shown(recording, **options)
+
+
+def worth_keeping(recording: ObservedModel) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return the heads whose q and k a page should hold, as layer and head, and the forward passes to take them from.
+
+    The best ones are first. These are the heads that the page holds by default, where their q and k were retained. Of a
+    text that was read in windows, each forward pass is a window.
+
+    Examples:
+        >>> import torch
+        >>> from headscope import MultiHeadAttention, Observe, watch
+        >>> from headscope.report.viewer import worth_keeping
+        >>> model = MultiHeadAttention(8, 2)
+        >>> with watch(model, what=Observe(map=4)) as recording:
+        ...     _ = model(torch.randn(1, 4, 8))
+        >>> heads, passes = worth_keeping(recording)
+        >>> sorted(heads), passes
+        ([(0, 0), (0, 1)], [0])
+    """
+    return from_recording.worth_keeping(recording)
 
 
 def render_sheet(sheet: SheetFigures) -> str:

@@ -274,7 +274,7 @@ def page(result: WatchResult) -> str:
     if about.options.get("layers") is not None:
         footer["Layers"] = ", ".join(about.options["layers"])
     title = _capital(f"{result.loaded.name}: {result.model_input.source}")
-    shown = shown_recording(result.recording, title=title, strips=(), **_image(result))
+    shown = shown_recording(result.on_page, title=title, strips=(), **_image(result))
     lead = f"{_capital(_title(result))}. {_capital(_lead(result))} {reading(result.recording)}"
     notes = [*map(_sentence, result.notes), *shown.notes]
     return render_shown(

@@ -14,6 +14,7 @@ from headscope.cli._shared.console import one_line, warnings_as_notes
 from headscope.cli._shared.image_regions import find_regions, patches_of
 from headscope.cli._shared.mistakes import Mistake, name_options
 from headscope.cli._shared.model_loading import quiet_transformers
+from headscope.cli._shared.page_weights import with_page_weights
 from headscope.cli._shared.segment_view import SegmentSummary, summarize_segments
 from headscope.cli._shared.watch_options import MOST_BINS, WatchOptions
 
@@ -48,12 +49,14 @@ class WatchResult:
     """The recording of a model on an input, and the conclusions; one that requires more data is None.
 
     Attributes:
+        on_page: the recording with the q and k that the page holds.
         against: the path of the older recording, escaped for a terminal.
     """
 
     loaded: Loaded
     model_input: Input
     recording: Recording
+    on_page: Recording
     patterns: Patterns
     streaming: StreamingHeads | None
     budget: KVBudget
@@ -83,6 +86,9 @@ def run_watch(loaded: Loaded, model_input: Input, options: WatchOptions) -> Watc
         loaded,
         model_input,
         recording,
+        recording
+        if options.page is None or options.keep_qk
+        else with_page_weights(recording, loaded, model_input, options.layers),
         patterns(stats),
         streaming_heads(stats) if windowed else None,
         kv_budget(stats, budgets, kv_heads=groups),

@@ -3,6 +3,7 @@
 The blocks follow each other, each at a multiple of three bytes, as in ``packing``. The description of a head has:
 
     layer, head, lengths, depth, scale, softcap     of the call; lengths are the numbers of queries and keys
+    window           of a text that was read in windows, the one that q and k are of; else None
     bits, error      of a value of q and k; the most by which a weight differs from the model's, as a share of it
     q, k             kind and place of a block, see ``exact_values``
     lse              float32 [queries]; inf in rows without visible keys, NaN in rows without weights
@@ -10,14 +11,14 @@ The blocks follow each other, each at a multiple of three bytes, as in ``packing
     rest             bits [rows, columns] of the visible pairs, for masks that spans cannot express
     bias             float32 [rows, columns], or relative: by key - query + queries - 1
 
-The keys of a group of heads, and the mask and bias of a layer, are stored once.
+The keys of a group of heads, and the mask and bias of a layer, are stored once for each window.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,6 +45,9 @@ MOST_BYTES = 96 * 10**6
 
 MOST_BYTES_BY_DEFAULT = 24 * 10**6
 """The same where no heads were requested: a page does not grow by more on its own."""
+
+MOST_BYTES_OF_WINDOWS = 7 * 10**5
+"""The same of all windows of a text together, unless one alone takes more."""
 
 MOST_BYTES_OF_HEAD = 48 * 10**6
 SMALL_ERROR = 1e-3  # of a weight: from here on 32 bits replace 16, where they fit
@@ -96,10 +100,11 @@ class ExactHeads:
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """A head and the weights of its layer."""
+    """A head and the weights of its layer, of one window where a text was read in windows."""
 
     place: Place
     weights: Weights
+    window: int | None = None
 
     def size(self, bits: int) -> int:
         """Return the most bytes in base64 that q, k and lse of the head take, in at most so many bits a value."""
@@ -115,6 +120,20 @@ class Content:
 
     data: bytearray = field(default_factory=bytearray)
     places: dict[object, tuple[int, int]] = field(default_factory=dict[object, tuple[int, int]])
+
+    @property
+    def size(self) -> int:
+        """The bytes in base64."""
+        return 4 * len(self.data) // 3
+
+    def base64(self) -> str:
+        """Return all blocks."""
+        return base64.b64encode(bytes(self.data)).decode("ascii")
+
+    def cut(self, size: int) -> None:
+        """Remove the blocks that were put after the content had so many bytes in base64."""
+        del self.data[3 * size // 4 :]
+        self.places = {key: place for key, place in self.places.items() if place[0] < len(self.data)}
 
     def put(self, key: object, block: bytes, *, search: bool = False) -> tuple[int, int]:
         """Return where the block of a key lies."""
@@ -159,15 +178,25 @@ def exact_heads_of_sheet(
         for layer, head in choose_heads(heads, patterns, opens_on)
         if (kept := weights[layer]) is not None and not refusal_of(kept, head)
     ]
-    return _pack(chosen, requested=False)
+    content = Content()
+    return replace(_pack(chosen, False, content), content=content.base64())
 
 
 def exact_heads(
     parts: Mapping[str, Observed],
     patterns: Sequence[Sequence[Sequence[Scored]]],
     request: Sequence[tuple[int | str, int]] | None,
+    windows: Sequence[int] = (),
 ) -> ExactHeads:
     """Return the requested heads, or those of ``choose_heads``; heads that do not fit are left out, with a note.
+
+    Args:
+        parts: the layers.
+        patterns: of each layer and head, the best match first.
+        request: the heads; None = those of ``choose_heads``.
+        windows: of a text that was read in windows, all of them, those to store first at the beginning. The page holds
+            the first one whose q and k were retained, and the next ones that ``MOST_BYTES_OF_WINDOWS`` allows. () = the
+            last call.
 
     Raises:
         TypeError, ValueError: a requested head does not exist, has no q and k or no map, or its weights cannot be
@@ -179,7 +208,28 @@ def exact_heads(
     else:
         places = [*dict.fromkeys(places_of("exact", request, parts, MOST_HEADS))]
     layers = list(parts.values())
-    weights = {layer: _weights(layers[layer].last_tiles) for layer, _ in places}
+    held = [window for window in windows if any(window in layers[layer].tiles for layer, _ in places)]
+    content = Content()
+    requested = request is not None
+    found = _pack(_chosen(layers, places, requested, held[0] if held else None), requested, content)
+    for window in held[1:]:
+        before = content.size
+        more = _pack(_chosen(layers, places, requested, window), requested, content)
+        if content.size > MOST_BYTES_OF_WINDOWS:
+            content.cut(before)
+            break
+        found = replace(found, heads=[*found.heads, *more.heads])
+    return replace(found, content=content.base64())
+
+
+def _chosen(layers: Sequence[Observed], places: Sequence[Place], requested: bool, window: int | None) -> list[Chosen]:
+    """Return the heads with the weights of a window; None = of the last call.
+
+    Raises:
+        ValueError: a requested head cannot be computed in the page.
+    """
+    of_layers = [each.last_tiles if window is None else each.tiles.get(window) for each in layers]
+    weights = {layer: _weights(of_layers[layer]) for layer, _ in places}
     chosen: list[Chosen] = []
     refused: list[str] = []
     for layer, head in places:
@@ -191,10 +241,10 @@ def exact_heads(
         if why:
             refused.append(texts.exact_refused(layer, head, why))
         elif kept is not None:
-            chosen.append(Chosen((layer, head), kept))
-    if request is not None and refused:
+            chosen.append(Chosen((layer, head), kept, window))
+    if requested and refused:
         raise ValueError(f"exact: {refused[0]}")
-    return _pack(chosen, request is not None)
+    return chosen
 
 
 def _weights(access: Access | None) -> Weights | None:
@@ -223,8 +273,8 @@ def refusal_of(weights: Weights, head: int) -> str:
     return ""
 
 
-def _pack(chosen: Sequence[Chosen], requested: bool) -> ExactHeads:
-    """Return the heads in the largest number of bits that fits, and otherwise the first ones of them that fit."""
+def _pack(chosen: Sequence[Chosen], requested: bool, content: Content) -> ExactHeads:
+    """Put the heads in the largest number of bits that fits, and otherwise the first ones of them that fit."""
     room = MOST_BYTES if requested else MOST_BYTES_BY_DEFAULT
     fitting, bits = chosen, 0
     for bits in (32, 16, 8) if requested else (32, 16):
@@ -235,7 +285,6 @@ def _pack(chosen: Sequence[Chosen], requested: bool) -> ExactHeads:
         for each in chosen:
             if each.size(bits) <= MOST_BYTES_OF_HEAD and _size([*fitting, each], bits) <= room:
                 fitting = [*fitting, each]
-    content = Content()
     heads: list[Mapping[str, Any]] = []
     coarse = 0
     for each in fitting:
@@ -246,7 +295,7 @@ def _pack(chosen: Sequence[Chosen], requested: bool) -> ExactHeads:
             heads.append(described)
     notes = [texts.exact_left_out(len(heads), len(chosen), requested)] if len(fitting) < len(chosen) else []
     notes += [texts.exact_coarse(coarse)] if coarse else []
-    return ExactHeads(heads, base64.b64encode(bytes(content.data)).decode("ascii"), notes)
+    return ExactHeads(heads, notes=notes)
 
 
 def _size(chosen: Sequence[Chosen], bits: int) -> int:
@@ -256,6 +305,7 @@ def _size(chosen: Sequence[Chosen], bits: int) -> int:
 def _describe(each: Chosen, bits: int, content: Content) -> dict[str, Any] | None:
     """Return the description of a head, and put its blocks; None if a weight would change by over ``MOST_ERROR``."""
     weights, (layer, head) = each.weights, each.place
+    run = each.window, layer
     sizes = weights.sizes
     group = head * sizes["k"][1] // sizes["q"][1]
     q, k = weights.parts["q"][0, head, :], weights.parts["k"][0, group, :]
@@ -270,12 +320,13 @@ def _describe(each: Chosen, bits: int, content: Content) -> dict[str, Any] | Non
     if stored is None or error > MOST_ERROR:
         return None
     places = [
-        {"kind": x.kind, "at": content.put((layer, name, n, x.kind), x.block)}
+        {"kind": x.kind, "at": content.put((run, name, n, x.kind), x.block)}
         for x, name, n in zip(stored, "qk", (head, group), strict=True)
     ]
     return {
         "layer": layer,
         "head": head,
+        "window": each.window,
         "lengths": [weights.queries, weights.keys],
         "depth": sizes["q"][3],
         "scale": weights.scale,
@@ -284,29 +335,29 @@ def _describe(each: Chosen, bits: int, content: Content) -> dict[str, Any] | Non
         "error": error,
         "q": places[0],
         "k": places[1],
-        "lse": content.put((layer, "lse", head), lse.float().numpy().astype("<f4").tobytes()),
-        **_mask(weights, layer, head, content),
+        "lse": content.put((run, "lse", head), lse.float().numpy().astype("<f4").tobytes()),
+        **_mask(weights, run, head, content),
     }
 
 
-def _mask(weights: Weights, layer: int, head: int, content: Content) -> dict[str, Any]:
-    """Return the description of mask and bias."""
+def _mask(weights: Weights, run: object, head: int, content: Content) -> dict[str, Any]:
+    """Return the description of mask and bias; ``run``: the layer, and the window that they are of."""
     described: dict[str, Any] = {"spans": None, "rest": None, "bias": None}
     if "spans" in weights.parts:
         spans = weights.parts["spans"][0, :]
-        at = content.put((layer, "spans"), spans_block(spans), search=True)
+        at = content.put((run, "spans"), spans_block(spans), search=True)
         described["spans"] = {"at": at, "rows": spans.shape[0], "n": spans.shape[1]}
     if "rest" in weights.parts:
         rest = _of_head(weights, "rest", head).contiguous()
         block = np.packbits(rest.numpy()).tobytes()
-        at = content.put((layer, "rest", min(head, weights.sizes["rest"][1] - 1)), block, search=True)
+        at = content.put((run, "rest", min(head, weights.sizes["rest"][1] - 1)), block, search=True)
         described["rest"] = {"at": at, "rows": rest.shape[0], "columns": rest.shape[1]}
     if "bias" in weights.parts:
         bias = _of_head(weights, "bias", head).float()
         rows, columns = bias.shape
         relative = relative_bias(bias) if min(rows, columns) > 1 else None
         values = bias.contiguous() if relative is None else relative
-        key = (layer, "bias", min(head, weights.sizes["bias"][1] - 1))
+        key = (run, "bias", min(head, weights.sizes["bias"][1] - 1))
         at = content.put(key, values.numpy().astype("<f4").tobytes(), search=True)
         described["bias"] = {"at": at, "rows": rows, "columns": columns, "relative": relative is not None}
     return described

@@ -16,7 +16,7 @@ from headscope._support.arguments import as_whole, check_type, whole
 from headscope.report._texts import broken_layers
 from headscope.report._viewer import texts
 from headscope.report._viewer.compared import Numbers, compared, distances, origin_of
-from headscope.report._viewer.exact_heads import exact_heads
+from headscope.report._viewer.exact_heads import choose_heads, exact_heads
 from headscope.report._viewer.model import Against, Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Strips, most_received, sources, standing
 from headscope.report._viewer.packing import exact as holds_every_weight
@@ -24,7 +24,7 @@ from headscope.report._viewer.places import Place, places_of
 from headscope.report._viewer.segments import segment_facts
 from headscope.report._viewer.strips import empty_strips, strips_of
 from headscope.report.fixed_keys import FIXED_KEY
-from headscope.report.highlights import fixed_names, recording_highlights
+from headscope.report.highlights import Highlight, fixed_names, recording_highlights
 from headscope.report.observed_model import Errors, ObservedModel, TracedSteps
 from headscope.report.regions import pixels_of
 from headscope.report.words import STATISTICS, WEAK
@@ -64,7 +64,8 @@ def shown(
     patterns, also = _patterns(recording, unit)
     short, common = short_layers(recording.stats.layers)
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
-    computed = exact_heads(stats.parts, patterns, exact)
+    highlights = recording_highlights(recording, unit=unit)
+    computed = exact_heads(stats.parts, patterns, exact, windows_in_order(parts, about.run_texts, highlights))
     numbers, heads = Numbers(), sum(part.heads for part in parts)
     layers = [
         Layer(
@@ -91,11 +92,31 @@ def shown(
         trace_title="" if trace is None else trace.title,
         run_texts=about.run_texts,
         exact=computed,
-        highlights=recording_highlights(recording, unit=unit),
+        highlights=highlights,
         origin=origin_of(recording),
         numbers=numbers.lists,
         against=other,
     )
+
+
+def windows_in_order(
+    parts: Sequence[LayerStats], run_texts: Sequence[Sequence[str]], highlights: Sequence[Highlight]
+) -> list[int]:
+    """Return the windows of a text: those with most of the cards' examples first; none if it was read in one pass."""
+    if any(part.runs != len(run_texts) for part in parts):
+        return []
+    examples = [each.run for each in highlights if each.cell is not None]
+    return sorted(range(len(run_texts)), key=lambda window: -examples.count(window))
+
+
+def worth_keeping(recording: ObservedModel) -> tuple[list[Place], list[int]]:
+    """Return the heads whose q and k a page should hold, and the passes to take them from, the best first."""
+    stats, about = recording.stats, recording.about
+    parts = list(stats.parts.values())
+    patterns, _ = _patterns(recording, "token")
+    heads = [part.heads if part.map is not None else 0 for part in parts]
+    windows = windows_in_order(parts, about.run_texts, recording_highlights(recording))
+    return choose_heads(heads, patterns), windows or [max(part.runs for part in parts) - 1]
 
 
 def _picture_of(
