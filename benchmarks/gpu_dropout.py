@@ -46,13 +46,14 @@ def compare(dtype: torch.dtype, mask: masks.Mask | None, device: torch.device, o
     prepared = prepare(q, k, v, *arguments)
     name = prepared.backend.name
     weights = attend(q.double(), k.double(), v.double(), mask=mask, backend="reference").out
-    wide = [x.detach().double() for x in (out, grad, q, k, grad_lse[..., None])]
-    errors = (_error(x, y) for x, y in zip(found, _known(*wide, weights), strict=True))
+    known = _known([x.detach().double() for x in (out, grad, q, k, grad_lse[..., None], weights)])
+    errors = (_error(x, y) for x, y in zip(found, known, strict=True))
     return f"fused: {fused.choose(prepared.call)}" if prepared.backend is fused else name, max(errors)
 
 
-def _known(dropped: Tensor, grad: Tensor, q: Tensor, k: Tensor, grad_lse: Tensor, p: Tensor) -> tuple[Tensor, ...]:
-    """Return dq, dk and dv from the weights after dropout, and p, those before it."""
+def _known(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return dq, dk and dv from the weights after dropout, the gradients, and p, the weights before it."""
+    dropped, grad, q, k, grad_lse, p = tensors
     ds = dropped * grad - p * ((dropped * grad).sum(-1, keepdim=True) - grad_lse)
     return ds @ k * SIZE**-0.5, ds.mT @ q * SIZE**-0.5, dropped.mT @ grad
 
