@@ -11,7 +11,7 @@ import { Bar } from "./legend";
 import { Largest } from "./largest";
 import { LayerStrip } from "./layer_strip";
 import { MapView, type Zoom } from "./map";
-import { alsoOf, degreeOf, isScored, NAMED } from "./naming";
+import { alsoOf, degreeOf, followsUnscored, isCausal, isScored, NAMED } from "./naming";
 import { Images, Regions } from "./picture";
 import { ImageTokens } from "./image_tokens";
 import { Keys } from "./reading";
@@ -25,7 +25,7 @@ import { asField, isExact, served, type Tile } from "./tiles";
 import * as texts from "./texts";
 import { counted, figure, fill, percent, whole } from "./texts";
 import { Why } from "./why";
-import { binning, ending, isClear, nameOf, windowsOf, withoutFirst } from "./words";
+import { binning, ending, isClear, nameOf, statistic, windowsOf, withoutFirst } from "./words";
 
 interface Props {
   state: State;
@@ -146,7 +146,18 @@ function Region({ look, fixed }: { look: [string, number] | null | undefined; fi
 }
 
 /** The pattern that the head matches best, in a sentence. */
-export function Likeness({ layer, head }: { layer: number; head: number }) {
+export function Likeness(place: Place) {
+  return <><Named {...place} />{followsUnscored(place).map((name) => <Unscored key={name} {...place} name={name} />)}</>;
+}
+
+/** A pattern that the head seems to follow, where too few rows show it for a score. */
+function Unscored({ layer, head, name }: Place & { name: string }) {
+  const { rows, of, needs } = data.few![name];
+  const { kind } = texts.patterns[name](UNIT);
+  return <p class="likeness unscored">{fill(texts.head.unscored(whole(rows), whole(of), whole(needs), figure(statistic(layer, head, name), 2), isCausal()), { kind: <b><Term name={name}>{kind}</Term></b> })}</p>;
+}
+
+function Named({ layer, head }: Place) {
   if (data.image && data.image.looks.length > 0 && data.patterns[layer]?.[head]?.[0]?.[0] !== "fixed key") return <Region look={data.image.looks[layer]?.[head]} fixed={data.image.fixed?.[layer]?.[head] ?? false} />;
   const best = data.patterns[layer]?.[head]?.[0];
   if (!best && !isScored()) return null;

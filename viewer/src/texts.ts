@@ -125,11 +125,20 @@ export const search = {
   merged: "The map merges all windows, so its row stands for these positions in each of them.",
   nth: (n: number, of: number) => `${whole(n)} of ${whole(of)}, Enter: next.`,
   none: "Nothing fits.",
+  pattern: (name: string, heads: number, best: string, score: string) => `${name}: ${counted(heads, "head")}, ${heads === 1 ? "" : "highest score "}${best} (${score})`,
+  never: (name: string) => `No head is named “${name}”.`,
+  unnamed: (name: string, best: string, mean: string) => `No head is named “${name}”. By its mean weight ${best} leads, ${mean} (${tabs.table}).`,
+  unscored: (name: string, rows: number, of: number, needs: number, earlier: boolean) => `No score for ${name}: ${whole(rows)} of ${counted(of, "token")} have ${copy(earlier)}, and a score needs ${whole(needs)}.`,
+  leads: (best: string, mean: string) => `By its mean weight ${best} leads, ${mean} (${tabs.table}).`,
   beyond: (tokens: number) => `The text has ${counted(tokens, "token")}, counted from 0.`,
   onlyHeads: "Find a head: 3.3",
   steps: "Find: 3.3, step 120",
   noTokens: "Heads only, such as 3.3: the page does not hold one text, token by token.",
 };
+
+function copy(earlier: boolean): string {
+  return earlier ? "an earlier copy" : "another copy";
+}
 
 // ---------------------------------------------------------------- the text with lines
 
@@ -427,6 +436,7 @@ export const head = {
     partly: "Partly looks like {kind} (match {match}, from {rows}). In part: {does}",
   },
   noPattern: "No known pattern.",
+  unscored: (rows: string, of: string, needs: string, mean: string, earlier: boolean) => `Perhaps {kind}, too: only ${rows} of ${of} tokens have ${copy(earlier)}, and a score needs ${needs}; but ${mean} of their weight is where this pattern looks.`,
   noPatternHelp: "The best match is below 30 %. The statistics list it.",
   likenessHelp: "A pattern describes where a head looks, not what it is for.",
   steps: {

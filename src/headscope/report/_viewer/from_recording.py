@@ -17,6 +17,7 @@ from headscope.report._texts import broken_layers
 from headscope.report._viewer import texts
 from headscope.report._viewer.compared import Numbers, compared, distances, origin_of
 from headscope.report._viewer.exact_heads import exact_heads
+from headscope.report._viewer.few_rows import few_rows_of_part
 from headscope.report._viewer.model import Against, Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Strips, most_received, sources, standing
 from headscope.report._viewer.packing import exact as holds_every_weight
@@ -66,15 +67,17 @@ def shown(
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
     computed = exact_heads(stats.parts, patterns, exact)
     numbers, heads = Numbers(), sum(part.heads for part in parts)
+    statistics = [_statistics(part) for part in parts]
     layers = [
         Layer(
             name,
             short[name],
             _facts(part, about.kinds.get(name, "self")) | _comparable(part, numbers, heads),
             source,
-            _statistics(part),
+            statistics[n],
             patterns[n] if patterns else [()] * part.heads,
             also[n],
+            few_rows_of_part(part, statistics[n]),
         )
         for n, ((name, part), source) in enumerate(zip(stats.parts.items(), sources(parts, of_heads), strict=True))
     ]
