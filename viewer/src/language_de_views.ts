@@ -27,13 +27,14 @@ export const headTip: Translation["headTip"] = {
   strip: (layer) => `Heads von ${layer}`,
 };
 
-export const chance: Pick<Translation["segments"], "scale" | "below" | "above" | "within" | "reads" | "readsNone" | "readsLess" | "counts" | "withoutIn"> = {
+export const chance: Pick<Translation["segments"], "scale" | "below" | "above" | "within" | "reads" | "readsNone" | "readsWithout" | "readsLess" | "counts" | "withoutIn"> = {
   scale: "Anteil, verglichen mit dem Zufall",
   below: (points) => `${points} Punkte darunter`,
   above: (points) => `${points} Punkte darüber`,
-  within: (clear) => (clear ? "Grau: Der Zufall erklärt den Anteil, der davon höchstens 3 Standardabweichungen oder 1 % entfernt ist." : "Grau: Der Anteil weicht höchstens um ein Fünftel vom Zufall ab."),
+  within: (clear) => (clear ? "Grau: Der Anteil ist vom Zufall nicht zu unterscheiden: Er ist davon höchstens 3 Standardabweichungen oder 1 % entfernt." : "Grau: Der Anteil weicht höchstens um ein Fünftel vom Zufall ab."),
   reads: (to, share, chance) => `{head} liest „${to}“ am meisten: ${share} (Zufall ${chance}).`,
-  readsNone: (to, share, chance) => `Kein Head liest „${to}“ mehr als der Zufall. Der Zufall (${chance}) erklärt den größten Anteil, ${share} von {head}.`,
+  readsNone: (to, share, chance) => `Kein Head liest „${to}“ deutlich mehr als der Zufall. Der größte Anteil, ${share} von {head}, ist vom Zufall (${chance}) nicht zu unterscheiden.`,
+  readsWithout: (share, leads) => `Ohne das erste Token sind es ${share}${leads ? ", weiterhin am meisten" : "; dann liest {other} am meisten"}.`,
   readsLess: (to) => `Kein Head liest „${to}“ mehr als der Zufall.`,
   counts: (more, less, of) => `Von ${of === 1 ? "einem Head" : `${whole(of)} Heads`} ${(more || less) === 1 ? "liest" : "lesen"} es ${more === 0 ? "" : `${whole(more)} mehr als der Zufall, `}${whole(less)} weniger.`,
   withoutIn: (share) => `(${share} ohne das erste Token)`,

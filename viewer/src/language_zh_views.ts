@@ -20,13 +20,14 @@ export const headTip: Translation["headTip"] = {
   strip: (layer) => `${layer}的各个头`,
 };
 
-export const chance: Pick<Translation["segments"], "scale" | "below" | "above" | "within" | "reads" | "readsNone" | "readsLess" | "counts" | "withoutIn"> = {
+export const chance: Pick<Translation["segments"], "scale" | "below" | "above" | "within" | "reads" | "readsNone" | "readsWithout" | "readsLess" | "counts" | "withoutIn"> = {
   scale: "份额，与随机相比",
   below: (points) => `低 ${points} 个百分点`,
   above: (points) => `高 ${points} 个百分点`,
-  within: (clear) => (clear ? "灰色：份额与随机相差不到 3 个标准差或不到 1%，可由随机解释。" : "灰色：份额与随机相差不超过五分之一。"),
+  within: (clear) => (clear ? "灰色：份额与随机无法区分：相差不到 3 个标准差，或不到 1%。" : "灰色：份额与随机相差不超过五分之一。"),
   reads: (to, share, chance) => `{head} 读取“${to}”最多：${share}（随机为 ${chance}）。`,
-  readsNone: (to, share, chance) => `没有头读取“${to}”多于随机。最大份额（{head} 的 ${share}）可由随机（${chance}）解释。`,
+  readsNone: (to, share, chance) => `没有头读取“${to}”明显多于随机。最大份额（{head} 的 ${share}）与随机（${chance}）无法区分。`,
+  readsWithout: (share, leads) => `不含第一个词元时为 ${share}${leads ? "，仍为最多" : "；此时 {other} 最多"}。`,
   readsLess: (to) => `没有头读取“${to}”多于随机。`,
   counts: (more, less, of) => `在 ${whole(of)} 个头中，${more === 0 ? "" : `${whole(more)} 个多于随机，`}${whole(less)} 个少于随机。`,
   withoutIn: (share) => `（不含第一个词元为 ${share}）`,
