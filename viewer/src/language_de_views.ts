@@ -263,6 +263,7 @@ export const history: Translation["history"] = {
     "growing logits": (before, value, limit) => `höchster Logit ${before} → ${value} (Alarm über ${limit})`,
     "rising sink": (before, value, limit) => `Gewicht auf dem ersten Token ${before} → ${value} (Alarm über ${limit})`,
   },
+  valueAt: (value, step) => `${value} in Schritt ${whole(step)}`,
   more: (count, step, tied) => `${whole(count)} ${heads(count)} bis Schritt ${step}${tied > 0 ? `, davon ${whole(tied)} im selben Schritt` : ""}`,
   quiet: (steps) => `Kein Alarm in ${steps === 1 ? "einem Schritt" : `${whole(steps)} Schritten`}.`,
   unwatched: "Es wurden keine Alarme verlangt: watch(alarms=True) löst sie aus.",
@@ -299,7 +300,7 @@ export const history: Translation["history"] = {
   log: "log. Skala",
   table: {
     title: (count) => counted(count, "alarm"),
-    hint: "Jeder Alarm wird einmal ausgelöst, und erst wieder, nachdem der Wert in seine Grenze zurückgekehrt ist. Ein Klick auf einen Head zeigt ihn.",
+    hint: "Jeder Alarm wird einmal ausgelöst, und erst wieder, nachdem der Wert in seine Grenze zurückgekehrt ist. „Zuvor“ nennt, womit der Wert verglichen wird: die bisher größte normierte Entropie, den ersten Logit, das bisher kleinste Gewicht auf dem ersten Token. Ein Klick auf einen Head zeigt ihn.",
     columns: { step: "Schritt", head: "Head", what: "Alarm", value: "Wert", limit: "Grenze", before: "zuvor" },
     more: (count) => `und ${whole(count)} weitere, in der Datei der History`,
   },

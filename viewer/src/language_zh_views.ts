@@ -255,6 +255,7 @@ export const history: Translation["history"] = {
     "growing logits": (before, value, limit) => `最高 logit ${before} → ${value}（高于 ${limit} 报警）`,
     "rising sink": (before, value, limit) => `第一个词元上的权重 ${before} → ${value}（高于 ${limit} 报警）`,
   },
+  valueAt: (value, step) => `${value}（第 ${whole(step)} 步）`,
   more: (count, step, tied) => `到第 ${step} 步另有 ${whole(count)} 个头${tied > 0 ? `，其中 ${whole(tied)} 个在同一步` : ""}`,
   quiet: (steps) => `${counted(steps, "step")}中没有警报。`,
   unwatched: "未要求警报：watch(alarms=True) 可启用警报。",
@@ -291,7 +292,7 @@ export const history: Translation["history"] = {
   log: "对数",
   table: {
     title: (count) => counted(count, "alarm"),
-    hint: "每个警报只发出一次，值回到界限之内以后才会再次发出。点击头可查看它。",
+    hint: "每个警报只发出一次，值回到界限之内以后才会再次发出。“此前”是与该值比较的值：迄今最大的归一化熵、最初的 logit、迄今最小的第一个词元上的权重。点击头可查看它。",
     columns: { step: "步", head: "头", what: "警报", value: "值", limit: "界限", before: "此前" },
     more: (count) => `另有 ${whole(count)} 个，见历史文件`,
   },

@@ -1020,6 +1020,7 @@ export const history = {
     "growing logits": (before: string, value: string, limit: string) => `largest logit ${before} → ${value} (alarm above ${limit})`,
     "rising sink": (before: string, value: string, limit: string) => `weight on the first token ${before} → ${value} (alarm above ${limit})`,
   },
+  valueAt: (value: string, step: number) => `${value} at step ${whole(step)}`,
   more: (heads: number, step: string, tied: number) => `${whole(heads)} more ${plural(heads, "head")} by step ${step}${tied > 0 ? `, ${whole(tied)} of them at the same step` : ""}`,
   quiet: (steps: number) => `No alarm in ${counted(steps, "step")}.`,
   unwatched: "No alarms were requested: watch(alarms=True) raises them.",
@@ -1058,7 +1059,7 @@ export const history = {
   log: "log scale", // where there is little room
   table: {
     title: (count: number) => counted(count, "alarm"),
-    hint: "Each alarm is raised once, and again only after the value has gone back within its limit. Click a head to see it.",
+    hint: "Each alarm is raised once, and again only after the value has gone back within its limit. “Before” is what the value is compared with: the largest normalized entropy so far, the first logit, the smallest weight on the first token so far. Click a head to see it.",
     columns: { step: "step", head: "head", what: "alarm", value: "value", limit: "limit", before: "before" },
     more: (count: number) => `and ${whole(count)} more, in the history file`,
   },

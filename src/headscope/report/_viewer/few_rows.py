@@ -1,4 +1,4 @@
-"""Patterns that too few rows show, so that no head has a score for them, and the heads that follow them all the same."""
+"""Patterns without a score, because too few rows show them, and the heads that follow them all the same."""
 
 from __future__ import annotations
 
