@@ -372,7 +372,7 @@ function gridFigure(state: State, paper: Paper, progress: (drawn: number) => voi
     caption: [
       ...origin(),
       pictures ? (state.thumbs === "patch" ? figures.eachPatch(token(patchOf(state), true)!) : figures.eachPicture(controls.thumbsMean(data.image!.special))) : figures.eachMap,
-      pictures ? grid.ownScale("image", "", 0) : figures.ownScales,
+      pictures ? grid.ownScale("image", "", 0, 0) : figures.ownScales,
       pictures ? "" : binning(first, state.pool),
       figures.scale(scale),
       pictures || !first.map ? "" : ending(first.map, FEW_CELLS),

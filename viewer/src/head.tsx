@@ -239,7 +239,7 @@ export function Legend({ layer, field: of, state, tile, head = state.head, chang
           {(["mean", "max"] as const).map((pool) => <button type="button" key={pool} aria-pressed={state.pool === pool} onClick={() => change({ pool })}>{texts.controls.pools[pool]}</button>)}
         </span>
       )}
-      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[binning(layer, of.pool), of.signed && state.scale === "log" && texts.legend.linearAlone, !of.signed && ending(of), withoutFirst(layer, of), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
+      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[windows > 1 && change && !of.signed && texts.legend[of.pool === "max" ? "dark" : "pale"](windows), binning(layer, of.pool), of.signed && state.scale === "log" && texts.legend.linearAlone, !of.signed && ending(of), withoutFirst(layer, of), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
     </p>
   );
 }

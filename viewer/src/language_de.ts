@@ -25,6 +25,11 @@ const negative = (value: number) => (value < 0 ? `−${four(-value)}` : four(val
 const operand = (value: number) => (value < 0 ? `(${negative(value)})` : four(value));
 const without: Record<FirstColumn, string> = { token: "das erste Token", bin: "den ersten Bin (er enthält das erste Token)", CLS: "CLS" };
 
+/** What a dark cell of a map of windows is. */
+function pale(windows: number): string {
+  return `Eine dunkle Zelle ist im Mittel über ${whole(windows)} Fenster dunkel. Gewicht, das in jedem woanders liegt, ist blass; „Maximum“ (Ansicht, Karten) zeigt es.`;
+}
+
 export const german: Translation = {
   numbers: {
     locale: "de-DE",
@@ -184,7 +189,7 @@ export const german: Translation = {
   },
   grid: {
     title: "Alle Heads",
-    ownScale: (what, scale, largest) => (what === "image" ? "Jedes Bild hat seine eigene Farbskala." : `Zeilen sind Queries, Spalten sind Keys.${largest === 0 ? "" : largest > 1 ? ` Jede Zelle zeigt ihr größtes Gewicht aus ${whole(largest)} Fenstern.` : " Jede Zelle zeigt ihr größtes Gewicht."} Jede Karte hat ihre eigene Farbskala (${scale}).`),
+    ownScale: (what, scale, largest, means) => (what === "image" ? "Jedes Bild hat seine eigene Farbskala." : `Zeilen sind Queries, Spalten sind Keys.${largest === 0 ? (means > 1 ? ` ${pale(means)}` : "") : largest > 1 ? ` Jede Zelle zeigt ihr größtes Gewicht aus ${whole(largest)} Fenstern.` : " Jede Zelle zeigt ihr größtes Gewicht."} Jede Karte hat ihre eigene Farbskala (${scale}).`),
     click: "Ein Klick öffnet einen Head.",
     noMap: (statistic) => `Jede Kachel zeigt den Mittelwert von: ${statistic}. Es wurde keine Karte aufgezeichnet; Observe(map=64) zeichnet eine auf.`,
     layer: "Schicht",
@@ -396,6 +401,8 @@ export const german: Translation = {
   legend: {
     what: (kind, scale) => `${{ difference: "Differenz", weight: "Gewicht", mean: "mittleres Gewicht einer Zelle", max: "Maximum einer Zelle" }[kind]}, ${{ linear: "linear", log: "logarithmisch" }[scale]}`,
     largestOf: (windows, scale) => `größtes Gewicht aus ${whole(windows)} Fenstern, ${scale === "log" ? "logarithmisch" : "linear"}`,
+    pale,
+    dark: (windows) => `Eine dunkle Zelle hat in mindestens einem von ${whole(windows)} Fenstern ein großes Gewicht; ihr Mittel kann klein sein.`,
     meanOf: (windows, scale) => `mittleres Gewicht aus ${whole(windows)} Fenstern, ${scale === "log" ? "logarithmisch" : "linear"}`,
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} oder mehr`,

@@ -15,6 +15,11 @@ const four = (value: number) => figure(value, 4);
 const negative = (value: number) => (value < 0 ? `−${four(-value)}` : four(value));
 const operand = (value: number) => (value < 0 ? `(${negative(value)})` : four(value));
 
+/** What a dark cell of a map of windows is. */
+function pale(windows: number): string {
+  return `深色单元格在 ${whole(windows)} 个窗口的平均中为深色。在各窗口中位置不同的权重颜色较浅；“最大值”（显示，热图）可显示它们。`;
+}
+
 export const chinese: Translation = {
   numbers: { locale: "zh-CN", decimal: ".", percent: "%", counted: (count, word) => `${whole(count)} ${nouns[word]}` },
   segments: {
@@ -167,7 +172,7 @@ export const chinese: Translation = {
   },
   grid: {
     title: "所有头",
-    ownScale: (what, scale, largest) => (what === "image" ? "每幅图各有自己的颜色刻度。" : `行是查询，列是键。${largest === 0 ? "" : largest > 1 ? `每个单元格显示其在 ${whole(largest)} 个窗口中的最大权重。` : "每个单元格显示其最大权重。"}每幅热图各有自己的${scale}颜色刻度。`),
+    ownScale: (what, scale, largest, means) => (what === "image" ? "每幅图各有自己的颜色刻度。" : `行是查询，列是键。${largest === 0 ? (means > 1 ? pale(means) : "") : largest > 1 ? `每个单元格显示其在 ${whole(largest)} 个窗口中的最大权重。` : "每个单元格显示其最大权重。"}每幅热图各有自己的${scale}颜色刻度。`),
     click: "点击可打开一个头。",
     noMap: (statistic) => `每格显示${statistic}的平均值。未记录热图；用 Observe(map=64) 可记录。`,
     layer: "层",
@@ -378,6 +383,8 @@ export const chinese: Translation = {
   legend: {
     what: (kind, scale) => `${{ difference: "差", weight: "权重", mean: "单元格的平均权重", max: "单元格的最大值" }[kind]}，${{ linear: "线性", log: "对数" }[scale]}`,
     largestOf: (windows, scale) => `${whole(windows)} 个窗口中的最大权重，${scale === "log" ? "对数" : "线性"}`,
+    pale,
+    dark: (windows) => `深色单元格至少在 ${whole(windows)} 个窗口之一中有大权重；其平均值可能很小。`,
     meanOf: (windows, scale) => `${whole(windows)} 个窗口的平均权重，${scale === "log" ? "对数" : "线性"}`,
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} 或更大`,

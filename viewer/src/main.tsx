@@ -173,7 +173,9 @@ function headingOf(name: string): string {
 
 /** The sentence above the heads. */
 function gridHint(state: State): string {
-  const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && data.layers.some(({ map }) => map && !map.exact) ? Math.max(1, ...data.layers.map(windowsOf)) : 0);
+  const pooled = data.layers.some(({ map }) => map && !map.exact);
+  const windows = Math.max(1, ...data.layers.map(windowsOf));
+  const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && pooled ? windows : 0, pooled ? windows : 0);
   const many = !data.image && data.layers.find(({ map }) => map && hasQuantile(map))?.map;
   const [found, heads] = [chosen(state).length, all().length];
   const shown = data.image && HAS_MAPS && (state.thumbs === "patch" ? image.shownOf.patch(keyName(queryOf(state, state.layer, state.head))) : image.shownOf[state.thumbs]);

@@ -281,7 +281,7 @@ export const cards = {
 
 export const grid = {
   title: "All heads",
-  ownScale: (what: "image" | "map", scale: string, largest: number) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys.${largest === 0 ? "" : largest > 1 ? ` Each cell shows its largest weight over ${whole(largest)} windows.` : " Each cell shows its largest weight."} Each map has its own ${scale} colour scale.`,
+  ownScale: (what: "image" | "map", scale: string, largest: number, means: number) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys.${largest === 0 ? (means > 1 ? ` ${legend.pale(means)}` : "") : largest > 1 ? ` Each cell shows its largest weight over ${whole(largest)} windows.` : " Each cell shows its largest weight."} Each map has its own ${scale} colour scale.`,
   click: "Click a head to open it.",
   noMap: (statistic: string) => `Each tile shows the mean of ${statistic}. No map was recorded; Observe(map=64) records one.`,
   layer: "layer",
@@ -740,6 +740,8 @@ export const legend = {
   what: (kind: "difference" | "weight" | "mean" | "max", scale: "linear" | "log") =>
     `${{ difference: "difference", weight: "weight", mean: "mean weight of a cell", max: "maximum of a cell" }[kind]}, ${scale}`,
   largestOf: (windows: number, scale: "linear" | "log") => `largest weight over ${whole(windows)} windows, ${scale}`,
+  pale: (windows: number) => `A dark cell is dark on average over ${whole(windows)} windows. Weight that is elsewhere in each of them is pale; “${controls.pools.max}” (View, Maps) shows it.`,
+  dark: (windows: number) => `A dark cell has a large weight in at least one of ${whole(windows)} windows; its mean may be small.`,
   meanOf: (windows: number, scale: "linear" | "log") => `mean weight over ${whole(windows)} windows, ${scale}`,
   atMost: (value: string) => `≤ ${value}`,
   orMore: (value: string) => `${value} or more`,
