@@ -290,6 +290,7 @@ const PAINTED = all().length > 600;
 function fill(element: HTMLCanvasElement | HTMLImageElement, side: number, map: HeadMap, layer: number, state: State): (() => void) | undefined {
   const canvas = element instanceof HTMLCanvasElement ? element : document.createElement("canvas");
   canvas.width = canvas.height = side;
+  element.dataset.bands = hasBands(data.layers[layer]) && side >= BANDED ? "yes" : "no"; // their legend is shown only then
   small(new CanvasSurface(canvas.getContext("2d")!), map, layer, state, side, [0, 0]);
   const show = () => void (element.dataset.drawn = "yes");
   if (element instanceof HTMLCanvasElement) return void show();

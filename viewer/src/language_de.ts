@@ -191,6 +191,7 @@ export const german: Translation = {
     title: "Alle Heads",
     ownScale: (what, scale, largest, means) => (what === "image" ? "Jedes Bild hat seine eigene Farbskala." : `Zeilen sind Queries, Spalten sind Keys.${largest === 0 ? (means > 1 ? ` ${pale(means)}` : "") : largest > 1 ? ` Jede Zelle zeigt ihr größtes Gewicht aus ${whole(largest)} Fenstern.` : " Jede Zelle zeigt ihr größtes Gewicht."} Jede Karte hat ihre eigene Farbskala (${scale}).`),
     click: "Ein Klick öffnet einen Head.",
+    sorted: (by, down) => `Geordnet nach: ${by}, ${down ? "größte" : "kleinste"} zuerst.`,
     noMap: (statistic) => `Jede Kachel zeigt den Mittelwert von: ${statistic}. Es wurde keine Karte aufgezeichnet; Observe(map=64) zeichnet eine auf.`,
     layer: "Schicht",
     head: "Head",
@@ -228,7 +229,7 @@ export const german: Translation = {
     quoted: (at, token) => `${whole(at)} „${token}“`,
     one: (axis, position) => `${axes[axis][0]} ${position}`,
     several: (axis, start, stop) => `${axes[axis][1]} ${whole(start)}–${whole(stop)}`,
-    bin: (axis, at, of) => `${axes[axis][0]}-Bin ${at} von ${of}`,
+    bin: (axis, at, of) => `${axes[axis][0]}-Bin ${at} (0–${of - 1})`,
     pair: (query, key, run, text, isWindow) => {
       const where = [run === null ? "" : isWindow ? `Fenster ${whole(run)}` : `Lauf ${run}`, text === null ? "" : `Text ${text}`].filter(Boolean).join(", ");
       return `Query ${query} → Key ${key}${where && ` (${where})`}`;
@@ -428,7 +429,8 @@ export const german: Translation = {
     label: (title, head, shown) => `${title}, ${head}. ${shown} Pfeiltasten wählen einen Patch.`,
     original: "Bild. Ein Klick oder die Pfeiltasten wählen einen Patch.",
     looks: "Worauf {name} (umrahmt) achtet. {most}",
-    lookedAt: "Welche Patches auf {name} (umrahmt) achten.",
+    lookedAt: "Welche Patches auf {name} (umrahmt) achten. {most}",
+    mostOf: (patch, weight) => `Am meisten: ${patch}, ${weight}; dort endet die Farbskala.`,
     patchNamed: (place) => `Patch ${place}`,
     shownOf: { received: "Jedes Bild zeigt, wie viel Aufmerksamkeit jeder Patch im Mittel über alle Queries erhält.", patch: (name) => `Jedes Bild zeigt, worauf ${name} (umrahmt) achtet.`, map: "Zeilen sind Queries, Spalten sind Keys, Patches in Lesereihenfolge." },
     first: "Bild. Der Rahmen markiert die gewählte Query, {name}. Ein Klick wählt einen anderen Patch.",

@@ -164,6 +164,7 @@ export const changes: Translation["changes"] = {
   sideOf: (side, name) => (side === name ? side : `${side}: ${name}`),
   scales: "B − A: Orange ist mehr Aufmerksamkeit in B, Violett weniger. A und B teilen eine Farbskala.",
   change: (name, before, after) => `${name} ${before} → ${after}`,
+  mapScale: (scale) => (scale === "log" ? "Die Skala von A und B ist logarithmisch über vier Zehnerpotenzen, die von B − A linear." : "Alle Skalen sind linear."),
   mapChange: (share) => `Karte: ${share} der Aufmerksamkeit liegen anderswo`,
   receivedChange: (share) => `erhalten: ${share} gehen an andere Tokens`,
   brokenChange: (before, after) => `Zeilen mit NaN oder Unendlich ${whole(before)} → ${whole(after)}`,

@@ -174,6 +174,7 @@ export const chinese: Translation = {
     title: "所有头",
     ownScale: (what, scale, largest, means) => (what === "image" ? "每幅图各有自己的颜色刻度。" : `行是查询，列是键。${largest === 0 ? (means > 1 ? pale(means) : "") : largest > 1 ? `每个单元格显示其在 ${whole(largest)} 个窗口中的最大权重。` : "每个单元格显示其最大权重。"}每幅热图各有自己的${scale}颜色刻度。`),
     click: "点击可打开一个头。",
+    sorted: (by, down) => `按${by}排序，${down ? "从大到小" : "从小到大"}。`,
     noMap: (statistic) => `每格显示${statistic}的平均值。未记录热图；用 Observe(map=64) 可记录。`,
     layer: "层",
     head: "头",
@@ -211,7 +212,7 @@ export const chinese: Translation = {
     quoted: (at, token) => `${whole(at)}“${token}”`,
     one: (axis, position) => `${axes[axis]} ${position}`,
     several: (axis, start, stop) => `${axes[axis]} ${whole(start)}–${whole(stop)}`,
-    bin: (axis, at, of) => `${axes[axis]}区间 ${at}，共 ${of} 个`,
+    bin: (axis, at, of) => `${axes[axis]}区间 ${at}（0–${of - 1}）`,
     pair: (query, key, run, text, isWindow) => {
       const where = [run === null ? "" : isWindow ? `窗口 ${whole(run)}` : `运行 ${run}`, text === null ? "" : `文本 ${text}`].filter(Boolean).join("，");
       return `查询 ${query} → 键 ${key}${where && `（${where}）`}`;
@@ -412,7 +413,8 @@ export const chinese: Translation = {
     label: (title, head, shown) => `${title}，${head}。${shown}方向键选择图块。`,
     original: "图像。点击图块可选中它，也可用方向键。",
     looks: "带框的{name}关注哪里。{most}",
-    lookedAt: "哪些图块关注带框的{name}。",
+    lookedAt: "哪些图块关注带框的{name}。{most}",
+    mostOf: (patch, weight) => `最多：${patch}，${weight}，即颜色刻度的上端。`,
     patchNamed: (place) => `${place}的图块`,
     shownOf: { received: "每幅图显示每个图块得到多少注意力，对所有查询取平均。", patch: (name) => `每幅图显示${name}（带框）关注哪里。`, map: "行是查询，列是键，图块按阅读顺序排列。" },
     first: "图像。框标出所选查询：{name}。点击另一个图块可选中它。",

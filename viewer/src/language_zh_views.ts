@@ -156,6 +156,7 @@ export const changes: Translation["changes"] = {
   sideOf: (side, name) => (side === name ? side : `${side}：${name}`),
   scales: "B − A：橙色表示 B 中注意力更多，紫色表示更少。A 和 B 共用一个颜色刻度。",
   change: (name, before, after) => `${name} ${before} → ${after}`,
+  mapScale: (scale) => (scale === "log" ? "A 和 B 的刻度为对数，跨四个数量级；B − A 的刻度为线性。" : "所有刻度均为线性。"),
   mapChange: (share) => `热图：${share} 的注意力落在别处`,
   receivedChange: (share) => `得到的注意力：${share} 转到其他词元`,
   brokenChange: (before, after) => `含有 NaN 或无穷大的行 ${whole(before)} → ${whole(after)}`,

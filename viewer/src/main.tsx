@@ -180,7 +180,8 @@ function gridHint(state: State): string {
   const [found, heads] = [chosen(state).length, all().length];
   const shown = data.image && HAS_MAPS && (state.thumbs === "patch" ? image.shownOf.patch(keyName(queryOf(state, state.layer, state.head))) : image.shownOf[state.thumbs]);
   const first = data.layers.find(({ map }) => map);
-  return [grid.click, shown, scale, many && ending(many, FEW_CELLS), first && withoutFirst(first, state), found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
+  const order = state.sort && grid.sorted(state.sort === "score" ? controls.score : headingOf(state.sort), state.down);
+  return [grid.click, order, shown, scale, many && ending(many, FEW_CELLS), first && withoutFirst(first, state), found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
 }
 
 /** A text of the page as it is without the script. */

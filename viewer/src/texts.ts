@@ -283,6 +283,7 @@ export const grid = {
   title: "All heads",
   ownScale: (what: "image" | "map", scale: string, largest: number, means: number) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys.${largest === 0 ? (means > 1 ? ` ${legend.pale(means)}` : "") : largest > 1 ? ` Each cell shows its largest weight over ${whole(largest)} windows.` : " Each cell shows its largest weight."} Each map has its own ${scale} colour scale.`,
   click: "Click a head to open it.",
+  sorted: (by: string, down: boolean) => `Sorted by ${by}, ${down ? "largest" : "smallest"} first.`,
   noMap: (statistic: string) => `Each tile shows the mean of ${statistic}. No map was recorded; Observe(map=64) records one.`,
   layer: "layer",
   head: "head",
@@ -395,7 +396,7 @@ export const names = {
   quoted: (at: number, token: string) => `${whole(at)} “${token}”`,
   one: (axis: Axis, position: string) => `${axis} ${position}`,
   several: (axis: Axis, start: number, stop: number) => `${plural(2, axis)} ${whole(start)}–${whole(stop)}`,
-  bin: (axis: Axis, at: number, of: number) => `${axis} bin ${at} of ${of}`,
+  bin: (axis: Axis, at: number, of: number) => `${axis} bin ${at} (0–${of - 1})`,
   pair: (query: string, key: string, run: number | null, text: number | null, isWindow: boolean) => {
     const where = [run === null ? "" : isWindow ? `window ${whole(run)}` : `run ${run}`, text === null ? "" : `text ${text}`].filter(Boolean).join(", ");
     return `query ${query} → key ${key}${where && ` (${where})`}`;
@@ -778,7 +779,8 @@ export const image = {
   label: (title: string, head: string, shown: string) => `${title}, ${head}. ${shown} Arrow keys select a patch.`,
   original: "Image. Click a patch to select it, or use the arrow keys.",
   looks: "Where the framed {name} attends. {most}",
-  lookedAt: "Which patches attend to the framed {name}.",
+  lookedAt: "Which patches attend to the framed {name}. {most}",
+  mostOf: (patch: string, weight: string) => `Most: ${patch}, ${weight}, where the colour scale ends.`,
   patchNamed: (place: string) => `patch ${place}`,
   shownOf: { received: "Each picture shows how much attention each patch receives, on average over all queries.", patch: (name: string) => `Each picture shows where ${name} (framed) attends.`, map: "Rows are queries, columns are keys, patches in reading order." },
   first: "Image. The frame marks the selected query, {name}. Click another patch to select it.",
@@ -918,6 +920,7 @@ export const changes = {
   differenceOf: (head: string) => `${head}: B − A`,
   sideOf: (side: string, name: string) => (side === name ? side : `${side}: ${name}`),
   scales: "B − A: orange is more attention in B, purple is less. A and B share one colour scale.",
+  mapScale: (scale: "linear" | "log") => (scale === "log" ? "The scale of A and B is logarithmic over four decades, that of B − A is linear." : "All scales are linear."),
   change: (name: string, before: string, after: string) => `${name} ${before} → ${after}`,
   mapChange: (share: string) => `map: ${share} of the attention is elsewhere`,
   receivedChange: (share: string) => `received: ${share} goes to other tokens`,

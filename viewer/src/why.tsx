@@ -6,6 +6,7 @@ import { data, hasTokens, type Layer, queryAt, token } from "./data";
 import { embedded, reasonOf } from "./exact";
 import type { ExactHead, Reason, Rival } from "./exact_worker";
 import { opened } from "./head";
+import { namesOf } from "./naming";
 import type { State } from "./state";
 import { why } from "./tiles";
 import { fill, names, reason as texts } from "./texts";
@@ -106,7 +107,7 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
             <Step title={texts.lseTitle} formula={texts.lse(is.lse)} />
             <Step title={texts.weightTitle} formula={texts.weight(is.logit, is.lse, is.p)} />
             {is.rival && <Against {...{ is, rival: is.rival, other: name("key", is.rival.key), selected: name("key", key) }} />}
-            {endOf(layer, query, key) && <li class="ending">{texts.ends[endOf(layer, query, key)!]}</li>}
+            {endsOf(layer, about.head, query, key).length > 0 && <li class="ending">{endsOf(layer, about.head, query, key).map((end) => texts.ends[end]).join(" ")}</li>}
           </>
         ))}
       </ol>
@@ -114,13 +115,21 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
   );
 }
 
-/** What a key is to a query of the same text; null where the page does not know, or it is none of these. */
-function endOf(layer: Layer, query: number, key: number): keyof typeof texts.ends | null {
-  if (data.image || layer.kind !== "self" || layer.other) return null;
+type End = keyof typeof texts.ends;
+
+/** All that a key is to a query of the same text, the patterns that name the head first; none where the page does not know. */
+function endsOf(layer: Layer, head: number, query: number, key: number): End[] {
+  if (data.image || layer.kind !== "self" || layer.other) return [];
   const at = queryAt(layer, query);
-  if (key === at) return "self";
-  if (hasTokens(layer) && key > 0 && key <= at && token(key - 1, true) === token(at, true)) return "induction";
-  return key === at - 1 ? "previous" : key === 0 ? "first" : null;
+  const holds: Record<End, boolean> = {
+    self: key === at,
+    previous: key === at - 1,
+    induction: hasTokens(layer) && key > 0 && key <= at && token(key - 1, true) === token(at, true),
+    first: key === 0,
+  };
+  const named = namesOf({ layer: layer.index, head }).map(([name]) => name);
+  const rank = (end: End) => (named.includes(end) ? named.indexOf(end) : named.length);
+  return (Object.keys(holds) as End[]).filter((end) => holds[end]).sort((a, b) => rank(a) - rank(b));
 }
 
 function Step({ title, formula, children }: { title: string; formula: string; children?: ComponentChildren }) {
