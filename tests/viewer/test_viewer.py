@@ -311,7 +311,7 @@ def test_a_map_of_calls_of_different_lengths_has_axes_of_bins(look: Any) -> None
         Recording(both[0].merge(both[1]), About("m", {}, {}, kinds, None, 2, 2)),
         "view=head&layer=0&head=1&row=7&column=0",
     )
-    assert page.locator(".pinned .cell").inner_text().startswith("query bin 7 of 8 → key bin 0 of 8")
+    assert page.locator(".pinned .cell").inner_text().startswith("query bin 7 (0–7) → key bin 0 (0–7)")
     texts = texts_of(save_figure(page, "the map of layer 0, head 1"))
     assert texts.count("query bin") == texts.count("key bin") == 1
     assert [text for text in texts if text.isdecimal()].count("7") == 2, "bins along both axes"
