@@ -1,7 +1,7 @@
 """q and k for the page of ``headscope watch``, so that it computes exact rows and explains a weight.
 
-Without --keep-qk no forward pass retains q and k: those of all windows would not fit the memory. Which heads and windows
-a page should hold is known once all windows are merged, so these windows are read again.
+Without --keep-qk no forward pass retains q and k: those of all windows would not fit the memory. Which heads and
+windows a page should hold is known once all windows are merged, so these windows are read again.
 """
 
 from __future__ import annotations
