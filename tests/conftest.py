@@ -1,8 +1,7 @@
-"""Settings of the whole suite: one thread, fixed seeds, no deadline."""
+"""Settings of every process of a run. Those of a process that runs tests are in support/session.py."""
 
 from __future__ import annotations
 
-import gc
 import os
 
 # Two processes of the run share the cores: threads that wait shall sleep, in what tests start, too.
@@ -13,52 +12,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
-
-from headscope._attend.backends import blocked
-from support.chromium import chromium_process
-from support.commands import run
-from support.exporting import operators_read_once
-
-__all__ = ["chromium_process", "operators_read_once", "run"]  # fixtures
-
-# The tensors are small: a second thread costs more in waiting than it saves.
-torch.set_num_threads(1)
-torch.manual_seed(0)  # what a file makes at its top is the same in each process of the run
-
-_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-settings.register_profile("headscope", deadline=None, derandomize=True, database=None, suppress_health_check=_SLOW)
-settings.register_profile("long", parent=settings.get_profile("headscope"), derandomize=False, print_blob=True)
-settings.load_profile("headscope")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long runs may take as long as they take."""
-    for item in items:
-        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(0))
-
-
-def pytest_collection_finish() -> None:
-    """What has been imported and collected stays to the end: the garbage collector need not go through it each time.
-
-    What tests import later it would go through again and again: a tenth of the time of those that compile.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 100)
-
-
-@pytest.fixture
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A backend by name, to be parametrized indirectly; "small blocks" is "blocked" with a few rows in each block."""
-    if request.param == "small blocks":
-        monkeypatch.setattr(blocked, "BLOCK", 40)
-        return "blocked"
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.default_generator.manual_seed(0)  # torch.manual_seed also notes where it was called, for devices not here
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the settings; the process that hands out tests to others is not to import torch, for which these wait."""
+    hands_out = config.getoption("dist", "no") != "no" and not config.option.collectonly
+    if not hands_out or hasattr(config, "workerinput"):
+        config.pluginmanager.import_plugin("support.session")

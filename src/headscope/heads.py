@@ -17,6 +17,7 @@ from headscope._intercept import (
     Frame,
     InterceptedCall,
     Layout,
+    ModuleTree,
     Part,
     Unfollowed,
     WatchError,
@@ -28,13 +29,13 @@ from headscope._intercept import (
     find_unreached,
     fitting_modules,
     head_span,
-    list_modules,
     match_modules,
     open_watch,
     select_modules,
     shared_part,
     summarize_names,
     transformers_refusal,
+    tree_of,
 )
 from headscope._support.arguments import as_whole, check_type, kind, number
 
@@ -80,16 +81,16 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
     scale = number("scale", scale)
     if not abs(scale) < float("inf"):
         raise ValueError(f"scale: got {scale}, expected a finite number")
-    modules = list_modules(model)
+    tree = tree_of(model)
     chosen: dict[str, set[int] | None] = {}
     patterns: dict[str, list[str]] = {}
     for pattern, which in heads.items():
-        patterns[pattern] = match_modules(modules, pattern, "heads")
+        patterns[pattern] = match_modules(tree.named, pattern, "heads")
         numbers = _numbers(pattern, which)
         for name in patterns[pattern]:
             before = chosen.get(name, set[int]())
             chosen[name] = None if numbers is None or before is None else before | numbers
-    return Ablation(modules, chosen, patterns, float(scale))
+    return Ablation(tree, chosen, patterns, float(scale))
 
 
 def _numbers(layer: str, heads: Heads) -> set[int] | None:
@@ -123,9 +124,9 @@ class _Acting:
     again = True
     plain: Collection[str] = ()
 
-    def __init__(self, modules: Mapping[str, nn.Module], choose: Choose) -> None:
-        self.modules = modules
-        self.layout = Layout(modules, choose, "heads")
+    def __init__(self, tree: ModuleTree, choose: Choose) -> None:
+        self.modules = tree.named
+        self.layout = Layout(tree, choose, "heads")
         self.reached: dict[str, int] = {}  # layer -> its heads
         self._warned: set[str] = set()
 
@@ -239,10 +240,9 @@ class Ablation(_Acting):
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], chosen: Mapping[str, set[int] | None],
-        patterns: Mapping[str, list[str]], scale: float,
-    ) -> None:  # fmt: skip
-        super().__init__(modules, lambda now: fitting_modules(now, patterns))
+        self, tree: ModuleTree, chosen: Mapping[str, set[int] | None], patterns: Mapping[str, list[str]], scale: float
+    ) -> None:
+        super().__init__(tree, lambda now: fitting_modules(now, patterns))
         self._chosen = chosen
         self._patterns = patterns
         self._scale = scale
@@ -336,8 +336,8 @@ def head_importance(
     check_type("model", model, nn.Module, "a torch.nn.Module")
     if method not in ("gradient", "ablation"):
         raise ValueError(f'method: got {method!r}, expected "gradient" or "ablation"')
-    modules = list_modules(model)
-    gauge = _Gauge(modules, partial(select_modules, layers=layers), learn=method == "gradient")
+    tree = tree_of(model)
+    gauge = _Gauge(tree, partial(select_modules, layers=layers), learn=method == "gradient")
     gauge.open()
     try:
         importance = (
@@ -346,15 +346,15 @@ def head_importance(
         gauge.layout.check(last=True)
     finally:
         gauge.close()
-    return {name: importance[name] for name in modules if name in importance}
+    return {name: importance[name] for name in tree.named if name in importance}
 
 
 class _Gauge(_Acting):
     """Factors of 1 that gradients reach, or that can be set."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], choose: Choose, *, learn: bool) -> None:
-        super().__init__(modules, choose)
-        self.chosen = choose(modules)
+    def __init__(self, tree: ModuleTree, choose: Choose, *, learn: bool) -> None:
+        super().__init__(tree, choose)
+        self.chosen = choose(tree.named)
         self.learn = learn
         self.scales: dict[str, Tensor] = {}
         self.without_gradients: set[str] = set()  # layers that ran while gradients were disabled

@@ -7,6 +7,7 @@ it. So where headscope calls that function, the test ends there; ``docs/guides/g
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 import headscope
 from headscope._attend import torch_operator_kernels
+from headscope.cli._doctor.machine import CallSpec, judge
 from headscope.cli._doctor.matrix import choices
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, packed_documents, window
 from support.fake_cuda import SDPA, fake_cuda, recorded
@@ -50,6 +52,14 @@ def masked(make: Callable[[], Mask], **sizes: int) -> Options:
     return lambda dtype: {"mask": make(), **sizes}
 
 
+def top_left() -> Band:
+    return Band(None, 0, offset=0)
+
+
+def dropping(make: Callable[[], dict[str, Any]] = dict) -> Options:
+    return lambda dtype: {"dropout": 0.1, **make()}
+
+
 # options, and the operator: of attention and attend in half precision, of attention and attend in float32
 CASES: dict[str, tuple[Options, str, str, str, str]] = {
     "no option": (lambda dtype: {}, SDPA, FLASH, SDPA, EFFICIENT),
@@ -62,6 +72,12 @@ CASES: dict[str, tuple[Options, str, str, str, str]] = {
     "causal": (masked(causal), SDPA, FLASH, SDPA, EFFICIENT),
     "causal, more keys": (masked(causal, queries=11), BAND, BAND, EFFICIENT_BAND, EFFICIENT_BAND),
     "causal, one query": (masked(causal, queries=1), BAND, BAND, EFFICIENT_BAND, EFFICIENT_BAND),
+    "top-left causal, more keys": (masked(top_left, queries=11), FLASH, FLASH, EFFICIENT, EFFICIENT),
+    "top-left causal, more queries": (masked(top_left, queries=31), BAND, BAND, FLEX, FLEX),
+    "top-left window, more keys": (
+        masked(lambda: Band(4, 0, offset=0), queries=11), BAND, BAND, EFFICIENT_BAND, EFFICIENT_BAND
+    ),
+    "strictly causal": (masked(lambda: Band(None, -1)), BAND, BAND, FLEX, FLEX),
     "window": (masked(lambda: window(5)), BAND, BAND, EFFICIENT_BAND, EFFICIENT_BAND),
     "window to both sides": (masked(lambda: Band(2, 3)), BAND, BAND, FLEX, FLEX),
     "key lengths": (masked(lengths), SDPA, EFFICIENT, SDPA, EFFICIENT),
@@ -84,6 +100,19 @@ CASES: dict[str, tuple[Options, str, str, str, str]] = {
     "softcap": (lambda dtype: {"softcap": 5.0}, FLEX, FLEX, FLEX, FLEX),
     "prefix": (masked(lambda: Prefix(3)), SDPA, EFFICIENT, SDPA, EFFICIENT),
     "prefix | window": (masked(lambda: Prefix(3) | window(5)), FLEX, FLEX, FLEX, FLEX),
+    "dropout": (dropping(), SDPA, FLASH, SDPA, EFFICIENT),
+    "dropout, causal, sinks": (
+        dropping(lambda: {"mask": causal(), "sinks": empty(H)}), FLASH, FLASH, EFFICIENT, EFFICIENT
+    ),
+    "dropout, window": (dropping(lambda: {"mask": window(5)}), BAND, BAND, EFFICIENT_BAND, EFFICIENT_BAND),
+    "dropout, causal & key lengths": (
+        dropping(lambda: {"mask": causal() & lengths()}), EFFICIENT, EFFICIENT, EFFICIENT, EFFICIENT
+    ),
+    "dropout, packed documents": (
+        dropping(lambda: {"mask": packed(), "batch": 1}), BAND, BAND, BLOCKED, BLOCKED
+    ),
+    "dropout, D 256": (dropping(lambda: {"head_dim": 256}), SDPA, EFFICIENT, SDPA, EFFICIENT),
+    "dropout, softcap": (dropping(lambda: {"softcap": 5.0}), BLOCKED, BLOCKED, BLOCKED, BLOCKED),
     "ids of documents": (
         masked(lambda: Documents(empty(1, T, dtype=torch.long))), FLEX, FLEX, FLEX, FLEX
     ),
@@ -96,6 +125,8 @@ SAMPLED = (
     "causal & key lengths",
     "packed documents",
     "sinks",
+    "dropout, window",
+    "top-left causal, more keys",
 )  # compiling takes 0.3 s
 
 
@@ -105,6 +136,7 @@ NAMED = {  # as ``headscope doctor`` names them
     "D 512": "D 512",
     "causal": "mask: causal",
     "causal, more keys": "mask: causal, more keys",
+    "top-left causal, more keys": "mask: top-left causal, more keys",
     "window": "mask: window",
     "prefix": "mask: prefix",
     "prefix | window": "mask: prefix | window",
@@ -118,6 +150,11 @@ NAMED = {  # as ``headscope doctor`` names them
     "sinks": "sinks",
     "bias": "bias",
     "softcap": "softcap",
+    "dropout": "dropout",
+    "dropout, window": "dropout, mask: window",
+    "dropout, packed documents": "dropout, mask: packed documents",
+    "dropout, D 256": "dropout, D 256",
+    "dropout, softcap": "dropout, softcap",
 }
 OPERATORS = {
     "sdpa": SDPA, "flex": FLEX, "blocked": BLOCKED, "fused: flash": FLASH, "fused: flash band": BAND,
@@ -165,6 +202,8 @@ def _again(x: Any) -> Any:
     if not isinstance(x, torch.fx.Node):
         return x
     like = x.meta["val"] if "val" in x.meta else x.meta["example_value"]
+    if like.device.type == "cpu":
+        return 1  # the seed of dropout, which the operator reads
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
@@ -232,3 +271,23 @@ def test_doctor_judges_what_is_emitted() -> None:
                 judged = {mode: OPERATORS[rows[option, dtype, call, mode]] for mode in ("eager", "compile", "export")}
                 exported = BLOCKED if operator == FLEX else operator
                 assert judged == {"eager": operator, "compile": operator, "export": exported}, (name, dtype, call)
+
+
+@pytest.mark.parametrize("name", ["dropout", "dropout, window"])
+def test_dropout_does_not_restrict_the_open_length_of_an_export(name: str) -> None:
+    with fake_cuda(eager=False):
+        inputs, options = made(name, torch.float32)
+        length = torch.export.Dim("length", min=2)
+        program = torch.export.export(
+            Attending("attend", options), inputs, dynamic_shapes=(({2: length},) * 3), strict=False
+        )
+    (call,) = [node for node in program.graph.nodes if "attend_forward" in str(node.target)]
+    assert call.args[-1] == "fused"
+
+
+def test_too_many_weights_for_the_memory_efficient_kernels_are_dropped_by_blocked() -> None:
+    spec = CallSpec(batch=1, heads=32, queries=1 << 13, dropout=0.1)
+    few, many = judge(replace(spec, heads=31), torch.float32, "cuda"), judge(spec, torch.float32, "cuda")
+    assert (few.selected, many.selected) == ("sdpa", "blocked")
+    assert [reason[:8] for name in ("sdpa", "fused") for reason in many.refusals[name]] == ["dropout:", "dropout:"]
+    assert judge(replace(spec, lse=True), torch.bfloat16, "cuda").selected == "fused", "flash numbers them otherwise"

@@ -28,6 +28,8 @@ from support import oracle
 from support.attention_cases import FUSED, INF, NATIVE, OPTIONS, SIZES, D, H, K, Q, gradients, pairs, run_by, tensors
 from support.tolerance import assert_as_accurate
 
+LONG = pytest.mark.long  # on combinations of what other cases trace or compile
+
 REPEATED = ["nothing", "mask: causal & documents | dense", "everything", "bias that hides", "mask: dense"]
 
 
@@ -290,8 +292,16 @@ LOOKING_ON: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*Graph break from `Tensor.item:UserWarning")
-@pytest.mark.parametrize("mask", [window(3) | Prefix(1), KeyLengths(torch.tensor([3, 9]))], ids=str)
-@pytest.mark.parametrize("under", LOOKING_ON)
+@pytest.mark.parametrize(
+    ("under", "mask"),
+    [
+        # a compiler has no other way for lengths: that takes a second
+        pytest.param(under, mask, marks=LONG if under == "a compiler" and isinstance(mask, KeyLengths) else ())
+        for under in LOOKING_ON
+        for mask in (window(3) | Prefix(1), KeyLengths(torch.tensor([3, 9])))
+    ],
+    ids=str,
+)
 def test_what_is_observed_is_the_same_whoever_looks_on(under: str, mask: Mask) -> None:
     q = torch.randn(2, 4, 9, 8)
     torch.compiler.reset()
@@ -338,11 +348,17 @@ TRACED = {
 RULES, LENGTHS = window(2) | Prefix(1), KeyLengths(torch.tensor([3, 9]))
 
 
-@pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize(
-    ("how", "mask"),
+    ("how", "mask", "warm"),
     # torch takes no tensors, as lengths are, from around a function that it traces with fake ones
-    [("fake", LENGTHS), ("make_fx", LENGTHS), ("symbolic", RULES)],
+    [
+        ("fake", LENGTHS, False),
+        ("fake", LENGTHS, True),
+        ("make_fx", LENGTHS, False),
+        ("make_fx", LENGTHS, True),
+        ("symbolic", RULES, True),
+        pytest.param("symbolic", RULES, False, marks=LONG),  # as make_fx does, and takes a second
+    ],
     ids=str,
 )
 def test_the_definition_is_traced_whatever_ran_before(how: str, mask: Mask, warm: bool) -> None:
@@ -375,7 +391,13 @@ def test_meta(option: str) -> None:
 @pytest.mark.filterwarnings(
     "ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"
 )  # torch's
-@pytest.mark.parametrize("option", ["nothing", "mask: causal", "mask: dense", "everything", "mask: documents"])
+@pytest.mark.parametrize(
+    "option",  # test_operators.py compiles every option; a dense mask is in "everything"
+    [
+        "nothing", "mask: causal", "everything", pytest.param("mask: dense", marks=LONG),
+        pytest.param("mask: documents", marks=LONG),
+    ],
+)  # fmt: skip
 def test_compiles_without_a_break(option: str) -> None:
     asked = OPTIONS[option](torch.float32)
     leaves = {name: x.requires_grad_() for name, x in asked.tensors.items()}

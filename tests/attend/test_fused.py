@@ -17,6 +17,7 @@ from support.fused_on_cpu import fused_on_cpu
 from support.tolerance import assert_as_accurate
 
 H, HKV, T, D = 4, 2, 19, 16
+TOP_LEFT = Band(None, 0, offset=0)
 LENGTHS = KeyLengths(torch.tensor([7, 0]))
 PACKED = Documents.from_cu_seqlens(torch.tensor([0, 5, 5, 12, T]))
 CROSSED = Documents.from_cu_seqlens(torch.tensor([0, 5, 12, T]), torch.tensor([0, 3, 3, T]))
@@ -31,6 +32,14 @@ CASES: dict[str, tuple[Mask | None, dict[str, Any], str, str]] = {
     "causal": (causal(), {}, FLASH, EFFICIENT),
     "causal, fewer queries": (causal(), {"queries": 11}, BAND, EFFICIENT_BAND),
     "causal, one query": (causal(), {"queries": 1}, BAND, EFFICIENT_BAND),
+    "top-left causal, fewer queries": (TOP_LEFT, {"queries": 11}, FLASH, EFFICIENT),
+    "top-left causal, fewer queries, & lengths": (TOP_LEFT & LENGTHS, {"queries": 11}, EFFICIENT, EFFICIENT),
+    "top-left causal, fewer queries, & boolean tensor": (
+        TOP_LEFT & LENGTHS & Dense(SHOWN.tensor[:, :, :11]), {"queries": 11, "sinks": True}, EFFICIENT, EFFICIENT
+    ),
+    "top-left causal, fewer queries, bias": (TOP_LEFT, {"queries": 11, "bias": True}, EFFICIENT, EFFICIENT),
+    "top-left window, fewer queries": (Band(3, 0, offset=0), {"queries": 11}, BAND, EFFICIENT_BAND),
+    "band before the diagonal": (Band(4, -2), {"queries": 11}, BAND, EFFICIENT_BAND),
     "window": (window(5), {}, BAND, EFFICIENT_BAND),
     "window & wider window": (window(5) & Band(9, 3), {}, BAND, EFFICIENT_BAND),
     "lengths": (LENGTHS, {}, EFFICIENT, EFFICIENT),
@@ -49,9 +58,14 @@ CASES: dict[str, tuple[Mask | None, dict[str, Any], str, str]] = {
     "bias & causal & lengths": (causal() & LENGTHS, {"bias": True}, EFFICIENT, EFFICIENT),
     "Dv 11 with D 13": (causal(), {"head_dim": 13, "v_head_dim": 11}, FLASH, EFFICIENT),
     "D 300": (causal(), {"head_dim": 300, "v_head_dim": 300, "queries": 3}, EFFICIENT_BAND, EFFICIENT_BAND),
-}
+}  # fmt: skip
 # of flash alone: a band beyond the diagonal, and rows before the first key
-FLASH_ONLY = {"band": (Band(3, 2), {}), "more queries": (causal(), {"queries": 23})}
+FLASH_ONLY: dict[str, tuple[Mask, dict[str, Any]]] = {
+    "band": (Band(3, 2), {}),
+    "more queries": (causal(), {"queries": 23}),
+    "top-left, more queries": (TOP_LEFT, {"queries": 23}),
+    "strictly causal": (Band(None, -1), {}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +156,12 @@ def test_the_gradient_of_lse_with_the_widest_heads_runs_on_another_kernel(ran: l
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"softcap": 5.0}, "softcap: torch's fused kernels do not support it"),
-    "dropout": ({"dropout": 0.1}, "dropout: the operators draw their own seed"),
     "scale": ({"scale": -1.0}, "scale: is 0 or below"),
     "or": ({"mask": causal() | window(3)}, "mask: only bands, lengths, packed documents and boolean tensors"),
     "ids of documents": ({"mask": Documents(torch.zeros(1, T, dtype=torch.long))}, "mask: only bands, lengths, packed"),
-    "top-left": ({"mask": Band(None, -1)}, "mask: a band that does not include the diagonal"),
+    "band after the diagonal": ({"mask": Band(-1, 3)}, "mask: a band that starts after the diagonal"),
+    "band before the first key": ({"mask": Band(None, -T)}, "mask: a band that starts after the diagonal, masks every"),
+    "empty band": ({"mask": Band(1, -2)}, "mask: a band that starts after the diagonal, masks every key"),
     "bias for each row": ({"bias": torch.zeros(H, T, 1)}, "bias: axis K is 1, expected 19"),
     "bias in training": ({"bias": torch.zeros(H, T, T, requires_grad=True)}, "bias: its gradient would be as large"),
 }

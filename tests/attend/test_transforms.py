@@ -71,9 +71,13 @@ def list_cases(hows: Iterable[str]) -> list[Any]:
     """Return ways and backends.
 
     Without a backend a graph has what "cpu" compiles to, because it is selected: that of "cpu" is in the long runs.
+    "reproducible" has the same operators: it stays with "aot_eager", the longest way of the three.
     """
+    long = {("cpu", how) for how in ("eager", "aot_eager", "exported")} | {
+        ("reproducible", how) for how in ("eager", "exported")
+    }
     return [
-        pytest.param(how, backend, marks=LONG if backend == "cpu" and how in ("eager", "aot_eager", "exported") else ())
+        pytest.param(how, backend, marks=LONG if (backend, how) in long else ())
         for how in hows
         for backend in (None, *ON_A_CPU)
     ]
@@ -255,7 +259,8 @@ DERIVATIVES: dict[str, Callable[[Tensor], Tensor]] = {  # what is found beside o
 @pytest.mark.parametrize(
     ("transform", "backend"),
     [
-        ("vmap", None), ("jvp", "blocked"), ("grad", None), ("grad of each sample", "blocked"), ("grad of grad", None),
+        ("vmap", None), ("jvp", "blocked"), ("grad of each sample", "blocked"), ("grad of grad", None),
+        pytest.param("grad", None, marks=LONG),  # within that of each sample, and of itself
         pytest.param("vmap", "blocked", marks=LONG), pytest.param("jvp", None, marks=LONG),
         pytest.param("grad", "blocked", marks=LONG), pytest.param("grad of each sample", None, marks=LONG),
         pytest.param("grad of grad", "blocked", marks=LONG),

@@ -7,7 +7,6 @@ import io
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -67,9 +66,8 @@ def run_check(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def judged() -> dict[str, Any]:
-    """The results of all submissions, by the command as a shell starts it."""
-    program = [sys.executable, "-m", "headscope", "check", str(SUBMISSIONS), "--json"]
-    run = subprocess.run(program, capture_output=True, encoding="utf-8", check=False)
+    """The results of all submissions."""
+    run = run_check(str(SUBMISSIONS), "--json")
     assert run.returncode == 1, run.stderr
     return json.loads(run.stdout)
 

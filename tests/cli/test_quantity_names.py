@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
+import shutil
 import sys
 import types
 from collections.abc import Callable
@@ -13,6 +16,7 @@ import pytest
 import torch
 
 from headscope import Recording, load_example, watch
+from headscope.cli import main
 from headscope.decisions import patterns
 from headscope.report.fixed_keys import FIXED_KEY
 from headscope.report.words import PATTERNS as PATTERN_WORDS
@@ -25,10 +29,21 @@ TEXT = "def parse(line): return line. def parse(line): return line."
 OF_PATTERNS = ["previous", "next", "self", "duplicate", "induction", "first", "local", "uniform"]
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the recording and the page that ``watch`` writes, and with its JSON."""
+    folder = tmp_path_factory.mktemp("watched")
+    to = "--out", str(folder / "a.safetensors"), "--page", str(folder / "a.html")
+    with (folder / "a.json").open("w", encoding="utf-8") as printed, contextlib.redirect_stdout(printed):
+        assert main(["watch", "text", "--text", TEXT, "--json", *to]) == 0
+    return folder
+
+
 @pytest.fixture
-def recorded(run: Run) -> dict[str, Any]:
+def recorded(files: Path, run: Run) -> dict[str, Any]:
     """The JSON of ``watch``, with its recording in ``a.safetensors`` and its page in ``a.html``."""
-    return answer(run("watch", "text", "--text", TEXT, "--json", "--out", "a.safetensors", "--page", "a.html"))
+    shutil.copytree(files, ".", dirs_exist_ok=True)
+    return json.loads(Path("a.json").read_text(encoding="utf-8"))
 
 
 def of_watch(run: Run) -> list[str]:

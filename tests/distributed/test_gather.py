@@ -196,7 +196,7 @@ def test_a_rank_that_ends_while_it_sends_is_named(ranks: Results) -> None:
 def test_a_rank_that_does_not_answer_is_named_within_the_timeout(ranks: Results) -> None:
     for rank in ranks[:-1]:
         assert rank["ends"]["before"].startswith(f"RankError: gather: rank {len(ranks) - 1} did not answer within")
-        assert rank["ends"]["seconds"] < 30, "the timeout of the group is 2 s"
+        assert rank["ends"]["seconds"] < 30, "the timeout of the group is at most 1.5 s"
 
 
 def test_without_torch_distributed_a_process_gathers_its_own() -> None:

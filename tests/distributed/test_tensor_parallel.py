@@ -60,7 +60,7 @@ TENSORS_REFUSED = {
 Ranks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """What each rank of a world reports; see tensor_parallel_ranks.py."""
     folder = tmp_path_factory.mktemp("ranks")

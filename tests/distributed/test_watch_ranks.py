@@ -15,7 +15,7 @@ LAYERS = ["layers.0.attention", "layers.1.attention"]
 WRAPPERS = ["ddp", "ddp, segments", "fsdp", "checkpoints", "group", "device"]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank prints; see watch_ranks.py."""
     folder, world = tmp_path_factory.mktemp("ranks"), request.param

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,6 +38,7 @@ def of_chunks(
     return stats
 
 
+@settings(max_examples=50)
 @given(
     length=st.integers(2, 61), bins=st.integers(1, 67), data=st.data(), window=st.none() | st.integers(0, 9),
     with_all_keys=st.booleans(), dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),

@@ -155,6 +155,7 @@ def test_a_page_that_would_be_too_large_has_fewer_steps(monkeypatch: pytest.Monk
 
 def test_the_page_opens_on_the_first_alarm_of_the_most_serious_kind() -> None:
     values = curves(11, 2, 3)
+    values["normalized_entropy"][[3, 4, 6], 1, 1] = 0.5  # the reference of the alarm at step 5
     alarms = [
         Alarm(1, "a", 2, "rising sink", 0.4, 0.3, 0.1),
         Alarm(5, "b", 1, "entropy collapse", 0.05, 0.1, 0.5),
@@ -164,8 +165,8 @@ def test_the_page_opens_on_the_first_alarm_of_the_most_serious_kind() -> None:
     data, _ = data_of(history_of(values, {"a": 3, "b": 3}, alarms=alarms))
     assert data["opensOn"] == [1, 1]
     assert data["history"]["alarms"] == [
-        [1, 0, 2, 2, 0.4, 0.3, 0.1], [5, 1, 1, 0, 0.05, 0.1, 0.5], [4, 0, 0, 1, None, 100, 3],
-    ]  # fmt: skip
+        [1, 0, 2, 2, 0.4, 0.3, 0.1, None], [5, 1, 1, 0, 0.05, 0.1, 0.5, 3], [4, 0, 0, 1, None, 100, 3, None],
+    ], "with the step of the reference where it is stored"  # fmt: skip
     values["normalized_entropy"][4, 1, 2] = -5.0
     data, _ = data_of(history_of(values, {"a": 3, "b": 3}, limits=None))
     assert data["opensOn"] == [1, 2], "the head that changes most"

@@ -179,7 +179,10 @@ def test_a_colour_bar_is_there_as_asked(pyplot: Any) -> None:
 # ---------------------------------------------------------------- tokens
 
 
-@pytest.mark.parametrize("length", [3, 29, 61, 131, 199, 397])
+@pytest.mark.parametrize(
+    "length",  # all tokens, some of them, and positions alone; what lies between is in the long runs
+    [3, pytest.param(29, marks=pytest.mark.long), 61, pytest.param(131, marks=pytest.mark.long), 199, 397],
+)
 @pytest.mark.parametrize("inches", [2.0, 6.0])
 def test_labels_of_tokens_do_not_overlap(pyplot: Any, length: int, inches: float) -> None:
     from headscope.report.plots import plot_head

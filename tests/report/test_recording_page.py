@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import sys
 import threading
@@ -16,7 +17,8 @@ import torch
 
 from headscope import Observe, masks, observe, trace, watch
 from headscope.report import render, text_sheet
-from headscope.report.viewer import render_recording
+from headscope.report._viewer.from_sheet import shown as shown_sheet
+from headscope.report.viewer import render_recording, shown_recording
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 from support.html_pages import Page
@@ -265,3 +267,22 @@ def test_an_error_of_a_page_ends_what_a_terminal_is_told(tmp_path: Path, monkeyp
     with pytest.raises(TypeError, match="title: got 3, expected a str"):
         recorded(1).save_html(tmp_path / "a.html", title=3)
     assert threading.active_count() == threads
+
+
+def test_a_page_states_which_patterns_too_few_rows_show_and_which_heads_follow_them_all_the_same() -> None:
+    q, k = torch.zeros(2, 1, 2, 8, 8)
+    k[0, 0] = 30 * torch.eye(8)
+    q[0, 0] = torch.eye(8)[[0, 1, 2, 3, 1, 2, 3, 4]]  # the token after the earlier copy; head 1 is even
+    what = Observe(keep_rows=True, tokens=torch.arange(4).repeat(2))
+    found = observe(q, k, mask=masks.causal(), what=what)
+    about = About("m", {}, {"headscope": "0"}, dict.fromkeys(found.parts, "self"), tuple("abcdabcd"), 1, 1)
+    layer = shown_recording(Recording(found, about)).layers[0]
+    assert {name: (few.rows, few.heads) for name, few in layer.few.items()} == {
+        "duplicate": (4, []),
+        "induction": (4, [0]),
+    }
+    means = {name: columns["mean"] for name, columns in layer.statistics.items()}
+    p = torch.softmax((q @ k.mT / 8**0.5)[0].masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), -math.inf), -1)
+    sheet = shown_sheet(text_sheet("", [*"abcdabcd"], [p], ids=[*range(4)] * 2)).layers[0]
+    assert sheet.few == layer.few
+    assert sheet.statistics["induction"]["mean"] == pytest.approx(means["induction"], abs=1e-5)

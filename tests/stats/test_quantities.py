@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -170,22 +171,32 @@ def observed(form: str, tensors: dict[str, Tensor]) -> HeadStats:
             pytest.fail(f"the {form} observer does not compute {error}")
 
 
+@cache
+def by_definition(mask: str, sinks: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every quantity of the rows of an example, [B, H, Q]; NaN where a row sees no key."""
+    tensors = example(mask, sinks, dtype)
+    places = torch.cartesian_prod(torch.arange(B), torch.arange(H), torch.arange(Q)).tolist()
+    rows = {(b, h, i): row for b, h, i in places if (row := row_of(tensors, b, h, i)) is not None}
+    found = {quantity.name: torch.full((B, H, Q), math.nan, dtype=torch.float64) for quantity in ROW_QUANTITIES}
+    for quantity in ROW_QUANTITIES:
+        for at, row in rows.items():
+            found[quantity.name][at] = quantity.reference(row)
+    return found
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("mask", ["none", "causal", "band"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("form", ["portable", "native"])
 def test_an_observer_computes_every_definition(form: str, dtype: torch.dtype, mask: str, sinks: bool) -> None:
-    tensors = example(mask, sinks, dtype)
-    stats = observed(form, tensors)
+    stats = observed(form, example(mask, sinks, dtype))
     (kept,) = stats.kept
+    definitions = by_definition(mask, sinks, dtype)
     rtol = 1e-5 if dtype == torch.float32 else 1e-12
     for quantity in ROW_QUANTITIES:
         name = f"{quantity.name}_{WINDOW}" if quantity.has_distance else quantity.name
         assert name in kept.values, f"the {form} observer does not compute {name}"
-        expected = torch.full((B, H, Q), math.nan, dtype=torch.float64)
-        for b, h, i in torch.cartesian_prod(torch.arange(B), torch.arange(H), torch.arange(Q)).tolist():
-            if (row := row_of(tensors, b, h, i)) is not None:
-                expected[b, h, i] = quantity.reference(row)
+        expected = definitions[quantity.name]
         torch.testing.assert_close(
             kept.values[name].double(), expected, rtol=rtol, atol=rtol / 10, equal_nan=True,
             msg=lambda text, name=name: f"{name} by the {form} observer: {text}",

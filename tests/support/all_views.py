@@ -47,14 +47,31 @@ def first_of_each(views: Sequence[tuple[str, str]], pages: Collection[str] = VIE
     ]
 
 
-def write_pages(folder: Path) -> dict[str, Path]:
-    """Write the pages of the commands, of two recordings and of a history; that of a long text is the caller's."""
-    paths = {name: folder / f"{name}.html" for name in ("text", "image", "watch")}
-    _run("text", "the cat sat on the mat, and the dog sat on the mat", "--out", str(paths["text"]))
-    _run("image", "--out", str(paths["image"]))
-    segments = ("--segment", "fox=0:34", "--segment", "hare=47:82")
-    _run("watch", "text", "--text", FABLE, "--page", str(paths["watch"]), *segments)
-    return {**paths, "pair": write_pair(folder), "history": write_history(folder)}
+class WrittenPages(dict[str, Path]):
+    """The pages in a folder, each written when it is first opened: one file opens few of them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        path = self.folder / f"{name}.html"
+        if name == "text":
+            _run("text", "the cat sat on the mat, and the dog sat on the mat", "--out", str(path))
+        elif name == "image":
+            _run("image", "--out", str(path))
+        elif name == "watch":
+            segments = ("--segment", "fox=0:34", "--segment", "hare=47:82")
+            _run("watch", "text", "--text", FABLE, "--page", str(path), *segments)
+        else:
+            path = {"pair": write_pair, "history": write_history}[name](self.folder)
+        self[name] = path
+        return path
+
+
+def write_pages(folder: Path) -> WrittenPages:
+    """Return the pages of the commands, of two recordings and of a history; that of a long text is the caller's."""
+    return WrittenPages(folder)
 
 
 def write_pair(folder: Path) -> Path:

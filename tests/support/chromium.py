@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -13,18 +14,52 @@ from support.html_pages import browser
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
+    from headscope.watching import Recording
+
 MOST_USES = 20  # the history of a page holds 50 addresses
+
+# A page lives for less than a second, so that compiling its script in the background costs more than it saves. Chromium
+# reads the last list of features only: those of Playwright that matter here are repeated.
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--num-raster-threads=1",
+    "--js-flags=--single-threaded --no-maglev --no-turbofan",
+    "--disable-features=DestroyProfileOnBrowserClose,HttpsUpgrades,OptimizationHints,PaintHolding,RenderDocument",
+)
 
 
 @pytest.fixture(scope="session")
 def chromium_process() -> Iterator[Browser]:
-    """A running browser. Each file has a context of its own in it."""
+    """A running browser."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        process = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox", "--disable-gpu"])
+        process = playwright.chromium.launch(executable_path=browser(), args=FLAGS)
         yield process
         process.close()
+
+
+@pytest.fixture(scope="session")
+def chromium_context(chromium_process: Browser) -> BrowserContext:
+    """The context of all files that leave it as it was: a context of its own starts a renderer and compiles again."""
+    context = chromium_process.new_context()
+    context.set_default_timeout(20_000)
+    return context
+
+
+@pytest.fixture(scope="module")
+def written_pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recording], Path]:
+    """Writes the page of a recording once for a file of tests."""
+    folder = tmp_path_factory.mktemp("pages")
+    written: dict[int, tuple[Recording, Path]] = {}  # the recording stays, so that no other one gets its number
+
+    def path_of(found: Recording) -> Path:
+        if id(found) not in written:
+            written[id(found)] = found, found.save_html(folder / f"{len(written)}.html")
+        return written[id(found)][1]
+
+    return path_of
 
 
 _PAGES: WeakKeyDictionary[BrowserContext, Pages] = WeakKeyDictionary()

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope._attend import call, prepare
-from headscope._attend.backends import flex
+from headscope._attend.backends import blocked, flex
 from headscope._observe import placement, scene
 from headscope._support import device_constants, tensor_classes
 from headscope.masks import _base
@@ -92,6 +92,10 @@ def _stand_in() -> Any:
     return _flex_attention
 
 
+def _all_factors(call: Any, block: Any, seed: Any, like: Tensor) -> Tensor:
+    return torch.empty_like(like)
+
+
 def _no_blocks(*args: Any) -> None:
     return None
 
@@ -144,6 +148,9 @@ def fake_cuda(eager: bool = True) -> Iterator[FakeTensorMode]:
             method = partialmethod(_run, operator)
             stack.enter_context(mock.patch.object(FakeTensor, name, method, create=True))
         stack.enter_context(mock.patch.object(prepare, "prepared_calls", prepare.PreparedCalls()))
+        seed = mock.Mock(**{"return_value.item.return_value": 1})  # a CPU build has no generator of CUDA
+        stack.enter_context(mock.patch.object(blocked, "draw_seed", new=seed))
+        stack.enter_context(mock.patch.object(blocked, "_keep", new=_all_factors))
         stack.enter_context(mock.patch.object(flex, "_function", new=_stand_in))  # it would generate a kernel
         stack.enter_context(mock.patch.object(flex, "_block_mask", new=_no_blocks))  # it assigns by index
         if eager:

@@ -3,6 +3,10 @@
 The dense flash operator is torch's own CPU kernel. The others compute the whole matrix in float32. Like the kernels for
 CUDA they write inf as the lse of a row without keys (flash), or 0 (memory-efficient), pad lse with inf to a multiple of
 32 rows (memory-efficient), and compute the gradient from the lse and the out that they are given.
+
+With dropout they draw from torch's generator of the CPU: its seed, and an offset of 0 if it has not drawn since it was
+seeded. Both go into the state that they return, in the form of each kernel, and determine which weights are dropped.
+Each kind of kernel drops others.
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headscope._attend import mask_parts, prepare, select
+from headscope._attend.backends import fused_operators
 
 EMPTY = torch.empty(0)
+dropped: list[Tensor] = []
+"""The factors of the weights that each forward pass used, [B, H, Q, K], one for each document."""
 
 
 def _visible(queries: int, keys: int, left: int | None, right: int | None) -> Tensor:
@@ -38,13 +45,66 @@ def _logits(q: Tensor, k: Tensor, scale: float, bias: Tensor | None, visible: Te
     return s.masked_fill(~visible, -torch.inf)
 
 
+def _draw() -> tuple[int, int]:
+    """Return the seed and the offset of the generator, and move it on."""
+    generator = torch.default_generator
+    seed = generator.initial_seed()
+    fresh = torch.Generator().manual_seed(seed).get_state()
+    before = generator.get_state()
+    drawn = int(torch.randint(1, 2**31, ()))
+    return seed, 0 if torch.equal(before, fresh) else drawn
+
+
+def _flash_state(p: float) -> tuple[Tensor, Tensor]:
+    if not p:
+        return EMPTY, EMPTY
+    return torch.tensor(_draw(), dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
+
+
+def _efficient_state(p: float) -> tuple[Tensor, Tensor]:
+    if not p:
+        return EMPTY, EMPTY
+    seed, offset = _draw()
+    return torch.tensor(seed), torch.tensor(offset)
+
+
+def _factors(
+    kind: int, p: float, state: tuple[Tensor, Tensor], sizes: tuple[int, ...], document: int = 0
+) -> Tensor | None:
+    """Return which weights to drop, 0, and by what to multiply the others; None without dropout."""
+    if not p:
+        return None
+    assert all(x.dtype == (torch.uint64 if kind == 1 else torch.int64) for x in state)
+    seed, offset = state[0].view(torch.int64).tolist() if kind == 1 else (int(state[0]), int(state[1]))
+    number = hash((kind, seed, offset, document)) % 2**62
+    return (torch.rand(sizes, generator=torch.Generator().manual_seed(number)) > p).float() / (1 - p)
+
+
+def _of_flash(p: float, state: tuple[Tensor, Tensor], q: Tensor, k: Tensor, document: int = 0) -> Tensor | None:
+    return _factors(1, p, state, (*q.shape[:3], k.shape[2]), document)
+
+
+def _of_efficient(p: float, state: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> Tensor | None:
+    return _factors(2, p, state, (*q.shape[:3], k.shape[2]))
+
+
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, visible: Tensor, empty: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: Tensor | None,
+    visible: Tensor,
+    empty: float,
+    z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     s = _logits(q, k, scale, bias, visible)
     lse = s.logsumexp(-1)
     none = lse == -torch.inf
     p = (s - lse.masked_fill(none, 0)[..., None]).exp()
+    if z is not None:
+        dropped.append(z)
+        p = p * z
     out = p.to(q.dtype).float() @ v.repeat_interleave(q.shape[1] // v.shape[1], 1).float()
     return out.to(q.dtype), lse.masked_fill(none, empty)
 
@@ -59,13 +119,17 @@ def _backward(
     scale: float,
     bias: Tensor | None,
     visible: Tensor,
+    z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = q.shape[1] // k.shape[1]
     p = (_logits(q, k, scale, bias, visible) - lse[..., None]).exp()
     values, keys = (x.repeat_interleave(group, 1).float() for x in (v, k))
     delta = (grad.float() * out.float()).sum(-1, keepdim=True)
-    ds = p * (grad.float() @ values.mT - delta)
-    dq, dk, dv = ds @ keys * scale, ds.mT @ q.float() * scale, p.mT @ grad.float()
+    dp, used = grad.float() @ values.mT, p
+    if z is not None:
+        dp, used = dp * z, p * z
+    ds = p * (dp - delta)
+    dq, dk, dv = ds @ keys * scale, ds.mT @ q.float() * scale, used.mT @ grad.float()
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -87,6 +151,11 @@ def _flash(
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
     assert not causal or q.shape[2] == k.shape[2]
+    state = _flash_state(p)
+    if p:
+        visible = _visible(q.shape[2], k.shape[2], None, 0 if causal else None)
+        out, lse = _forward(q, k, v, scale, None, visible, torch.inf, _of_flash(p, state, q, k))
+        return out, lse, EMPTY, EMPTY, 0, 0, *state, EMPTY
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, p, causal, scale=scale)
@@ -111,6 +180,9 @@ def _flash_backward(
     *,
     scale: Any = None,
 ) -> Any:
+    if p:
+        visible = _visible(q.shape[2], k.shape[2], None, 0 if causal else None)
+        return _backward(grad, q, k, v, out, lse, scale, None, visible, _of_flash(p, (seed, offset), q, k))
     group = q.shape[1] // k.shape[1]
     wide = [x.repeat_interleave(group, 1) for x in (k, v)]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -166,8 +238,9 @@ def _efficient(
     _check_efficient(q, k, v, bias)
     assert not causal or q.shape[2] == k.shape[2]
     visible = _visible(q.shape[2], k.shape[2], None, 0 if causal else None)
-    out, lse = _forward(q, k, v, scale, bias, visible, 0.0)
-    return out, _pad(lse), EMPTY, EMPTY
+    state = _efficient_state(p)
+    out, lse = _forward(q, k, v, scale, bias, visible, 0.0, _of_efficient(p, state, q, k))
+    return out, _pad(lse), *state
 
 
 def _efficient_backward(
@@ -189,7 +262,8 @@ def _efficient_backward(
     _check_efficient(q, k, v, bias)
     assert lse.shape[-1] % 32 == 0
     visible = _visible(q.shape[2], k.shape[2], None, 0 if causal else None)
-    return *_backward(grad, q, k, v, out, lse[..., : q.shape[2]], scale, bias, visible), EMPTY
+    z = _of_efficient(p, (seed, offset), q, k)
+    return *_backward(grad, q, k, v, out, lse[..., : q.shape[2]], scale, bias, visible, z), EMPTY
 
 
 def _check_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
@@ -235,13 +309,13 @@ def _flash_band(
     assert q.shape[-1] % 8 == 0
     left, right = (None, 0) if causal else (window_size_left, window_size_right)
     q, k, v = (x[None].transpose(1, 2) if cq is not None else x.transpose(1, 2) for x in (q, k, v))
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-    for i, j in _spans(cq, ck):
+    out, lse, state = torch.empty_like(q), torch.empty(q.shape[:3]), _flash_state(p)
+    for n, (i, j) in enumerate(_spans(cq, ck)):
         part = q[:, :, i], k[:, :, j], v[:, :, j]
-        visible = _visible(part[0].shape[2], part[1].shape[2], left, right)
-        out[:, :, i], lse[:, :, i] = _forward(*part, scale, None, visible, torch.inf)
+        visible, z = _visible(part[0].shape[2], part[1].shape[2], left, right), _of_flash(p, state, *part[:2], n)
+        out[:, :, i], lse[:, :, i] = _forward(*part, scale, None, visible, torch.inf, z)
     out = out.transpose(1, 2)
-    return (out[0], lse[0], EMPTY, EMPTY, EMPTY) if cq is not None else (out, lse, EMPTY, EMPTY, EMPTY)
+    return (out[0], lse[0], *state, EMPTY) if cq is not None else (out, lse, *state, EMPTY)
 
 
 def _flash_band_backward(
@@ -269,10 +343,11 @@ def _flash_band_backward(
     grad, q, k, v, out = (x[None].transpose(1, 2) if packed else x.transpose(1, 2) for x in (grad, q, k, v, out))
     lse = lse[None] if packed else lse
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    for i, j in _spans(cq, ck):
+    for n, (i, j) in enumerate(_spans(cq, ck)):
         visible = _visible(q[:, :, i].shape[2], k[:, :, j].shape[2], left, right)
         parts = grad[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i]
-        for total, at, x in zip(grads, (i, j, j), _backward(*parts, scale, None, visible), strict=True):
+        z = _of_flash(p, (state, unused), q[:, :, i], k[:, :, j], n)
+        for total, at, x in zip(grads, (i, j, j), _backward(*parts, scale, None, visible, z), strict=True):
             total[:, :, at] = x
     return tuple(x.transpose(1, 2)[0] if packed else x.transpose(1, 2) for x in grads)
 
@@ -297,15 +372,17 @@ def _efficient_band(
     assert window_size is None or kind == 2
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     _check_efficient(q, k, v, bias)
+    assert not (p and cq is not None), "CUDA's kernel drops other weights in the backward pass"
     spans, left = _spans(cq, ck), None if window_size is None else window_size - 1
+    state = _efficient_state(p)
     out, parts = q.new_empty(*q.shape[:3], v.shape[3]), []
     for i, j in spans:
         part = q[:, :, i], k[:, :, j], v[:, :, j]
         visible = _visible(part[0].shape[2], part[1].shape[2], left, 0 if kind else None)
         assert kind == 0 or part[0].shape[2] <= part[1].shape[2]
-        out[:, :, i], lse = _forward(*part, scale, bias, visible, 0.0)
+        out[:, :, i], lse = _forward(*part, scale, bias, visible, 0.0, _of_efficient(p, state, *part[:2]))
         parts.append(F.pad(lse, (0, (q.shape[2] if cq is None else mq) - lse.shape[-1]), value=torch.inf))
-    return out.transpose(1, 2), _pad(torch.cat(parts)), EMPTY, EMPTY, 0, 0
+    return out.transpose(1, 2), _pad(torch.cat(parts)), *state, 0, 0
 
 
 def _efficient_band_backward(
@@ -340,7 +417,8 @@ def _efficient_band_backward(
         visible = _visible(queries, k[:, :, j].shape[2], left, 0 if kind else None)
         of_rows = lse[n : n + 1, :, :queries] if cq is not None else lse[..., :queries]
         parts = grad[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], of_rows
-        for total, at, x in zip(grads, (i, j, j), _backward(*parts, scale, bias, visible), strict=True):
+        z = _of_efficient(p, (seed, offset), *parts[1:3])
+        for total, at, x in zip(grads, (i, j, j), _backward(*parts, scale, bias, visible, z), strict=True):
             total[:, :, at] = x
     return *(x.transpose(1, 2) for x in grads), EMPTY
 
@@ -378,6 +456,7 @@ def fused_on_cpu() -> Iterator[list[str]]:
         with (
             mock.patch.object(mask_parts, "DEVICES", ("cuda", "meta", "cpu")),
             mock.patch.object(prepare, "prepared_calls", prepare.PreparedCalls()),
+            mock.patch.object(fused_operators, "generator_of", return_value=torch.default_generator),
             mock.patch.dict(select.ORDER, {"cpu": select.ORDER["cuda"]}),
         ):
             yield ran

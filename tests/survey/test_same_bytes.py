@@ -33,7 +33,9 @@ def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     return survey_digest(out)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "world", [2, pytest.param(4, marks=pytest.mark.long)]
+)  # two meet each other at each shard, too
 def test_any_number_of_processes_that_are_killed_gives_the_same_bytes(
     world: int, corpus: Path, alone: dict[str, str], tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -106,6 +106,7 @@ def calls(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
     return options, call
 
 
+@settings(max_examples=50)
 @given(calls())
 def test_combinations_of_options(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
     options, call = case

@@ -46,6 +46,7 @@ from support.browser import (
     short,
     texts_of,
     thumbs,
+    turn,
     weight,
     zoom_of,
 )
@@ -93,10 +94,10 @@ def test_it_fits_a_narrow_screen(look: Any, short: Recording, tmp_path: Path) ->
     others = [write_pair(tmp_path), write_history(tmp_path)]
     for found in (short, save(picture(), tmp_path / "sheet.html"), *others):
         page = look(found, width=360)
-        for tab in page.get_by_role("tab").all():
-            tab.click()
-            for width in (360, 240):
-                page.set_viewport_size({"width": width, "height": 900})
+        for width in (360, 240):
+            page.set_viewport_size({"width": width, "height": 900})
+            for tab in page.get_by_role("tab").all():
+                tab.click()
                 fits = "width => document.documentElement.scrollWidth === width"  # soon
                 assert page.wait_for_function(fits, arg=width, timeout=20000)
 
@@ -310,7 +311,7 @@ def test_a_map_of_calls_of_different_lengths_has_axes_of_bins(look: Any) -> None
         Recording(both[0].merge(both[1]), About("m", {}, {}, kinds, None, 2, 2)),
         "view=head&layer=0&head=1&row=7&column=0",
     )
-    assert page.locator(".pinned .cell").inner_text().startswith("query bin 7 of 8 → key bin 0 of 8")
+    assert page.locator(".pinned .cell").inner_text().startswith("query bin 7 (0–7) → key bin 0 (0–7)")
     texts = texts_of(save_figure(page, "the map of layer 0, head 1"))
     assert texts.count("query bin") == texts.count("key bin") == 1
     assert [text for text in texts if text.isdecimal()].count("7") == 2, "bins along both axes"
@@ -474,7 +475,7 @@ def test_a_sentence_names_the_region_that_a_head_looks_at(look: Any, tmp_path: P
             "Looks at none of the regions much more than an even spread does.",
         )
     ):
-        page = look(tmp_path / "sheet.html", f"view=head&layer=0&head={head}")
+        turn(page, f"view=head&layer=0&head={head}")
         assert page.locator(".likeness").inner_text() == sentence
 
 
@@ -523,7 +524,7 @@ def test_a_patch_whose_row_is_broken_looks_at_none(look: Any, tmp_path: Path) ->
         .inner_text()
         .startswith("Where the framed patch row 1, column 2 attends. No patch has a weight here: all are masked")
     )
-    page = look(path, "view=head&layer=0&head=1&row=0&column=0&sink=hidden")
+    turn(page, "view=head&layer=0&head=1&row=0&column=0&sink=hidden")
     row = weights[0][1, 0]
     assert (
         f"Most: {patch(int(row.argmax()))}, {figure(float(row.max()))}, "

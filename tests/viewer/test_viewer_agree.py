@@ -160,7 +160,10 @@ def test_every_head_with_a_third_of_its_share_on_the_first_token_is_marked(look:
 # ---------------------------------------------------------------- windows and parts
 
 
-@pytest.mark.parametrize("view", ["heads", "head", "segments", "table"])
+# The search is in the bar above each view: that of a head, which reads keys itself, stays.
+@pytest.mark.parametrize(
+    "view", ["head", *(pytest.param(each, marks=pytest.mark.long) for each in ("heads", "segments", "table"))]
+)
 def test_find_leads_to_the_text_of_a_window_from_each_view(view: str, look: Any) -> None:
     page = look(windows((23, 19)), f"view={view}&head=1")
     page.get_by_role("combobox", name="Find a token").fill("b5")
@@ -342,7 +345,10 @@ def test_no_tab_moves_when_a_head_is_opened(look: Any, pieces: Recording) -> Non
         assert page.evaluate(places) == before, name
 
 
-@pytest.mark.parametrize("view", ["heads", "head", "reading", "table"])
+# The link is in the bar above each view: those of a head and of the text, which add to the address, stay.
+@pytest.mark.parametrize(
+    "view", ["head", "reading", *(pytest.param(each, marks=pytest.mark.long) for each in ("heads", "table"))]
+)
 def test_the_text_to_copy_names_the_head_and_the_window(view: str, look: Any) -> None:
     page = look(windows((23, 19)), f"view={view}")
     part = open_menu(page).locator(".link-part")

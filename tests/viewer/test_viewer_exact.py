@@ -1,10 +1,11 @@
 """Exact heads: the page computes their weights from q, k and lse in a worker, and explains a weight."""
 
-# ruff: noqa: F401, F811  # chromium and look are fixtures
+# ruff: noqa: F401, F811  # look is a fixture
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from headscope.report.serving import pooled_tile
 from headscope.stats._kept_weights import KeptWeights, weights_of
 from headscope.watching import About, Recording
 from support.browser import Page as Shown
-from support.browser import chromium, in_a_browser, look, serving, thumbs
+from support.browser import in_a_browser, look, serving, thumbs
 from support.html_pages import Page, stored_matrix
 
 pytestmark = in_a_browser
@@ -48,9 +49,14 @@ SPY = """
 """
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _spy(chromium: Any) -> None:
-    chromium.add_init_script(SPY)
+@pytest.fixture(scope="module")
+def chromium(chromium_process: Any) -> Iterator[Any]:
+    """A context of its own, whose pages have the spy."""
+    context = chromium_process.new_context()
+    context.set_default_timeout(20_000)
+    context.add_init_script(SPY)
+    yield context
+    context.close()
 
 
 def recorded(

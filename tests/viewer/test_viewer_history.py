@@ -72,9 +72,10 @@ def run(
     return history
 
 
-@pytest.fixture
-def history(tmp_path: Path) -> History:
-    return run(tmp_path / "run.safetensors", ["a", "b"])
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """A training that no test changes."""
+    return run(tmp_path_factory.mktemp("history") / "run.safetensors", ["a", "b"])
 
 
 @pytest.fixture
@@ -119,7 +120,10 @@ def test_the_first_screen_states_which_head_collapsed_and_when(opened: Any, hist
     assert first.splitlines()[0] == f"▼ Head 1.1 (b) collapses at step {COLLAPSE}"
     alarm = next(each for each in history.alarms if each.what == "entropy collapse")
     before, now = figure(alarm.reference), figure(alarm.value)
-    assert first.splitlines()[1].startswith(f"normalized entropy {before} → {now} (alarm below 0.1)")
+    since = next(
+        n for n, each in enumerate(history[1, 1, "normalized_entropy"]) if float(each) == pytest.approx(alarm.reference)
+    )
+    assert first.splitlines()[1].startswith(f"normalized entropy {before} at step {since} → {now} (alarm below 0.1)")
     assert second.splitlines()[0] == f"▲ Head 1.2 (b): logits grow too large at step {COLLAPSE + 5}"
     assert page.locator(".cards li").nth(1).locator(".more-heads").count() == 0
     assert page.locator(".history-steps output").inner_text() == f"Step {COLLAPSE}", "the page opens there"

@@ -18,7 +18,7 @@ from headscope.tracing._explanations import EXPLANATIONS
 from headscope.tracing._written.explanations import _MORE
 from headscope.watching import Recording
 from support.all_views import VIEWS, first_of_each, write_pages
-from support.browser import BrowserContext, Page, chromium, in_a_browser, long, wait_until_drawn
+from support.browser import BrowserContext, Page, chromium, in_a_browser, long, turn, wait_until_drawn
 from support.chromium import pages_of
 from support.paths import ROOT
 
@@ -68,7 +68,8 @@ GERMAN = {"head", "heads", "key", "keys", "query", "token", "tokens", "queries"}
 def paths(tmp_path_factory: pytest.TempPathFactory, long: Recording) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("languages")
     strips = [("layers.0.attention", 0)]
-    pages = {**write_pages(folder), "long": long.save_html(folder / "long.html", strips=strips, exact=[(0, 0)])}
+    pages = write_pages(folder)
+    pages["long"] = long.save_html(folder / "long.html", strips=strips, exact=[(0, 0)])
     module = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval()
     x = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(0))
     with watch(module, what=Observe(map=11)) as recording:
@@ -77,7 +78,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory, long: Recording) -> dict[str
     x[0, 3] = torch.nan
     with watch(module, what=Observe(map=11, rows=5), verify=2) as recording:
         module(x, x, x)
-    return {**pages, "broken": recording.save_html(folder / "broken.html")}
+    pages["broken"] = recording.save_html(folder / "broken.html")
+    return pages
 
 
 @pytest.fixture
@@ -92,23 +94,26 @@ def load(page: Page, path: Path, fragment: str) -> None:
     pages_of(page.context).load(page, f"{path.as_uri()}#{fragment}")
 
 
-def texts(page: Page, path: Path, view: str, language: str) -> set[str]:
+def texts(page: Page, view: str, language: str) -> set[str]:
     """All that a reader of a view sees or hears, with the menus and the glossary."""
-    load(page, path, f"{view}&lang={language}")
+    turn(page, f"{view}&lang={language}")
     page.locator("#view > *").first.wait_for()
     wait_until_drawn(page)
     page.keyboard.press("?")
     page.locator(".guides button").nth(1).click()
     page.locator(".glossary").wait_for()
-    return {*page.evaluate(TEXTS)}
+    found = {*page.evaluate(TEXTS)}
+    page.keyboard.press("Escape")
+    return found
 
 
 @pytest.mark.parametrize(("name", "view"), first_of_each(EVERY, ("text", "pair")))
 def test_nothing_is_left_in_english(page: Page, paths: dict[str, Path], name: str, view: str) -> None:
-    english = texts(page, paths[name], view, "en")
+    load(page, paths[name], f"{view}&lang=en")
+    english = texts(page, view, "en")
     assert len(english) > 100
     for language in ("de", "zh"):
-        translated = texts(page, paths[name], view, language)
+        translated = texts(page, view, language)
         equal = {text for text in english & translated if re.search("[A-Za-z]{2}", text)}
         assert {text for text in equal if not re.fullmatch(f"{SAME[language]}|{NAMES}", text)} == set(), language
         assert half_english(translated, language) == [], language
@@ -180,8 +185,9 @@ def test_an_unknown_language_is_english(page: Page, paths: dict[str, Path]) -> N
 
 
 def test_numbers_are_written_as_the_language_writes_them(page: Page, paths: dict[str, Path]) -> None:
+    load(page, paths["text"], "view=head")
     for language, weight, share in (("en", "0.", " %"), ("de", "0,", " %"), ("zh", "0.", "%")):
-        load(page, paths["text"], f"view=head&layer=3&head=3&row=9&column=5&lang={language}")
+        turn(page, f"view=head&layer=3&head=3&row=9&column=5&lang={language}")
         cell = page.locator(".beside tr[data-name=normalized_entropy] td").first
         assert cell.inner_text().startswith(weight + "2")
         assert re.search(rf"\D79{share}\D", page.locator(".likeness").inner_text().replace("\xa0", " "))

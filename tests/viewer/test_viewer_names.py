@@ -13,7 +13,7 @@ from headscope import Observe, masks, observe
 from headscope.report import save, text_sheet
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
-from support.browser import BrowserContext, chromium, in_a_browser, look
+from support.browser import BrowserContext, chromium, in_a_browser, look, turn
 
 pytestmark = in_a_browser
 
@@ -75,13 +75,13 @@ def test_a_partial_name_has_the_same_words_in_every_view(language: str, look: An
         return page.locator(selector).first.inner_text().replace("\xa0", " ")
 
     assert plain(".thumb small") == caption
-    page = look(recorded(), f"view=head&layer=0&head=0&lang={language}")
+    turn(page, f"view=head&layer=0&head=0&lang={language}")
     assert plain(".likeness") == sentence
     labels = page.locator("canvas[aria-label]").evaluate_all(
         "all => all.map((each) => each.getAttribute('aria-label'))"
     )
     assert any(alternative in label.replace("\xa0", " ") for label in labels)
-    page = look(recorded(), f"view=table&lang={language}")
+    turn(page, f"view=table&lang={language}")
     assert name in [text.strip() for text in page.locator("td.text").all_inner_texts()]
 
 
@@ -131,13 +131,13 @@ def test_a_second_name_has_the_same_words_in_every_view(language: str, look: Any
 
     page = look(path, f"view=heads&lang={language}")
     assert plain(page, ".thumb small") == caption
-    page = look(path, f"view=head&layer=0&head=0&lang={language}")
+    turn(page, f"view=head&layer=0&head=0&lang={language}")
     assert plain(page, ".likeness") == sentence
-    page = look(path, f"view=heads&pattern=self&by=score&least=0.3&lang={language}")
+    turn(page, f"view=heads&pattern=self&by=score&least=0.3&lang={language}")
     assert page.locator(".thumb").count() == 1, (
         "the score is that of the pattern: 34 % of the first head, 25 % of the other"
     )
-    page = look(path, f"view=heads&pattern=self&by=score&least=0.4&lang={language}")
+    turn(page, f"view=heads&pattern=self&by=score&least=0.4&lang={language}")
     page.locator(".grid .hint").wait_for()
     assert page.locator(".thumb").count() == 0
     path = save(text_sheet("m", TOKENS, [heads[:1].float()]), tmp_path / "one.html")

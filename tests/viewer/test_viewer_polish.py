@@ -174,7 +174,7 @@ def test_the_strongest_connections_of_windows_are_not_all_of_the_first_query(loo
 
 
 def test_maps_of_windows_tell_even_from_changing_heads(look: Any) -> None:
-    page = look(windows())
+    page = look(windows(), "pool=max")
     thumbs(page)
     assert "Each cell shows its largest weight over 2 windows." in page.locator("#view section > .hint").inner_text()
     read = """canvas => {

@@ -29,6 +29,7 @@ from support.browser import (
     short,
     texts_of,
     thumbs,
+    turn,
     wait_until_drawn,
 )
 
@@ -167,7 +168,7 @@ def test_texts_stand_out(look: Any, short: Recording) -> None:
         assert min(contrast(colour, grounds[-1]) for colour in style(page, ".thumb small", "color")) >= 4.5
     assert len({*grounds}) == 2, "one light, one dark"
     for head in range(3):
-        page = look(short, f"view=head&layer=1&head={head}&row=9&column=5")
+        turn(page, f"view=head&layer=1&head={head}&row=9&column=5")
         page.locator(".strip").first.wait_for()
         for _ in each_scheme(page):
             chips = [style(page, ".strip button", name) for name in ("color", "backgroundColor")]

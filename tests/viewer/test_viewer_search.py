@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import torch
 from playwright.sync_api import expect
 
 from headscope import Observe
+from headscope.report import save, text_sheet
 from support.browser import LONG, chromium, in_a_browser, long, look, recorded, short, weight
 
 __all__ = ["chromium", "long", "look", "short"]  # fixtures
 
 pytestmark = in_a_browser
+
+
+def repeated(letters: str, folder: Path) -> Path:
+    """Letters twice: head 0 attends to what followed the earlier copy, and else to the token itself; head 1 evenly."""
+    length = 2 * len(letters)
+    weights = torch.eye(length).repeat(2, 1, 1)
+    for query in range(len(letters), length):
+        weights[0, query] = torch.eye(length)[query - len(letters) + 1]
+    weights[1] = torch.ones(length, length).tril() / torch.arange(1, length + 1)[:, None]
+    numbers = [*range(len(letters))] * 2
+    return save(text_sheet("Letters", [*letters, *letters], [weights], ids=numbers), folder / "letters.html")
 
 
 def search(page: Any, text: str) -> Any:
@@ -68,6 +82,31 @@ def test_in_a_head_the_token_is_selected_with_the_key_that_it_attends_to_most(lo
     page.wait_for_url(f"**row=3&column={weight(short, 0, 1)[3].argmax()}*")
     page.get_by_role("tab", name="Reading").click()
     expect(page.locator(".reading-text [data-at='3']")).to_have_attribute("aria-pressed", "true")
+
+
+def test_a_pattern_is_found_with_the_heads_that_it_names(look: Any, tmp_path: Path) -> None:
+    page = look(repeated("abcdefghijkl", tmp_path))
+    expect(search(page, "induction")).to_have_text("induction: 1 head, 0.0 (100 %)")
+    page.keyboard.press("Enter")
+    expect(page.locator(".thumb")).to_have_count(1)
+    expect(search(page, "prev")).to_have_text(
+        "No head is named “previous”. By its mean weight 0.1 leads, 0.12 (Statistics)."
+    )
+
+
+def test_of_a_pattern_that_too_few_tokens_show_the_box_and_the_head_say_so(look: Any, tmp_path: Path) -> None:
+    page = look(repeated("abcd", tmp_path))
+    found = search(page, "induction")
+    expect(found).to_contain_text("No score for induction: 4 of 8 tokens have an earlier copy, and a score needs 8.")
+    expect(found).to_contain_text("By its mean weight 0.0 leads, 1.0 (Statistics).")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**view=table*sort=induction*")
+    expect(page.locator("table.every tbody th").first).to_have_text("layer 0, head 0")
+    page.goto(page.url.split("#")[0] + "#view=head&layer=0&head=0")
+    expect(page.locator(".likeness.unscored")).to_contain_text("Perhaps an induction head, too: only 4 of 8 tokens")
+    page.goto(page.url.split("#")[0] + "#view=head&layer=0&head=1")
+    expect(page.locator("#head-title")).to_have_text("Layer 0, head 1")
+    expect(page.locator(".likeness.unscored")).to_have_count(0)
 
 
 def test_texts_that_mean_harm_are_shown_as_they_are(look: Any, short: Any) -> None:

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from headscope import Observe, Segments, masks, observe
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
-from support.browser import chromium, in_a_browser, look
+from support.browser import attributes, chromium, in_a_browser, look, turn
 
 __all__ = ["chromium", "look"]  # fixtures
 
@@ -180,7 +180,7 @@ def test_the_table_has_the_share_without_the_first_token(language: str, words: s
     cells = page.locator(".segments tbody tr").last.locator("td")
     assert cells.nth(0).locator(".without").inner_text().strip().startswith(words)
     assert cells.nth(1).locator(".without").count() == 0
-    page = look(recording, f"view=head&head=1&lang={language}")
+    turn(page, f"view=head&head=1&lang={language}")
     assert page.locator(".segments tbody tr").last.locator(".without").count() == 0, "an even head has little on it"
 
 
@@ -197,13 +197,14 @@ def test_a_share_that_chance_explains_is_grey(look: Any) -> None:
     clear = (mass.z.abs() >= 3) & (far >= 0.01)
     ratio = mass.mean / mass.null.mean
     assert (~clear & (ratio > 1.2) & (far >= 0.01)).any(), "a fifth more than chance, and explained by it"
+    page = look(Recording(HeadStats(parts), About("m", {}, {}, {"a": "self"}, None, 1, 1)), "view=table")
     for head in range(4):
-        page = look(
-            Recording(HeadStats(parts), About("m", {}, {}, {"a": "self"}, None, 1, 1)), f"view=head&head={head}"
-        )
-        for n, row in enumerate(page.locator(".segments tbody tr").all()):
-            for m, cell in enumerate(row.locator("td").all()):
-                assert (cell.get_attribute("class") != "dim") == bool(clear[head, n, m])
+        turn(page, f"view=head&head={head}")
+        rows = page.locator(".segments tbody tr")
+        rows.first.wait_for()
+        for n, row in enumerate(rows.all()):
+            classes = attributes(row.locator("td"), "class")
+            assert [each != "dim" for each in classes] == clear[head, n].tolist()
 
 
 def hue(cell: Any) -> str:
@@ -228,8 +229,9 @@ def test_blue_is_above_chance_orange_below_and_grey_within(scheme: str, look: An
     assert mass.null is not None
     recording = Recording(HeadStats(parts), About("m", {}, {}, {"0": "self"}, None, 1, 1))
     seen = set()
+    page = look(recording, "view=table", scheme=scheme)
     for to in range(3):
-        page = look(recording, f"view=segments&segmentFrom=2&segmentTo={to}", scheme=scheme)
+        turn(page, f"view=segments&segmentFrom=2&segmentTo={to}")
         clear = (mass.z[:, 2, to].abs() >= 3) & ((mass.mean - mass.null.mean)[:, 2, to].abs() >= 0.01)
         above = mass.mean[:, 2, to] > mass.null.mean[:, 2, to]
         expected = ["none" if not c else "blue" if a else "orange" for c, a in zip(clear, above, strict=True)]

@@ -44,16 +44,16 @@ def windows(lengths: tuple[int, ...], bins: int = 7) -> Recording:
     ],
 )
 def test_the_legend_states_that_windows_are_merged(lengths: tuple[int, ...], bins: int, legend: str, look: Any) -> None:
-    page = look(windows(lengths, bins), "view=head&head=1&row=5&column=1")
+    page = look(windows(lengths, bins), "view=head&head=1&row=5&column=1&pool=max")
     page.locator(".map canvas").wait_for()
     assert legend in page.locator(".legend").first.inner_text()
     assert f"{len(lengths)} windows" in page.locator("footer").inner_text()
     shown = page.locator("#view").inner_text()
     assert "(window " in shown
     assert "run " not in shown
-    page = look(windows(lengths, bins), "view=head&head=1&row=5&column=1&pool=mean")
+    page = look(windows(lengths, bins), "view=head&head=1&row=5&column=1")
     expect(page.locator(".legend").first).to_contain_text(f"merged over {len(lengths)} windows")
-    assert "largest" not in page.locator(".legend").first.inner_text()
+    assert "largest" not in page.locator(".legend").first.inner_text(), "a page of windows starts with the means"
 
 
 def test_an_entry_of_the_strongest_connections_selects_its_cell_and_window(look: Any) -> None:
@@ -93,12 +93,14 @@ def test_a_page_without_q_and_k_states_how_to_get_a_reason(look: Any) -> None:
     expect(page.locator(".why")).to_contain_text("--exact")
 
 
-def test_the_scale_states_the_windows_and_switches_to_the_mean(look: Any) -> None:
+def test_the_scale_states_the_windows_and_switches_to_the_maximum(look: Any) -> None:
     page = look(windows((23, 19)), "view=head&head=1")
     legend = page.locator(".legend").first
-    expect(legend).to_contain_text("largest weight over 2 windows")
-    legend.get_by_role("button", name="mean").click()
     expect(legend).to_contain_text("mean weight over 2 windows")
+    expect(legend).to_contain_text("A dark cell is dark on average over 2 windows.")
+    legend.get_by_role("button", name="maximum").click()
+    expect(legend).to_contain_text("largest weight over 2 windows")
+    expect(legend).to_contain_text("A dark cell has a large weight in at least one of 2 windows; its mean may be")
 
 
 def test_the_text_of_a_window_is_read_with_its_weights(look: Any) -> None:

@@ -89,7 +89,7 @@ def test_the_largest_weight_of_a_cell_is_explained_or_its_window_is_a_click_away
     for row in range(3, BINS):
         page.evaluate(f"location.hash = 'view=head&head=1&row={row}&column=1'")
         cell = page.locator(".pinned .cell")
-        expect(cell).to_contain_text(f"query bin {row} of")
+        expect(cell).to_contain_text(f"query bin {row} (")
         query, key, window = map(int, re.findall(r"(?:query|key|window) (\d+)", cell.inner_text())[-3:])
         seen.add(window == 1)
         if window == 1:

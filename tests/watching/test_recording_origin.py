@@ -102,6 +102,18 @@ def test_another_structure_is_in_the_digest(change: dict[str, Any]) -> None:
         compare(one, other)
 
 
+def test_a_configuration_that_changes_between_watches_is_read_again() -> None:
+    model = configured(depths=[2, 2])
+    digests = [recorded(model).about.origin.config]  # pyright: ignore[reportOptionalMemberAccess]
+    for change in (lambda: model.config.depths.append(1), lambda: setattr(model.config, "hidden_size", 99)):
+        change()
+        digests.append(recorded(model).about.origin.config)  # pyright: ignore[reportOptionalMemberAccess]
+    assert len({*digests}) == 3
+    model.config.hidden_size = SIZE
+    del model.config.depths[-1]
+    assert recorded(model).about.origin == recorded(configured(depths=[2, 2])).about.origin
+
+
 def test_a_model_of_transformers_is_the_same_under_other_dtypes_and_attention_functions() -> None:
     import transformers
 

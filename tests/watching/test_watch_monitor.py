@@ -189,6 +189,25 @@ def test_an_alarm_is_raised_again_after_it_has_gone_back() -> None:
     assert [alarm.step for alarm in monitor.alarms] == [1, 4]
 
 
+@pytest.mark.parametrize(
+    ("quantity", "values", "steps"),
+    [
+        ("first", [0.25, 0.5, 0.34, 0.5, 0.3, 0.5], [1, 5]),  # 0.34 is less than 0.1 above the minimum, and above 0.3
+        ("normalized_entropy", [0.15, 0.07, 0.08, 0.07, 0.1, 0.07], [1, 5]),
+        ("max_logit_max", [60.0, 130.0, 110.0, 130.0, 100.0, 130.0], [1, 5]),
+    ],
+)
+def test_a_value_that_stays_beyond_its_limit_raises_no_second_alarm(
+    quantity: str, values: list[float], steps: list[int]
+) -> None:
+    monitor = Monitor([], Limits())
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        for step, value in enumerate(values):
+            monitor._look(Limits(), step, ("a", 0, quantity), value)
+    assert [alarm.step for alarm in monitor.alarms] == steps
+
+
 def test_what_was_so_from_the_start_is_no_alarm() -> None:
     """A trained model has sinks and sharp heads: what counts is that they come about."""
     model = Steered()

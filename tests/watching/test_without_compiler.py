@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from support.forking import run_program
 
 MODULE = """
@@ -59,7 +56,7 @@ with torch.no_grad():
 def test_the_compiler_is_not_loaded() -> None:
     parts = {"watch": WATCH, "trace": TRACE, "check": CHECK}
     code = "".join(f'{code}\nassert "torch._dynamo" not in sys.modules, "{name}"\n' for name, code in parts.items())
-    done = subprocess.run([sys.executable, "-c", MODULE + code], capture_output=True, encoding="utf-8", check=False)
+    done = run_program(MODULE + code)
     assert done.returncode == 0, done.stderr
 
 

@@ -20,7 +20,8 @@ interface Props {
 
 export function Cards({ state, change, open, theme }: Props & { theme: string }) {
   const [over, setOver] = useState<Place | null>(null); // the head of the card under the pointer or in focus
-  if (data.highlights.length === 0) return null;
+  const highlights = data.highlights.filter(isLabelled);
+  if (highlights.length === 0) return null;
   if (!state.cards) {
     return <p class="cards-hidden"><button type="button" aria-expanded="false" onClick={() => change({ cards: true })}>{cards.show}</button></p>;
   }
@@ -28,11 +29,16 @@ export function Cards({ state, change, open, theme }: Props & { theme: string })
     <nav class={`cards${data.image ? " of-image" : ""}`} aria-label={cards.title}>
       {data.image && <Attended {...{ state, theme, change }} place={over ?? state} />}
       <ul onPointerLeave={() => setOver(null)}>
-        {data.highlights.map((each, n) => <li key={n} onPointerEnter={() => setOver(placeOf(each))} onFocusIn={() => setOver(placeOf(each))} onFocusOut={() => setOver(null)}><Card {...{ state, change, open }} highlight={each} /></li>)}
+        {highlights.map((each, n) => <li key={n} onPointerEnter={() => setOver(placeOf(each))} onFocusIn={() => setOver(placeOf(each))} onFocusOut={() => setOver(null)}><Card {...{ state, change, open }} highlight={each} /></li>)}
       </ul>
       <button type="button" class="hide" aria-expanded="true" aria-label={cards.hideLabel} title={cards.hideLabel} onClick={() => change({ cards: false })}>×</button>
     </nav>
   );
+}
+
+/** Whether heads have the label that a card counts: over an image they are labelled by regions. */
+function isLabelled({ pattern, layer }: Highlight): boolean {
+  return layer !== null || !pattern || (data.image?.looks.length ?? 0) === 0;
 }
 
 function placeOf({ layer, head }: Highlight): Place | null {
@@ -43,7 +49,7 @@ function Card({ highlight, state, change, open }: Props & { highlight: Highlight
   const { layer, head, pattern, score } = highlight;
   if (layer === null || head === null) {
     const sentence = pattern ? count(highlight) : cards.none;
-    if (!pattern || (data.image?.looks.length ?? 0) > 0) return <p class="card">{sentence}</p>;
+    if (!pattern) return <p class="card">{sentence}</p>;
     const on = state.pattern === pattern && state.by === "score" && state.least === score && !state.under;
     const part: Partial<State> = on ? { pattern: "", by: "", least: null } : { pattern, by: "score", least: score, under: false };
     return (

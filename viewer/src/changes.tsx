@@ -95,7 +95,7 @@ export function ChangesView({ state, theme, change }: Props) {
     <section aria-labelledby="changes-title">
       <h2 id="changes-title" class="unseen">{texts.title}</h2>
       <p class="changes-summary"><Summary is={is} /></p>
-      <p class="hint"><Sides other={other} /> {texts.hint} {is.maps && texts.scales}</p>
+      <p class="hint"><Sides other={other} /> {texts.hint} {is.maps && texts.scales} {is.maps && texts.mapScale(state.scale)}</p>
       <p class="hint">{texts.limits(LIMITS)}</p>
       {!is.maps && !data.layers.some((layer) => layer.map) && <p class="hint">{texts.noMaps}</p>}
       {is.notes.length > 0 && <p class="hint changes-notes">{is.notes.map((note) => note()).join(" ")}</p>}

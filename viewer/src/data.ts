@@ -123,6 +123,7 @@ export interface Data {
   statistics: Record<string, Record<What, (number | null)[]>>[];
   patterns: [string, number, number, boolean][][][];
   also: ([string, number] | null)[][]; // of each layer and head the second pattern beyond chance
+  few?: Record<string, FewRows> | undefined; // the patterns that too few rows show, so that no head has a score for them; pages of earlier versions lack it
   patternWords: Record<string, string>;
   tokens: { labels: string[]; longer: Record<string, string> } | null;
   runTokens: { labels: string[]; ids: number[][] } | null; // of each run, where runs read different texts
@@ -144,6 +145,14 @@ export interface Origin {
   model: string;
   config: string;
   layers: Record<string, [number, number, [number, [number, number] | null, string] | null]>;
+}
+
+/** A pattern without a score: how many rows show it, of how many; how many a score needs; the heads with much more weight there than chance gives. */
+export interface FewRows {
+  rows: number;
+  of: number;
+  needs: number;
+  heads: [number, number][];
 }
 
 /** A head to look at first, or how many heads have a pattern (then layer and head are null; "" = no head stands out). */

@@ -188,8 +188,14 @@ async function blobOf({ figure, paper }: Drawn): Promise<Blob> {
   const context = canvas.getContext("2d")!;
   context.scale(ratio, ratio);
   await paint.call({ width, height, paint }, new CanvasSurface(context, FONT));
-  const blob = await new Promise<Blob>((done, failed) => canvas.toBlob((found) => (found ? done(found) : failed(new Error(texts.tooLarge)))));
-  return inUnits(blob, ratio);
+  return inUnits(pngOf(canvas), ratio);
+}
+
+/** The PNG of a canvas, at once: toBlob waits until the page is idle, up to 7 seconds. */
+function pngOf(canvas: HTMLCanvasElement): Blob {
+  const encoded = canvas.toDataURL("image/png").split(",")[1];
+  if (!encoded) throw new Error(texts.tooLarge); // "data:,"
+  return new Blob([Uint8Array.from(atob(encoded), (each) => each.charCodeAt(0))]);
 }
 
 const PER_METRE = 96 / 0.0254; // units: 96 in an inch

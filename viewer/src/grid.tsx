@@ -290,6 +290,7 @@ const PAINTED = all().length > 600;
 function fill(element: HTMLCanvasElement | HTMLImageElement, side: number, map: HeadMap, layer: number, state: State): (() => void) | undefined {
   const canvas = element instanceof HTMLCanvasElement ? element : document.createElement("canvas");
   canvas.width = canvas.height = side;
+  element.dataset.bands = hasBands(data.layers[layer]) && side >= BANDED ? "yes" : "no"; // their legend is shown only then
   small(new CanvasSurface(canvas.getContext("2d")!), map, layer, state, side, [0, 0]);
   const show = () => void (element.dataset.drawn = "yes");
   if (element instanceof HTMLCanvasElement) return void show();
@@ -372,7 +373,7 @@ function gridFigure(state: State, paper: Paper, progress: (drawn: number) => voi
     caption: [
       ...origin(),
       pictures ? (state.thumbs === "patch" ? figures.eachPatch(token(patchOf(state), true)!) : figures.eachPicture(controls.thumbsMean(data.image!.special))) : figures.eachMap,
-      pictures ? grid.ownScale("image", "", 0) : figures.ownScales,
+      pictures ? grid.ownScale("image", "", 0, 0) : figures.ownScales,
       pictures ? "" : binning(first, state.pool),
       figures.scale(scale),
       pictures || !first.map ? "" : ending(first.map, FEW_CELLS),

@@ -12,7 +12,7 @@ import { Bar } from "./legend";
 import { Largest } from "./largest";
 import { LayerStrip } from "./layer_strip";
 import { MapView, type Zoom } from "./map";
-import { alsoOf, degreeOf, isScored, NAMED } from "./naming";
+import { alsoOf, degreeOf, followsUnscored, isCausal, isScored, NAMED } from "./naming";
 import { Images, Regions } from "./picture";
 import { ImageTokens } from "./image_tokens";
 import { Keys } from "./reading";
@@ -26,7 +26,7 @@ import { asField, isExact, MOST_PAIRS_HERE, served, type Tile } from "./tiles";
 import * as texts from "./texts";
 import { counted, figure, fill, percent, whole } from "./texts";
 import { Why } from "./why";
-import { binning, ending, isClear, nameOf, windowsOf, withoutFirst } from "./words";
+import { binning, ending, isClear, nameOf, statistic, windowsOf, withoutFirst } from "./words";
 
 interface Props {
   state: State;
@@ -157,7 +157,18 @@ function Region({ look, fixed }: { look: [string, number] | null | undefined; fi
 }
 
 /** The pattern that the head matches best, in a sentence. */
-export function Likeness({ layer, head }: { layer: number; head: number }) {
+export function Likeness(place: Place) {
+  return <><Named {...place} />{followsUnscored(place).map((name) => <Unscored key={name} {...place} name={name} />)}</>;
+}
+
+/** A pattern that the head seems to follow, where too few rows show it for a score. */
+function Unscored({ layer, head, name }: Place & { name: string }) {
+  const { rows, of, needs } = data.few![name];
+  const { kind } = texts.patterns[name](UNIT);
+  return <p class="likeness unscored">{fill(texts.head.unscored(whole(rows), whole(of), whole(needs), figure(statistic(layer, head, name), 2), isCausal()), { kind: <b><Term name={name}>{kind}</Term></b> })}</p>;
+}
+
+function Named({ layer, head }: Place) {
   if (data.image && data.image.looks.length > 0 && data.patterns[layer]?.[head]?.[0]?.[0] !== "fixed key") return <Region look={data.image.looks[layer]?.[head]} fixed={data.image.fixed?.[layer]?.[head] ?? false} />;
   const best = data.patterns[layer]?.[head]?.[0];
   if (!best && !isScored()) return null;
@@ -235,7 +246,7 @@ export function Legend({ layer, field: of, state, tile, head = state.head, chang
     <p class="hint legend">
       <Bar what={windows > 1 && !of.signed && !tile ? texts.legend[of.pool === "max" ? "largestOf" : "meanOf"](windows, scale) : texts.legend.what(what, scale)} low={low} high={of.above ? texts.legend.orMore(figure(of.top)) : figure(of.top)} colours={state.colours} signed={of.signed} />
       {windows > 1 && change && (!tile || tile.window !== null) && <Pools {...{ layer, head, state, change }} />}
-      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[binning(layer, of.pool), of.signed && state.scale === "log" && texts.legend.linearAlone, !of.signed && ending(of), withoutFirst(layer, of), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
+      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={bits}>{[windows > 1 && change && !of.signed && texts.legend[of.pool === "max" ? "dark" : "pale"](windows), binning(layer, of.pool), of.signed && state.scale === "log" && texts.legend.linearAlone, !of.signed && ending(of), withoutFirst(layer, of), rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
     </p>
   );
 }

@@ -138,7 +138,7 @@ function Happened({ state, change }: Pick<Props, "state" | "change">) {
             <li key={first.what}>
               <button type="button" class={`card${more > 0 ? " of-several" : ""}`} title={texts.open} aria-pressed={now} onClick={() => change({ layer, head, moment, quantity })}>
                 <span><i class={`mark ${FLAG[first.what]}`} aria-hidden="true">{texts.marks[first.what]}</i> <b>{texts.does[first.what](headName(layer, head), whole(first.step))}</b></span>
-                <small>{texts.change[first.what](shown(first.reference), shown(first.value), round(first.limit))}</small>
+                <small>{texts.change[first.what](before(first), shown(first.value), round(first.limit))}</small>
               </button>
               {more > 0 && <button type="button" class="more-heads" title={tabs.alarms(alarms.length)} onClick={() => change({ view: "alarms" })}>{texts.more(more, whole(raised[more].step), raised.filter(({ step }) => step === first.step).length - 1)}</button>}
             </li>
@@ -147,6 +147,11 @@ function Happened({ state, change }: Pick<Props, "state" | "change">) {
       </ul>
     </div>
   );
+}
+
+/** The earlier value that an alarm is compared with, and its step. */
+function before({ reference, since }: Alarm): string {
+  return since === null ? shown(reference) : texts.valueAt(shown(reference), since);
 }
 
 /** Without an alarm: the head that changed most. */
@@ -239,7 +244,7 @@ export function AlarmTable({ change }: { change: Props["change"] }) {
                   <td>{whole(each.step)}</td>
                   <th scope="row"><button type="button" onClick={() => open(each)}>{headName(each.layer, each.head)}</button></th>
                   <td class="text"><i class={`mark ${FLAG[each.what]}`} aria-hidden="true">{texts.marks[each.what]}</i> {texts.flags[each.what]}</td>
-                  <td>{shown(each.value)}</td><td>{round(each.limit)}</td><td>{shown(each.reference)}</td>
+                  <td>{shown(each.value)}</td><td>{round(each.limit)}</td><td>{before(each)}</td>
                 </tr>
               ))}
             </tbody>

@@ -21,7 +21,7 @@ export interface HistoryFacts {
   starts: number[];
   quantities: Quantity[];
   bands: { name: string; block: [number, number] }[];
-  alarms: [number, number, number, number, number | null, number | null, number | null][];
+  alarms: [number, number, number, number, number | null, number | null, number | null, (number | null)?][];
   whats: What[];
   alarmed: boolean; // whether alarms were requested
   limits: Record<string, number | null>; // of quantities
@@ -40,7 +40,8 @@ export interface Alarm {
   what: What;
   value: number;
   limit: number;
-  reference: number;
+  reference: number; // an earlier value that it is compared with
+  since: number | null; // the step of that value
 }
 
 /** A number for each step. */
@@ -63,8 +64,8 @@ export function momentOf(step: number): number {
 const number = (value: number | null) => value ?? Infinity; // JSON has no infinity
 
 /** In the order of their steps. */
-export const alarms: Alarm[] = (data.history?.alarms ?? []).map(([step, layer, head, what, value, limit, reference]) => ({
-  step, moment: momentOf(step), layer, head, what: history.whats[what], value: number(value), limit: number(limit), reference: number(reference),
+export const alarms: Alarm[] = (data.history?.alarms ?? []).map(([step, layer, head, what, value, limit, reference, since]) => ({
+  step, moment: momentOf(step), layer, head, what: history.whats[what], value: number(value), limit: number(limit), reference: number(reference), since: since ?? null,
 }));
 
 /** The first alarm of each head and kind, the most serious kind first. */

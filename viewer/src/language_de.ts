@@ -25,6 +25,11 @@ const negative = (value: number) => (value < 0 ? `−${four(-value)}` : four(val
 const operand = (value: number) => (value < 0 ? `(${negative(value)})` : four(value));
 const without: Record<FirstColumn, string> = { token: "das erste Token", bin: "den ersten Bin (er enthält das erste Token)", CLS: "CLS" };
 
+/** What a dark cell of a map of windows is. */
+function pale(windows: number): string {
+  return `Eine dunkle Zelle ist im Mittel über ${whole(windows)} Fenster dunkel. Gewicht, das in jedem woanders liegt, ist blass; „Maximum“ (Ansicht, Karten) zeigt es.`;
+}
+
 export const german: Translation = {
   numbers: {
     locale: "de-DE",
@@ -79,6 +84,11 @@ export const german: Translation = {
     merged: "Die Karte fasst alle Fenster zusammen, daher steht ihre Zeile für diese Positionen in jedem von ihnen.",
     nth: (n, of) => `${whole(n)} von ${whole(of)}, Enter: weiter.`,
     none: "Keine Treffer.",
+    pattern: (name, heads, best, score) => `${name}: ${counted(heads, "head")}, ${heads === 1 ? "" : "am höchsten "}${best} (${score})`,
+    never: (name) => `Kein Head heißt „${name}“.`,
+    unnamed: (name, best, mean) => `Kein Head heißt „${name}“. Nach dem mittleren Gewicht führt ${best} mit ${mean} (Statistik).`,
+    unscored: (name, rows, of, needs, earlier) => `Kein Wert für „${name}“: ${whole(rows)} von ${counted(of, "token")} haben ein ${earlier ? "früheres" : "weiteres"} Duplikat, und ein Wert braucht ${whole(needs)}.`,
+    leads: (best, mean) => `Nach dem mittleren Gewicht führt ${best} mit ${mean} (Statistik).`,
     steps: "Suche: 3.3, step 120",
     onlyHeads: "Head suchen: 3.3",
     noTokens: "Nur Heads, etwa 3.3: Die Seite enthält keinen einzelnen Text mit seinen Tokens.",
@@ -184,8 +194,9 @@ export const german: Translation = {
   },
   grid: {
     title: "Alle Heads",
-    ownScale: (what, scale, largest) => (what === "image" ? "Jedes Bild hat seine eigene Farbskala." : `Zeilen sind Queries, Spalten sind Keys.${largest === 0 ? "" : largest > 1 ? ` Jede Zelle zeigt ihr größtes Gewicht aus ${whole(largest)} Fenstern.` : " Jede Zelle zeigt ihr größtes Gewicht."} Jede Karte hat ihre eigene Farbskala (${scale}).`),
+    ownScale: (what, scale, largest, means) => (what === "image" ? "Jedes Bild hat seine eigene Farbskala." : `Zeilen sind Queries, Spalten sind Keys.${largest === 0 ? (means > 1 ? ` ${pale(means)}` : "") : largest > 1 ? ` Jede Zelle zeigt ihr größtes Gewicht aus ${whole(largest)} Fenstern.` : " Jede Zelle zeigt ihr größtes Gewicht."} Jede Karte hat ihre eigene Farbskala (${scale}).`),
     click: "Ein Klick öffnet einen Head.",
+    sorted: (by, down) => `Geordnet nach: ${by}, ${down ? "größte" : "kleinste"} zuerst.`,
     noMap: (statistic) => `Jede Kachel zeigt den Mittelwert von: ${statistic}. Es wurde keine Karte aufgezeichnet; Observe(map=64) zeichnet eine auf.`,
     layer: "Schicht",
     head: "Head",
@@ -223,7 +234,7 @@ export const german: Translation = {
     quoted: (at, token) => `${whole(at)} „${token}“`,
     one: (axis, position) => `${axes[axis][0]} ${position}`,
     several: (axis, start, stop) => `${axes[axis][1]} ${whole(start)}–${whole(stop)}`,
-    bin: (axis, at, of) => `${axes[axis][0]}-Bin ${at} von ${of}`,
+    bin: (axis, at, of) => `${axes[axis][0]}-Bin ${at} (0–${of - 1})`,
     pair: (query, key, run, text, isWindow) => {
       const where = [run === null ? "" : isWindow ? `Fenster ${whole(run)}` : `Lauf ${run}`, text === null ? "" : `Text ${text}`].filter(Boolean).join(", ");
       return `Query ${query} → Key ${key}${where && ` (${where})`}`;
@@ -251,6 +262,7 @@ export const german: Translation = {
       mostly: "Ähnelt überwiegend {kind} (Übereinstimmung {match}, aus {rows}). Zum größten Teil: {does}",
       partly: "Ähnelt teils {kind} (Übereinstimmung {match}, aus {rows}). Zum Teil: {does}",
     },
+    unscored: (rows, of, needs, mean, earlier) => `Vielleicht auch ähnlich {kind}: Nur ${rows} von ${of} Tokens haben ein ${earlier ? "früheres" : "weiteres"} Duplikat, und ein Wert für die Übereinstimmung braucht ${needs}; aber ${mean} ihres Gewichts liegt dort, wohin dieses Muster achtet.`,
     noPattern: "Kein bekanntes Muster.",
     noPatternHelp: "Die beste Übereinstimmung liegt unter 30 %. Die Statistik nennt sie.",
     likenessHelp: "Ein Muster beschreibt, worauf ein Head achtet, nicht wozu er dient.",
@@ -401,6 +413,8 @@ export const german: Translation = {
   legend: {
     what: (kind, scale) => `${{ difference: "Differenz", weight: "Gewicht", mean: "mittleres Gewicht einer Zelle", max: "Maximum einer Zelle" }[kind]}, ${{ linear: "linear", log: "logarithmisch" }[scale]}`,
     largestOf: (windows, scale) => `größtes Gewicht aus ${whole(windows)} Fenstern, ${scale === "log" ? "logarithmisch" : "linear"}`,
+    pale,
+    dark: (windows) => `Eine dunkle Zelle hat in mindestens einem von ${whole(windows)} Fenstern ein großes Gewicht; ihr Mittel kann klein sein.`,
     meanOf: (windows, scale) => `mittleres Gewicht aus ${whole(windows)} Fenstern, ${scale === "log" ? "logarithmisch" : "linear"}`,
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} oder mehr`,
@@ -427,7 +441,8 @@ export const german: Translation = {
     label: (title, head, shown) => `${title}, ${head}. ${shown} Pfeiltasten wählen einen Patch.`,
     original: "Bild. Ein Klick oder die Pfeiltasten wählen einen Patch.",
     looks: "Worauf {name} (umrahmt) achtet. {most}",
-    lookedAt: "Welche Patches auf {name} (umrahmt) achten.",
+    lookedAt: "Welche Patches auf {name} (umrahmt) achten. {most}",
+    mostOf: (patch, weight) => `Am meisten: ${patch}, ${weight}; dort endet die Farbskala.`,
     patchNamed: (place) => `Patch ${place}`,
     shownOf: { received: "Jedes Bild zeigt, wie viel Aufmerksamkeit jeder Patch im Mittel über alle Queries erhält.", patch: (name) => `Jedes Bild zeigt, worauf ${name} (umrahmt) achtet.`, map: "Zeilen sind Queries, Spalten sind Keys, Patches in Lesereihenfolge." },
     first: "Bild. Der Rahmen markiert die gewählte Query, {name}. Ein Klick wählt einen anderen Patch.",

@@ -27,13 +27,14 @@ export const headTip: Translation["headTip"] = {
   strip: (layer) => `Heads von ${layer}`,
 };
 
-export const chance: Pick<Translation["segments"], "scale" | "below" | "above" | "within" | "reads" | "readsNone" | "readsLess" | "counts" | "withoutIn"> = {
+export const chance: Pick<Translation["segments"], "scale" | "below" | "above" | "within" | "reads" | "readsNone" | "readsWithout" | "readsLess" | "counts" | "withoutIn"> = {
   scale: "Anteil, verglichen mit dem Zufall",
   below: (points) => `${points} Punkte darunter`,
   above: (points) => `${points} Punkte darüber`,
-  within: (clear) => (clear ? "Grau: Der Zufall erklärt den Anteil, der davon höchstens 3 Standardabweichungen oder 1 % entfernt ist." : "Grau: Der Anteil weicht höchstens um ein Fünftel vom Zufall ab."),
+  within: (clear) => (clear ? "Grau: Der Anteil ist vom Zufall nicht zu unterscheiden: Er ist davon höchstens 3 Standardabweichungen oder 1 % entfernt." : "Grau: Der Anteil weicht höchstens um ein Fünftel vom Zufall ab."),
   reads: (to, share, chance) => `{head} liest „${to}“ am meisten: ${share} (Zufall ${chance}).`,
-  readsNone: (to, share, chance) => `Kein Head liest „${to}“ mehr als der Zufall. Der Zufall (${chance}) erklärt den größten Anteil, ${share} von {head}.`,
+  readsNone: (to, share, chance) => `Kein Head liest „${to}“ deutlich mehr als der Zufall. Der größte Anteil, ${share} von {head}, ist vom Zufall (${chance}) nicht zu unterscheiden.`,
+  readsWithout: (share, leads) => `Ohne das erste Token sind es ${share}${leads ? ", weiterhin am meisten" : "; dann liest {other} am meisten"}.`,
   readsLess: (to) => `Kein Head liest „${to}“ mehr als der Zufall.`,
   counts: (more, less, of) => `Von ${of === 1 ? "einem Head" : `${whole(of)} Heads`} ${(more || less) === 1 ? "liest" : "lesen"} es ${more === 0 ? "" : `${whole(more)} mehr als der Zufall, `}${whole(less)} weniger.`,
   withoutIn: (share) => `(${share} ohne das erste Token)`,
@@ -163,6 +164,7 @@ export const changes: Translation["changes"] = {
   sideOf: (side, name) => (side === name ? side : `${side}: ${name}`),
   scales: "B − A: Orange ist mehr Aufmerksamkeit in B, Violett weniger. A und B teilen eine Farbskala.",
   change: (name, before, after) => `${name} ${before} → ${after}`,
+  mapScale: (scale) => (scale === "log" ? "Die Skala von A und B ist logarithmisch über vier Zehnerpotenzen, die von B − A linear." : "Alle Skalen sind linear."),
   mapChange: (share) => `Karte: ${share} der Aufmerksamkeit liegen anderswo`,
   receivedChange: (share) => `erhalten: ${share} gehen an andere Tokens`,
   brokenChange: (before, after) => `Zeilen mit NaN oder Unendlich ${whole(before)} → ${whole(after)}`,
@@ -262,6 +264,7 @@ export const history: Translation["history"] = {
     "growing logits": (before, value, limit) => `höchster Logit ${before} → ${value} (Alarm über ${limit})`,
     "rising sink": (before, value, limit) => `Gewicht auf dem ersten Token ${before} → ${value} (Alarm über ${limit})`,
   },
+  valueAt: (value, step) => `${value} in Schritt ${whole(step)}`,
   more: (count, step, tied) => `${whole(count)} ${heads(count)} bis Schritt ${step}${tied > 0 ? `, davon ${whole(tied)} im selben Schritt` : ""}`,
   quiet: (steps) => `Kein Alarm in ${steps === 1 ? "einem Schritt" : `${whole(steps)} Schritten`}.`,
   unwatched: "Es wurden keine Alarme verlangt: watch(alarms=True) löst sie aus.",
@@ -298,7 +301,7 @@ export const history: Translation["history"] = {
   log: "log. Skala",
   table: {
     title: (count) => counted(count, "alarm"),
-    hint: "Jeder Alarm wird einmal ausgelöst, und erst wieder, nachdem der Wert in seine Grenze zurückgekehrt ist. Ein Klick auf einen Head zeigt ihn.",
+    hint: "Jeder Alarm wird einmal ausgelöst, und erst wieder, nachdem der Wert in seine Grenze zurückgekehrt ist. „Zuvor“ nennt, womit der Wert verglichen wird: die bisher größte normierte Entropie, den ersten Logit, das bisher kleinste Gewicht auf dem ersten Token. Ein Klick auf einen Head zeigt ihn.",
     columns: { step: "Schritt", head: "Head", what: "Alarm", value: "Wert", limit: "Grenze", before: "zuvor" },
     more: (count) => `und ${whole(count)} weitere, in der Datei der History`,
   },

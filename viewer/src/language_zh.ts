@@ -15,6 +15,11 @@ const four = (value: number) => figure(value, 4);
 const negative = (value: number) => (value < 0 ? `−${four(-value)}` : four(value));
 const operand = (value: number) => (value < 0 ? `(${negative(value)})` : four(value));
 
+/** What a dark cell of a map of windows is. */
+function pale(windows: number): string {
+  return `深色单元格在 ${whole(windows)} 个窗口的平均中为深色。在各窗口中位置不同的权重颜色较浅；“最大值”（显示，热图）可显示它们。`;
+}
+
 export const chinese: Translation = {
   numbers: { locale: "zh-CN", decimal: ".", percent: "%", counted: (count, word) => `${whole(count)} ${nouns[word]}` },
   segments: {
@@ -64,6 +69,11 @@ export const chinese: Translation = {
     merged: "热图汇总所有窗口，因此其中的行代表每个窗口中的这些位置。",
     nth: (n, of) => `${whole(n)} / ${whole(of)}，回车键：下一个。`,
     none: "没有结果。",
+    pattern: (name, heads, best, score) => `${name}：${counted(heads, "head")}，${heads === 1 ? "" : "最高 "}${best}（${score}）`,
+    never: (name) => `没有头被称为“${name}”。`,
+    unnamed: (name, best, mean) => `没有头被称为“${name}”。按平均权重，${best} 居首，为 ${mean}（统计）。`,
+    unscored: (name, rows, of, needs, earlier) => `“${name}”没有匹配度：${whole(of)} 个词元中有 ${whole(rows)} 个${earlier ? "在前面" : ""}有相同词元，而计算匹配度需要 ${whole(needs)} 个。`,
+    leads: (best, mean) => `按平均权重，${best} 居首，为 ${mean}（统计）。`,
     steps: "查找：3.3、step 120",
     onlyHeads: "查找头：3.3",
     noTokens: "只能查找头，例如 3.3：本页没有逐个词元的单一文本。",
@@ -167,8 +177,9 @@ export const chinese: Translation = {
   },
   grid: {
     title: "所有头",
-    ownScale: (what, scale, largest) => (what === "image" ? "每幅图各有自己的颜色刻度。" : `行是查询，列是键。${largest === 0 ? "" : largest > 1 ? `每个单元格显示其在 ${whole(largest)} 个窗口中的最大权重。` : "每个单元格显示其最大权重。"}每幅热图各有自己的${scale}颜色刻度。`),
+    ownScale: (what, scale, largest, means) => (what === "image" ? "每幅图各有自己的颜色刻度。" : `行是查询，列是键。${largest === 0 ? (means > 1 ? pale(means) : "") : largest > 1 ? `每个单元格显示其在 ${whole(largest)} 个窗口中的最大权重。` : "每个单元格显示其最大权重。"}每幅热图各有自己的${scale}颜色刻度。`),
     click: "点击可打开一个头。",
+    sorted: (by, down) => `按${by}排序，${down ? "从大到小" : "从小到大"}。`,
     noMap: (statistic) => `每格显示${statistic}的平均值。未记录热图；用 Observe(map=64) 可记录。`,
     layer: "层",
     head: "头",
@@ -206,7 +217,7 @@ export const chinese: Translation = {
     quoted: (at, token) => `${whole(at)}“${token}”`,
     one: (axis, position) => `${axes[axis]} ${position}`,
     several: (axis, start, stop) => `${axes[axis]} ${whole(start)}–${whole(stop)}`,
-    bin: (axis, at, of) => `${axes[axis]}区间 ${at}，共 ${of} 个`,
+    bin: (axis, at, of) => `${axes[axis]}区间 ${at}（0–${of - 1}）`,
     pair: (query, key, run, text, isWindow) => {
       const where = [run === null ? "" : isWindow ? `窗口 ${whole(run)}` : `运行 ${run}`, text === null ? "" : `文本 ${text}`].filter(Boolean).join("，");
       return `查询 ${query} → 键 ${key}${where && `（${where}）`}`;
@@ -234,6 +245,7 @@ export const chinese: Translation = {
       mostly: "大体上像是{kind}（匹配度 {match}，基于 {rows}）。其中大部分：{does}",
       partly: "部分像是{kind}（匹配度 {match}，基于 {rows}）。其中一部分：{does}",
     },
+    unscored: (rows, of, needs, mean, earlier) => `也可能是{kind}：${of} 个词元中只有 ${rows} 个${earlier ? "在前面" : ""}有相同词元，而计算匹配度需要 ${needs} 个；但它们有 ${mean} 的权重落在这一模式关注之处。`,
     noPattern: "没有已知模式。",
     noPatternHelp: "最高匹配度低于 30%，见统计。",
     likenessHelp: "模式描述头关注哪里，而不是它有何用途。",
@@ -383,6 +395,8 @@ export const chinese: Translation = {
   legend: {
     what: (kind, scale) => `${{ difference: "差", weight: "权重", mean: "单元格的平均权重", max: "单元格的最大值" }[kind]}，${{ linear: "线性", log: "对数" }[scale]}`,
     largestOf: (windows, scale) => `${whole(windows)} 个窗口中的最大权重，${scale === "log" ? "对数" : "线性"}`,
+    pale,
+    dark: (windows) => `深色单元格至少在 ${whole(windows)} 个窗口之一中有大权重；其平均值可能很小。`,
     meanOf: (windows, scale) => `${whole(windows)} 个窗口的平均权重，${scale === "log" ? "对数" : "线性"}`,
     atMost: (value) => `≤ ${value}`,
     orMore: (value) => `${value} 或更大`,
@@ -411,7 +425,8 @@ export const chinese: Translation = {
     label: (title, head, shown) => `${title}，${head}。${shown}方向键选择图块。`,
     original: "图像。点击图块可选中它，也可用方向键。",
     looks: "带框的{name}关注哪里。{most}",
-    lookedAt: "哪些图块关注带框的{name}。",
+    lookedAt: "哪些图块关注带框的{name}。{most}",
+    mostOf: (patch, weight) => `最多：${patch}，${weight}，即颜色刻度的上端。`,
     patchNamed: (place) => `${place}的图块`,
     shownOf: { received: "每幅图显示每个图块得到多少注意力，对所有查询取平均。", patch: (name) => `每幅图显示${name}（带框）关注哪里。`, map: "行是查询，列是键，图块按阅读顺序排列。" },
     first: "图像。框标出所选查询：{name}。点击另一个图块可选中它。",

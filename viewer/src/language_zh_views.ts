@@ -20,13 +20,14 @@ export const headTip: Translation["headTip"] = {
   strip: (layer) => `${layer}的各个头`,
 };
 
-export const chance: Pick<Translation["segments"], "scale" | "below" | "above" | "within" | "reads" | "readsNone" | "readsLess" | "counts" | "withoutIn"> = {
+export const chance: Pick<Translation["segments"], "scale" | "below" | "above" | "within" | "reads" | "readsNone" | "readsWithout" | "readsLess" | "counts" | "withoutIn"> = {
   scale: "份额，与随机相比",
   below: (points) => `低 ${points} 个百分点`,
   above: (points) => `高 ${points} 个百分点`,
-  within: (clear) => (clear ? "灰色：份额与随机相差不到 3 个标准差或不到 1%，可由随机解释。" : "灰色：份额与随机相差不超过五分之一。"),
+  within: (clear) => (clear ? "灰色：份额与随机无法区分：相差不到 3 个标准差，或不到 1%。" : "灰色：份额与随机相差不超过五分之一。"),
   reads: (to, share, chance) => `{head} 读取“${to}”最多：${share}（随机为 ${chance}）。`,
-  readsNone: (to, share, chance) => `没有头读取“${to}”多于随机。最大份额（{head} 的 ${share}）可由随机（${chance}）解释。`,
+  readsNone: (to, share, chance) => `没有头读取“${to}”明显多于随机。最大份额（{head} 的 ${share}）与随机（${chance}）无法区分。`,
+  readsWithout: (share, leads) => `不含第一个词元时为 ${share}${leads ? "，仍为最多" : "；此时 {other} 最多"}。`,
   readsLess: (to) => `没有头读取“${to}”多于随机。`,
   counts: (more, less, of) => `在 ${whole(of)} 个头中，${more === 0 ? "" : `${whole(more)} 个多于随机，`}${whole(less)} 个少于随机。`,
   withoutIn: (share) => `（不含第一个词元为 ${share}）`,
@@ -155,6 +156,7 @@ export const changes: Translation["changes"] = {
   sideOf: (side, name) => (side === name ? side : `${side}：${name}`),
   scales: "B − A：橙色表示 B 中注意力更多，紫色表示更少。A 和 B 共用一个颜色刻度。",
   change: (name, before, after) => `${name} ${before} → ${after}`,
+  mapScale: (scale) => (scale === "log" ? "A 和 B 的刻度为对数，跨四个数量级；B − A 的刻度为线性。" : "所有刻度均为线性。"),
   mapChange: (share) => `热图：${share} 的注意力落在别处`,
   receivedChange: (share) => `得到的注意力：${share} 转到其他词元`,
   brokenChange: (before, after) => `含有 NaN 或无穷大的行 ${whole(before)} → ${whole(after)}`,
@@ -254,6 +256,7 @@ export const history: Translation["history"] = {
     "growing logits": (before, value, limit) => `最高 logit ${before} → ${value}（高于 ${limit} 报警）`,
     "rising sink": (before, value, limit) => `第一个词元上的权重 ${before} → ${value}（高于 ${limit} 报警）`,
   },
+  valueAt: (value, step) => `${value}（第 ${whole(step)} 步）`,
   more: (count, step, tied) => `到第 ${step} 步另有 ${whole(count)} 个头${tied > 0 ? `，其中 ${whole(tied)} 个在同一步` : ""}`,
   quiet: (steps) => `${counted(steps, "step")}中没有警报。`,
   unwatched: "未要求警报：watch(alarms=True) 可启用警报。",
@@ -290,7 +293,7 @@ export const history: Translation["history"] = {
   log: "对数",
   table: {
     title: (count) => counted(count, "alarm"),
-    hint: "每个警报只发出一次，值回到界限之内以后才会再次发出。点击头可查看它。",
+    hint: "每个警报只发出一次，值回到界限之内以后才会再次发出。“此前”是与该值比较的值：迄今最大的归一化熵、最初的 logit、迄今最小的第一个词元上的权重。点击头可查看它。",
     columns: { step: "步", head: "头", what: "警报", value: "值", limit: "界限", before: "此前" },
     more: (count) => `另有 ${whole(count)} 个，见历史文件`,
   },

@@ -173,12 +173,15 @@ function headingOf(name: string): string {
 
 /** The sentence above the heads. */
 function gridHint(state: State): string {
-  const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && data.layers.some(({ map }) => map && !map.exact) ? Math.max(1, ...data.layers.map(windowsOf)) : 0);
+  const pooled = data.layers.some(({ map }) => map && !map.exact);
+  const windows = Math.max(1, ...data.layers.map(windowsOf));
+  const scale = !HAS_MAPS ? grid.noMap(headingOf(state.sort || TILE)) : grid.ownScale(data.image ? "image" : "map", controls.scales[state.scale], state.pool === "max" && pooled ? windows : 0, pooled ? windows : 0);
   const many = !data.image && data.layers.find(({ map }) => map && hasQuantile(map))?.map;
   const [found, heads] = [chosen(state).length, all().length];
   const shown = data.image && HAS_MAPS && (state.thumbs === "patch" ? image.shownOf.patch(keyName(queryOf(state, state.layer, state.head))) : image.shownOf[state.thumbs]);
   const first = data.layers.find(({ map }) => map);
-  return [grid.click, shown, scale, many && ending(many, FEW_CELLS), first && withoutFirst(first, state), found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
+  const order = state.sort && grid.sorted(state.sort === "score" ? controls.score : headingOf(state.sort), state.down);
+  return [grid.click, order, shown, scale, many && ending(many, FEW_CELLS), first && withoutFirst(first, state), found < heads && grid.matching(found, heads)].filter(Boolean).join(" ");
 }
 
 /** A text of the page as it is without the script. */

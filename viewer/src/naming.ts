@@ -45,6 +45,16 @@ export function nameInWords(pattern: string, score: number): string {
   return isPart(score) ? grid.partly(name) : name;
 }
 
+/** The patterns that too few rows show for a score, although this head puts much more weight on their keys than chance gives. */
+export function followsUnscored({ layer, head }: { layer: number; head: number }): string[] {
+  return Object.entries(data.few ?? {}).filter(([, { heads }]) => heads.some(([l, h]) => l === layer && h === head)).map(([name]) => name);
+}
+
+/** Whether no query attends to later tokens, so that the copies of a token are earlier ones. */
+export function isCausal(): boolean {
+  return data.statistics.every(({ next }) => next === undefined || next.mean.every((each) => each === null));
+}
+
 /** The second pattern of a head, as the end of a parenthesis: "; also previous, 31 %". */
 export function alsoInWords(also: [string, number] | null | undefined): string {
   return also ? grid.also(patternNames[also[0]] ?? also[0], percent(also[1])) : "";

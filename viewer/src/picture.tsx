@@ -164,10 +164,11 @@ export function Images({ layer, field: of, state, theme, change }: Props) {
   const pin = (at: number) => change({ row: at, column: at });
   const say = (text: string | null) => setOver(text ?? "");
   const rest = { state, theme, pin, chosen, head: [layer.index, state.head] as [number, number] };
-  const best = (values: Float32Array) => {
+  const best = (values: Float32Array, isRow = true) => { // the weights of a column do not add up to 1: they have no even spread
     let at: number | null = null; // null where the row is broken or every patch is masked
     for (let n = special; n < values.length; n++) if (values[n] === values[n] && (at === null || values[n] > values[at])) at = n;
     if (at === null) return texts.noWeight;
+    if (!isRow) return texts.mostOf(token(at, true)!, mapValue(values[at]));
     return texts.most(token(at, true)!, mapValue(values[at]), values[at] * values.length);
   };
   return (
@@ -177,7 +178,7 @@ export function Images({ layer, field: of, state, theme, change }: Props) {
           say={(at) => say(at === null ? null : token(at, true))} />
         <Pane {...rest} values={row} shown={best(row)} caption={fill(texts.looks, { name: <b>{name}</b>, most: best(row) })} picture="looks"
           say={(at) => say(at === null ? null : texts.pair(token(chosen, true)!, token(at, true)!, mapValue(row[at])))} />
-        <Pane {...rest} values={column} shown={best(column)} caption={fill(texts.lookedAt, { name: <b>{name}</b> })} picture="looked-at"
+        <Pane {...rest} values={column} shown={best(column, false)} caption={fill(texts.lookedAt, { name: <b>{name}</b>, most: best(column, false) })} picture="looked-at"
           say={(at) => say(at === null ? null : texts.pair(token(at, true)!, token(chosen, true)!, mapValue(column[at])))} />
         <Pane {...rest} values={mean} shown={best(mean)} caption={fill(texts.average(special), { most: best(mean) })} picture="all"
           say={(at) => say(at === null ? null : texts.averageOf(token(at, true)!, mapValue(mean[at])))} />

@@ -2,12 +2,13 @@
 
 import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { binOf, data, HAS_READING, onOtherData, token } from "./data";
-import { all } from "./grid";
+import { all, type Place } from "./grid";
 import { opened } from "./head";
+import { isCausal, isScored, NAMED, namesOf } from "./naming";
 import { selected } from "./selection";
 import type { State } from "./state";
-import { history, names, search as texts, whole } from "./texts";
-import { binAt, HAS_WINDOWS, nameOf } from "./words";
+import { figure, history, names, patternNames, percent, search as texts, whole } from "./texts";
+import { binAt, HAS_WINDOWS, nameOf, statistic } from "./words";
 
 const SHOWN = 8;
 const UNFOLDED = 50; // further ones at a time
@@ -30,6 +31,8 @@ function hitsOf(typed: string, state: State): (() => Hit)[] {
       hits.push(() => ({ text: name, to: data.history ? { layer, head } : { view: "head", ...opened(state, layer, head) } }));
     }
   }
+  const [called, begun] = patternsOf(text);
+  for (const name of called) hits.push(...patternHit(name));
   const found = indexed();
   if (/^\d[\d,]*$/.test(text)) {
     const at = Number(text.replaceAll(",", ""));
@@ -38,7 +41,44 @@ function hitsOf(typed: string, state: State): (() => Hit)[] {
   const step = data.history?.steps.indexOf(Number(text.replace(/^step\s*/i, "").replaceAll(",", "") || NaN)) ?? -1;
   if (step >= 0) hits.push(() => ({ text: history.step(data.history!.steps[step]), to: { moment: step } }));
   for (const at of startsOf(text.toLowerCase(), found)) hits.push(() => hitAt(at, state));
-  return hits;
+  return hits.length > 0 ? hits : begun.flatMap(patternHit);
+}
+
+const LETTERS = 3; // of the name of a pattern, at least
+
+/** The patterns whose name was typed, in the language of the page or in English; and those of which it is the beginning. */
+function patternsOf(typed: string): [string[], string[]] {
+  if (data.history || data.image || !isScored()) return [[], []];
+  const text = typed.toLowerCase();
+  const names = Object.entries(patternNames).map(([name, shown]) => [name, [name, shown.toLowerCase()]] as const);
+  return [
+    names.filter(([, called]) => called.includes(text)).map(([name]) => name),
+    names.filter(([, called]) => text.length >= LETTERS && called.some((each) => each.startsWith(text))).map(([name]) => name),
+  ];
+}
+
+/** The heads that are named by a pattern; where there are none, the head with the largest mean weight on its keys. */
+function patternHit(name: string): (() => Hit)[] {
+  const shown = patternNames[name];
+  const scoreOf = (place: Place) => namesOf(place).find(([each, score]) => each === name && score >= NAMED)?.[1] ?? -1;
+  const named = all().filter((place) => scoreOf(place) >= 0).sort((a, b) => scoreOf(b) - scoreOf(a));
+  if (named.length > 0) {
+    const text = texts.pattern(shown, named.length, pointed(named[0]), percent(scoreOf(named[0])));
+    return [() => ({ text, to: { view: "heads", pattern: name, by: "score", least: NAMED, under: false } })];
+  }
+  const mean = (place: Place) => statistic(place.layer, place.head, name) ?? -1;
+  const [best] = data.names.some((each) => each.name === name) ? all().sort((a, b) => mean(b) - mean(a)) : [];
+  if (!best || mean(best) < 0) return [];
+  const leads = [pointed(best), figure(mean(best), 2)] as const;
+  const few = data.few?.[name];
+  const text = few ? `${texts.unscored(shown, few.rows, few.of, few.needs, isCausal())} ${texts.leads(...leads)}` : texts.unnamed(shown, ...leads);
+  return [() => ({ text, to: { view: "table", sort: name, down: true } })];
+}
+
+/** "3.3". */
+function pointed({ layer, head }: Place): string {
+  const { short } = data.layers[layer];
+  return /^\d+$/.test(short) ? `${short}.${head}` : nameOf(layer, head);
 }
 
 /** A token, in the text or in a window of it. */
@@ -122,6 +162,8 @@ const EXAMPLES = ((): [string, string, string] => {
 /** Why nothing fits; of a number, how long the text is. */
 function notFound(typed: string): string {
   if (data.history) return texts.none;
+  const [name] = patternsOf(typed.trim())[1];
+  if (name) return texts.never(patternNames[name]);
   if (!hasText) return texts.noTokens;
   return /^\d[\d,]*$/.test(typed.trim()) ? texts.beyond(indexed().ends.length) : texts.none;
 }

@@ -115,7 +115,7 @@ function barFor(span: number | null, colours: State["colours"]) {
 }
 
 /** The head that reads a segment most, of those that read it more than chance; and how many read it more, and less. */
-function Most({ cells, name }: { cells: (Painted & { place: Place })[]; name: string }) {
+function Most({ cells, name, from, to }: { cells: (Painted & { place: Place })[]; name: string; from: number; to: number }) {
   const known = cells.filter(({ p }) => p !== null).sort((a, b) => b.p! - a.p!);
   const more = known.filter(({ p, even, telling }) => even !== null && telling && p! > even);
   const less = known.filter(({ p, even, telling }) => even !== null && telling && p! < even);
@@ -123,7 +123,11 @@ function Most({ cells, name }: { cells: (Painted & { place: Place })[]; name: st
   const first = more[0] ?? known[0];
   const facts = [name, percent(first.p!), percent(first.even ?? 0)] as const;
   const said = more.length > 0 ? texts.reads(...facts) : first.even !== null && !first.telling ? texts.readsNone(...facts) : texts.readsLess(name);
-  return <p class="segment-summary">{fill(said, { head: <b>{shortOf(first.place)}</b> })} {texts.counts(more.length, less.length, known.length)}</p>;
+  const without = ({ layer, head }: Place) => share(data.layers[layer], head, from, to, "withoutFirst") ?? -1;
+  const left = rest(data.layers[first.place.layer], first.place.head, from, to);
+  const other = left === null ? first : known.reduce((most, each) => (without(each.place) > without(most.place) ? each : most), first);
+  const rested = left !== null && texts.readsWithout(percent(left), other === first);
+  return <p class="segment-summary">{fill(said, { head: <b>{shortOf(first.place)}</b> })} {rested && fill(rested, { other: `${shortOf(other.place)} (${percent(without(other.place))})` })} {texts.counts(more.length, less.length, known.length)}</p>;
 }
 
 function shortOf({ layer, head }: Place): string {
@@ -233,7 +237,7 @@ export function SegmentView({ state, change, open }: Props) {
         {canLeaveOut && <label><input type="checkbox" checked={!state.segmentFirst} onChange={(event) => change({ segmentFirst: !event.currentTarget.checked })} /> {texts.without}</label>}
         <FigureMenu of={figures.segmentsOfAll} make={(paper) => headsFigure(names, from, to, leavesOut, state.colours, paper)} />
       </p>
-      <Most {...{ cells }} name={names[to]} />
+      <Most {...{ cells, from, to }} name={names[to]} />
       <p class="hint">{texts.viewHint} {leavesOut ? `${texts.withoutHint} ${texts.withoutChance}` : evens.length > 0 && `${texts.viewEven(percent(evens.reduce((a, b) => a + b, 0) / evens.length))}`}</p>
       <Colouring {...{ span, colours: state.colours }} layer={FIRST_LAYER!} />
       <div class="segment-columns">

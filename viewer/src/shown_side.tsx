@@ -12,7 +12,7 @@ export type Which = "a" | "b";
 /** The views of one recording; the others show both, or what this page alone holds. */
 const OF_ONE: View[] = ["heads", "head", "reading", "segments", "table"];
 
-const EXCHANGED = ["about", "layers", "statistics", "bits", "tokens", "runTokens", "patterns", "also", "highlights", "opensOn", "exact", "served"] as const;
+const EXCHANGED = ["about", "layers", "statistics", "bits", "tokens", "runTokens", "patterns", "also", "few", "highlights", "opensOn", "exact", "served"] as const;
 
 const own = { ...data };
 let shown: Side | null = null; // null = this page's own recording
@@ -30,6 +30,7 @@ function contentOf(side: Side, label: string): Pick<typeof data, (typeof EXCHANG
   return {
     about: [side.origin?.model ?? own.about[0], label], layers, statistics: ordered(side.statistics)!, bits: side.layers[0].other?.bits ?? own.bits,
     tokens: side.tokens, runTokens: side.runTokens, patterns: ordered(side.named?.patterns) ?? nothing, also: ordered(side.named?.also) ?? nothing,
+    few: Object.fromEntries(Object.entries(side.named?.few ?? {}).map(([name, few]) => [name, { ...few, heads: few.heads.map(([layer, head]) => [at.indexOf(layer), head] as [number, number]).filter(([layer]) => layer >= 0) }])),
     highlights: side.named?.highlights ?? [], opensOn: null, exact: [], served: null,
   };
 }

@@ -23,7 +23,7 @@ export interface Side {
   statistics: Data["statistics"];
   tokens: Data["tokens"];
   runTokens: Data["runTokens"];
-  named: Pick<Data, "patterns" | "also" | "highlights"> | null; // null where the page does not know what its heads are named
+  named: Pick<Data, "patterns" | "also" | "highlights" | "few"> | null; // null where the page does not know what its heads are named
   origin: Origin | null;
   head: (layer: number, head: number) => Promise<Head>;
   sums: (layer: number, head: number) => Promise<Sums>;
@@ -36,7 +36,7 @@ export function keyOf(layer: Layer): string {
 }
 
 /** What a page needs of its own data, or of that of another page. */
-export type PageData = Pick<Data, "layers" | "masks" | "bits" | "names" | "statistics" | "tokens"> & Partial<Pick<Data, "title" | "origin" | "numbers" | "runTokens" | "patterns" | "also" | "highlights">>;
+export type PageData = Pick<Data, "layers" | "masks" | "bits" | "names" | "statistics" | "tokens"> & Partial<Pick<Data, "title" | "origin" | "numbers" | "runTokens" | "patterns" | "also" | "highlights" | "few">>;
 
 /** The whole numbers of a list of runs: of each its first number, its step and its length. */
 function expanded(runs: number[]): Float64Array {
@@ -87,10 +87,10 @@ function segmentsOf(layers: Layer[]): Side["segments"] {
 }
 
 function factsOf(from: PageData): Omit<Side, "head" | "sums" | "segments"> {
-  const { layers, names, statistics, tokens, patterns, also, highlights } = from;
+  const { layers, names, statistics, tokens, patterns, also, highlights, few } = from;
   return {
     title: from.title ?? "", layers, names, statistics, tokens, runTokens: from.runTokens ?? null, origin: from.origin ?? null,
-    named: patterns && also && highlights ? { patterns, also, highlights } : null, // the second recording of a page of an earlier version lacks them
+    named: patterns && also && highlights ? { patterns, also, highlights, few } : null, // the second recording of a page of an earlier version lacks them
   };
 }
 

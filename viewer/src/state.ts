@@ -58,7 +58,8 @@ export interface State extends HistoryState {
 /** With several weights in a cell, most of their means are small: linear colours would show few of them. */
 const small = data.layers.some(({ map, lengths }) => map && !map.exact && lengths?.[1] !== map.columns);
 
-/** Over several inputs the means of most heads look even, those of an induction head, too: the largest weights tell them apart. */
+/** Over several inputs the means of most heads look even, those of an induction head, too: the largest weights tell them apart. Over the
+ * windows of one text they would fill the maps: with 40 windows nearly every cell is large in one of them. */
 const merged = data.layers.some(({ map, runs }) => map && !map.exact && runs > 1);
 
 const DULL = ["uniform", "first", "local"];
@@ -104,7 +105,7 @@ export const FIRST: State = {
   otherLayer: null,
   otherHead: null,
   otherSide: null,
-  pool: merged ? "max" : "mean",
+  pool: merged && !HAS_WINDOWS ? "max" : "mean",
   scale: small && !merged ? "log" : "linear",
   colours: "blues",
   sink: false,

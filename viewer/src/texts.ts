@@ -93,9 +93,10 @@ export const segments = {
   scale: "share, compared with chance",
   below: (points: string) => `${points} points below`,
   above: (points: string) => `${points} points above`,
-  within: (clear: boolean) => (clear ? "Grey: chance explains the share, which is within 3 standard deviations of it or within 1 %." : "Grey: the share is within a fifth of chance."),
+  within: (clear: boolean) => (clear ? "Grey: the share cannot be told from chance: it is within 3 standard deviations of it, or within 1 %." : "Grey: the share is within a fifth of chance."),
   reads: (to: string, share: string, chance: string) => `{head} reads “${to}” most: ${share} (chance ${chance}).`,
-  readsNone: (to: string, share: string, chance: string) => `No head reads “${to}” more than chance. Chance (${chance}) explains the largest share, ${share} of {head}.`,
+  readsNone: (to: string, share: string, chance: string) => `No head clearly reads “${to}” more than chance. The largest share, ${share} of {head}, cannot be told from chance (${chance}).`,
+  readsWithout: (share: string, leads: boolean) => `Without the first token it is ${share}${leads ? ", still the most" : "; {other} then reads it most"}.`,
   readsLess: (to: string) => `No head reads “${to}” more than chance.`,
   counts: (more: number, less: number, of: number) => `Of ${counted(of, "head")}, ${more === 0 ? "" : `${whole(more)} ${more === 1 ? "reads" : "read"} it more than chance, `}${whole(less)} ${more > 0 ? "less" : less === 1 ? "reads it less" : "read it less"}.`,
   without: "without the first token",
@@ -125,11 +126,20 @@ export const search = {
   merged: "The map merges all windows, so its row stands for these positions in each of them.",
   nth: (n: number, of: number) => `${whole(n)} of ${whole(of)}, Enter: next.`,
   none: "Nothing fits.",
+  pattern: (name: string, heads: number, best: string, score: string) => `${name}: ${counted(heads, "head")}, ${heads === 1 ? "" : "highest score "}${best} (${score})`,
+  never: (name: string) => `No head is named “${name}”.`,
+  unnamed: (name: string, best: string, mean: string) => `No head is named “${name}”. By its mean weight ${best} leads, ${mean} (${tabs.table}).`,
+  unscored: (name: string, rows: number, of: number, needs: number, earlier: boolean) => `No score for ${name}: ${whole(rows)} of ${counted(of, "token")} have ${copy(earlier)}, and a score needs ${whole(needs)}.`,
+  leads: (best: string, mean: string) => `By its mean weight ${best} leads, ${mean} (${tabs.table}).`,
   beyond: (tokens: number) => `The text has ${counted(tokens, "token")}, counted from 0.`,
   onlyHeads: "Find a head: 3.3",
   steps: "Find: 3.3, step 120",
   noTokens: "Heads only, such as 3.3: the page does not hold one text, token by token.",
 };
+
+function copy(earlier: boolean): string {
+  return earlier ? "an earlier copy" : "another copy";
+}
 
 // ---------------------------------------------------------------- the text with lines
 
@@ -276,8 +286,9 @@ export const cards = {
 
 export const grid = {
   title: "All heads",
-  ownScale: (what: "image" | "map", scale: string, largest: number) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys.${largest === 0 ? "" : largest > 1 ? ` Each cell shows its largest weight over ${whole(largest)} windows.` : " Each cell shows its largest weight."} Each map has its own ${scale} colour scale.`,
+  ownScale: (what: "image" | "map", scale: string, largest: number, means: number) => what === "image" ? "Each picture has its own colour scale." : `Rows are queries, columns are keys.${largest === 0 ? (means > 1 ? ` ${legend.pale(means)}` : "") : largest > 1 ? ` Each cell shows its largest weight over ${whole(largest)} windows.` : " Each cell shows its largest weight."} Each map has its own ${scale} colour scale.`,
   click: "Click a head to open it.",
+  sorted: (by: string, down: boolean) => `Sorted by ${by}, ${down ? "largest" : "smallest"} first.`,
   noMap: (statistic: string) => `Each tile shows the mean of ${statistic}. No map was recorded; Observe(map=64) records one.`,
   layer: "layer",
   head: "head",
@@ -390,7 +401,7 @@ export const names = {
   quoted: (at: number, token: string) => `${whole(at)} “${token}”`,
   one: (axis: Axis, position: string) => `${axis} ${position}`,
   several: (axis: Axis, start: number, stop: number) => `${plural(2, axis)} ${whole(start)}–${whole(stop)}`,
-  bin: (axis: Axis, at: number, of: number) => `${axis} bin ${at} of ${of}`,
+  bin: (axis: Axis, at: number, of: number) => `${axis} bin ${at} (0–${of - 1})`,
   pair: (query: string, key: string, run: number | null, text: number | null, isWindow: boolean) => {
     const where = [run === null ? "" : isWindow ? `window ${whole(run)}` : `run ${run}`, text === null ? "" : `text ${text}`].filter(Boolean).join(", ");
     return `query ${query} → key ${key}${where && ` (${where})`}`;
@@ -433,6 +444,7 @@ export const head = {
     partly: "Partly looks like {kind} (match {match}, from {rows}). In part: {does}",
   },
   noPattern: "No known pattern.",
+  unscored: (rows: string, of: string, needs: string, mean: string, earlier: boolean) => `Perhaps {kind}, too: only ${rows} of ${of} tokens have ${copy(earlier)}, and a score needs ${needs}; but ${mean} of their weight is where this pattern looks.`,
   noPatternHelp: "The best match is below 30 %. The statistics list it.",
   likenessHelp: "A pattern describes where a head looks, not what it is for.",
   steps: {
@@ -740,6 +752,8 @@ export const legend = {
   what: (kind: "difference" | "weight" | "mean" | "max", scale: "linear" | "log") =>
     `${{ difference: "difference", weight: "weight", mean: "mean weight of a cell", max: "maximum of a cell" }[kind]}, ${scale}`,
   largestOf: (windows: number, scale: "linear" | "log") => `largest weight over ${whole(windows)} windows, ${scale}`,
+  pale: (windows: number) => `A dark cell is dark on average over ${whole(windows)} windows. Weight that is elsewhere in each of them is pale; “${controls.pools.max}” (View, Maps) shows it.`,
+  dark: (windows: number) => `A dark cell has a large weight in at least one of ${whole(windows)} windows; its mean may be small.`,
   meanOf: (windows: number, scale: "linear" | "log") => `mean weight over ${whole(windows)} windows, ${scale}`,
   atMost: (value: string) => `≤ ${value}`,
   orMore: (value: string) => `${value} or more`,
@@ -777,7 +791,8 @@ export const image = {
   label: (title: string, head: string, shown: string) => `${title}, ${head}. ${shown} Arrow keys select a patch.`,
   original: "Image. Click a patch to select it, or use the arrow keys.",
   looks: "Where the framed {name} attends. {most}",
-  lookedAt: "Which patches attend to the framed {name}.",
+  lookedAt: "Which patches attend to the framed {name}. {most}",
+  mostOf: (patch: string, weight: string) => `Most: ${patch}, ${weight}, where the colour scale ends.`,
   patchNamed: (place: string) => `patch ${place}`,
   shownOf: { received: "Each picture shows how much attention each patch receives, on average over all queries.", patch: (name: string) => `Each picture shows where ${name} (framed) attends.`, map: "Rows are queries, columns are keys, patches in reading order." },
   first: "Image. The frame marks the selected query, {name}. Click another patch to select it.",
@@ -917,6 +932,7 @@ export const changes = {
   differenceOf: (head: string) => `${head}: B − A`,
   sideOf: (side: string, name: string) => (side === name ? side : `${side}: ${name}`),
   scales: "B − A: orange is more attention in B, purple is less. A and B share one colour scale.",
+  mapScale: (scale: "linear" | "log") => (scale === "log" ? "The scale of A and B is logarithmic over four decades, that of B − A is linear." : "All scales are linear."),
   change: (name: string, before: string, after: string) => `${name} ${before} → ${after}`,
   mapChange: (share: string) => `map: ${share} of the attention is elsewhere`,
   receivedChange: (share: string) => `received: ${share} goes to other tokens`,
@@ -1021,6 +1037,7 @@ export const history = {
     "growing logits": (before: string, value: string, limit: string) => `largest logit ${before} → ${value} (alarm above ${limit})`,
     "rising sink": (before: string, value: string, limit: string) => `weight on the first token ${before} → ${value} (alarm above ${limit})`,
   },
+  valueAt: (value: string, step: number) => `${value} at step ${whole(step)}`,
   more: (heads: number, step: string, tied: number) => `${whole(heads)} more ${plural(heads, "head")} by step ${step}${tied > 0 ? `, ${whole(tied)} of them at the same step` : ""}`,
   quiet: (steps: number) => `No alarm in ${counted(steps, "step")}.`,
   unwatched: "No alarms were requested: watch(alarms=True) raises them.",
@@ -1059,7 +1076,7 @@ export const history = {
   log: "log scale", // where there is little room
   table: {
     title: (count: number) => counted(count, "alarm"),
-    hint: "Each alarm is raised once, and again only after the value has gone back within its limit. Click a head to see it.",
+    hint: "Each alarm is raised once, and again only after the value has gone back within its limit. “Before” is what the value is compared with: the largest normalized entropy so far, the first logit, the smallest weight on the first token so far. Click a head to see it.",
     columns: { step: "step", head: "head", what: "alarm", value: "value", limit: "limit", before: "before" },
     more: (count: number) => `and ${whole(count)} more, in the history file`,
   },

@@ -6,6 +6,7 @@ import { data, type Head, hasTokens, type Layer, queryAt, range, token } from ".
 import { embedded, exactTile, heldWindows, reasonOf } from "./exact";
 import type { ExactHead, Reason, Rival } from "./exact_worker";
 import { opened } from "./head";
+import { namesOf } from "./naming";
 import type { State } from "./state";
 import { why } from "./tiles";
 import { fill, names, reason as texts } from "./texts";
@@ -163,7 +164,7 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
   const capped = softcap === null ? scaled : softcap * Math.tanh(scaled / softcap);
   const name = (axis: "query" | "key", place: number) => <bdi>{names.one(axis, position(layer, axis, place, window))}</bdi>;
   const input = oneOf(layer, window);
-  const ending = endOf(layer, query, key, window);
+  const ends = endsOf(layer, about.head, query, key, window);
   return (
     <div aria-live="polite" data-p={is.p} data-logit={is.logit} data-dot={is.dot}>
       <p>{fill(texts.pair, { query: name("query", query), key: name("key", key) })}{input && texts.of(input)}</p>
@@ -178,7 +179,7 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
             <Step title={texts.lseTitle} formula={texts.lse(is.lse)} />
             <Step title={texts.weightTitle} formula={texts.weight(is.logit, is.lse, is.p)} />
             {is.rival && <Against {...{ is, rival: is.rival, other: name("key", is.rival.key), selected: name("key", key) }} />}
-            {ending && <li class="ending">{texts.ends[ending]}</li>}
+            {ends.length > 0 && <li class="ending">{ends.map((end) => texts.ends[end]).join(" ")}</li>}
           </>
         ))}
       </ol>
@@ -186,14 +187,22 @@ function Steps({ layer, about, at: [query, key] }: { layer: Layer; about: ExactH
   );
 }
 
-/** What a key is to a query of the same text; null where the page does not know, or it is none of these. */
-function endOf(layer: Layer, query: number, key: number, window: number | null): keyof typeof texts.ends | null {
-  if (data.image || layer.kind !== "self" || layer.other) return null;
+type End = keyof typeof texts.ends;
+
+/** All that a key is to a query of the same text, the patterns that name the head first; none where the page does not know. */
+function endsOf(layer: Layer, head: number, query: number, key: number, window: number | null): End[] {
+  if (data.image || layer.kind !== "self" || layer.other) return [];
   const at = window === null ? queryAt(layer, query) : query;
   const text = (place: number) => (window !== null ? tokenOf(layer, window, place) : hasTokens(layer) ? token(place, true) : null);
-  if (key === at) return "self";
-  if (key > 0 && key <= at && text(at) !== null && text(key - 1) === text(at)) return "induction";
-  return key === at - 1 ? "previous" : key === 0 ? "first" : null;
+  const holds: Record<End, boolean> = {
+    self: key === at,
+    previous: key === at - 1,
+    induction: key > 0 && key <= at && text(at) !== null && text(key - 1) === text(at),
+    first: key === 0,
+  };
+  const named = namesOf({ layer: layer.index, head }).map(([name]) => name);
+  const rank = (end: End) => (named.includes(end) ? named.indexOf(end) : named.length);
+  return (Object.keys(holds) as End[]).filter((end) => holds[end]).sort((a, b) => rank(a) - rank(b));
 }
 
 function Step({ title, formula, children }: { title: string; formula: string; children?: ComponentChildren }) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -28,6 +30,17 @@ Seed = int | DropoutPlace
 def draw_seed() -> Tensor:
     """Draw a seed of dropout from torch's generator: one int64 on the CPU. A graph draws one in each run."""
     return torch.randint(2**62, (), device="cpu")
+
+
+@contextmanager
+def seeded(generator: torch.Generator, seed: int) -> Generator[None]:
+    """Seed a generator within the block, and restore its state after it; this reads no number from a GPU."""
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def dropout_factors(

@@ -36,6 +36,7 @@ from headscope._intercept.module_names import (
     summarize_names,
     unwrapped,
 )
+from headscope._intercept.module_tree import ModuleTree, tree_of
 from headscope._intercept.origin import LayerOrigin, Part, head_span, layer_origin, origin_of, shared_part
 from headscope._intercept.other_layers import describe_other, find_other_layers, find_unreached
 from headscope._intercept.patching import close_watch, open_watch
@@ -54,6 +55,7 @@ __all__ = [
     "LayerOrigin",
     "Layout",
     "Measured",
+    "ModuleTree",
     "Part",
     "Unfollowed",
     "WatchError",
@@ -94,5 +96,6 @@ __all__ = [
     "standing",
     "summarize_names",
     "transformers_refusal",
+    "tree_of",
     "unwrapped",
 ]

@@ -11,13 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from torch import nn
 
 from headscope._intercept.intercepted_call import WatchError
-from headscope._intercept.module_names import (
-    children_of,
-    enclosing_paths,
-    is_attention,
-    is_attention_class,
-    list_modules,
-)
+from headscope._intercept.module_names import enclosing_paths, is_attention, is_attention_class
+from headscope._intercept.module_tree import ModuleTree, tree_of
 
 Choose = Callable[[Mapping[str, nn.Module]], Collection[str]]
 """Select names of modules; raises ValueError if none matches."""
@@ -30,16 +25,16 @@ class Layout:
         attended: names of the modules that have made an attention call so far.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], choose: Choose, who: str) -> None:
-        self.modules = modules
+    def __init__(self, tree: ModuleTree, choose: Choose, who: str) -> None:
+        self.modules = tree.named
         self.attended: set[str] = set()
         self._choose = choose
         self._who = who
-        self._children = self._snapshot()
+        self._tree = tree  # the last one that was compared with the first
         self._edited = False  # an edit that does not concern an attention layer known so far
 
     def check(self, *, last: bool = False) -> None:
-        """Compare the model with its first state; without edits this is one dictionary comparison for each module.
+        """Compare the model with its first state; without edits this takes a few comparisons.
 
         Args:
             last: no forward pass follows; judge earlier edits again, by all layers that have attended meanwhile.
@@ -47,10 +42,10 @@ class Layout:
         Raises:
             WatchError: chosen attention layers were replaced or added.
         """
-        same = all(children_of(module) == before for module, before in self._children)
-        if same and not (last and self._edited):
+        if self._tree.is_unchanged() and not (last and self._edited):
             return
-        now = list_modules(next(iter(self.modules.values())))
+        tree = tree_of(self._tree.root)
+        now = tree.named
         different = [name for name, module in now.items() if self.modules.get(name) is not module]
         if edited := self._attention(now, different):
             names = ", ".join(edited[:8]) + (f" and {len(edited) - 8} more" if len(edited) > 8 else "")
@@ -59,21 +54,7 @@ class Layout:
                 "calls would be missing or attributed to another module. Edit the model first, then open a new block"
             )
         self._edited = bool(different)
-        self._children = self._snapshot()
-
-    def _snapshot(self) -> list[tuple[nn.Module, dict[str, nn.Module | None]]]:
-        """Return each module with its children."""
-        found: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
-        waiting: list[nn.Module | None] = [next(iter(self.modules.values()))]
-        seen: set[int] = set()
-        while waiting:
-            module = waiting.pop()
-            if module is not None and id(module) not in seen:
-                seen.add(id(module))
-                children = children_of(module)
-                found.append((module, dict(children)))
-                waiting += children.values()
-        return found
+        self._tree = tree
 
     def _attention(self, now: Mapping[str, nn.Module], different: Collection[str]) -> list[str]:
         """Return the chosen attention layers among the modules that are not those registered under their names."""

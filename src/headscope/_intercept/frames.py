@@ -156,21 +156,23 @@ class Frame:
             ``written``.
     """
 
+    # most frames retain these: as attributes of the class they take no time
+    calls = 0
+    accelerate = False
+    quiet = False
+    under_mode = False
+    calls_functions = False
+    like: Hashable | None = None
+    _arguments: Mapping[str, Any] | None = None
+
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module = module
         self.args = args
         self.kwargs = kwargs
         self.forwards: dict[Watcher, tuple[Forward, str]] = {}
-        self.calls = 0
-        self.accelerate = False
-        self.quiet = False
-        self.under_mode = False
-        self.calls_functions = False
-        self.like: Hashable | None = None
         self.softmaxes: list[softmax.Weights] = []
         self.written: list[Any] = []
         self.refused: list[Any] = []
-        self._arguments: Mapping[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -180,7 +182,10 @@ class Frame:
     @property
     def active(self) -> bool:
         """Whether any watcher observes this forward pass."""
-        return True in [forward.active for forward, _ in self.forwards.values()]  # a generator takes longer
+        for forward, _ in self.forwards.values():  # noqa: SIM110  (a generator takes longer)
+            if forward.active:
+                return True
+        return False
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -192,9 +197,10 @@ class Frame:
     def release(self) -> None:
         """Let go of all tensors, at the end of the module: what was noted of its operations may hold the frame."""
         self.args, self.kwargs, self._arguments = (), {}, None
-        for each in self.written:
-            each.attention = None
-        self.written, self.refused = [], []
+        if self.written or self.refused:
+            for each in self.written:
+                each.attention = None
+            self.written, self.refused = [], []
 
     def quietly(self) -> _Quiet:
         """Return a context without observation, for calls within this module's attention, or headscope's."""
@@ -321,7 +327,7 @@ def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     function = getattr(forward, "__func__", None)
     names = None if function is None else _names_of_method(function)
     if names is not None and len(args) <= len(names.positional):
-        arguments = {**dict(zip(names.positional, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(names.positional, args, strict=False)), **kwargs} if args else kwargs
         twice = len(arguments) < len(args) + len(kwargs)
         if not twice and names.required <= arguments.keys() and (names.any_keyword or arguments.keys() <= names.all):
             return arguments

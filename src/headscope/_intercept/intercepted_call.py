@@ -149,10 +149,12 @@ def layout_of(q: Tensor, k: Tensor, v: Tensor) -> Hashable | None:
     """Return how q, k and v lie in memory, if headscope's kernels can read it as it is; else None."""
     if _len_torch_dispatch_stack() or _are_functorch_transforms_active() or _is_tracing():
         return None
+    if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and k.is_cpu and v.is_cpu):
+        return None
     for x in (q, k, v):
-        if type(x) is not Tensor or x.ndim != 4 or x.is_neg() or x.stride(-1) != 1:
+        if x.ndim != 4 or x.stride(3) != 1 or x.is_neg():
             return None
-    if not (q.is_cpu and k.is_cpu and v.is_cpu) or torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled("cpu"):
         return None
     return q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
 

@@ -107,14 +107,17 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 def find_compiled(modules: Mapping[str, nn.Module]) -> list[str]:
     """Return the names of those that are compiled, or TorchScript; ``generate`` stores a compiled call in the model."""
-    return [
-        name
-        for name, module in modules.items()
-        if getattr(module, "_compiled_call_impl", None) is not None
-        or vars(module).get("_compiled_call") is not None
-        or type(module).__module__.startswith("torch._dynamo")
-        or isinstance(module, jit.ScriptModule)
-    ]
+    classes = {kind for kind in {*map(type, modules.values())} if _is_compiled(kind)}
+    found: list[str] = []
+    for name, module in modules.items():
+        own = vars(module).get
+        if own("_compiled_call_impl") is not None or own("_compiled_call") is not None or type(module) in classes:
+            found.append(name)
+    return found
+
+
+def _is_compiled(kind: type[nn.Module]) -> bool:
+    return kind.__module__.startswith("torch._dynamo") or issubclass(kind, jit.ScriptModule)
 
 
 def forget_compiled(modules: Mapping[str, nn.Module]) -> None:
@@ -222,7 +225,8 @@ def find_unobserved(
 
     ``others``: layers that are known not to attend, with what is in and around them.
     """
-    named = [name for name in ran if is_attention(name, modules[name])]
+    seen = {path for name in observed for path in enclosing_paths(name)}  # most modules that ran: the cheapest question
+    named = [name for name in ran if name not in seen and is_attention(name, modules[name])]
     named = [name for name in named if not any(is_within(name, other) or is_within(other, name) for other in others)]
     missing = [
         name

@@ -110,10 +110,17 @@ def _outwards(name: str) -> Iterator[str]:
 
 def _digest(config: object) -> str:
     """Return a short digest of a configuration's structure; empty if it states none."""
-    entries = sorted((name, value) for name, value in _entries(config) if _is_structure(name, value))
-    if not entries:
-        return ""
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
+    entries: list[tuple[str, Any]] = []
+    for name, value in _entries(config):
+        if _names_structure(name) and _is_structure(value):
+            entries.append((name, tuple(value) if isinstance(value, list) else value))
+    return _digest_of(tuple(entries)) if entries else ""
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _digest_of(entries: tuple[tuple[str, Any], ...]) -> str:
+    """Return the digest of a structure; a watch may be opened for each forward pass of one model."""
+    return hashlib.sha256(json.dumps(sorted(entries)).encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -122,9 +129,9 @@ def _names_structure(name: str) -> bool:
     return bool(_STRUCTURE.search(key)) and not _NO_STRUCTURE.search(key)
 
 
-def _is_structure(name: str, value: object) -> bool:
-    if not _names_structure(name):
-        return False
+def _is_structure(value: object) -> bool:
+    if type(value) in (int, str):
+        return True
     items = value if isinstance(value, (list, tuple)) else [value]
     return all(type(each) in (int, str) for each in items)
 
@@ -137,12 +144,12 @@ def _entries(config: object, before: str = "", depth: int = 0) -> Iterator[tuple
     if isinstance(kind := getattr(type(config), "model_type", None), str):  # its own attribute only once it was loaded
         held = {**held, "model_type": kind}
     for key, value in held.items():
-        if not isinstance(key, str) or key.startswith("_"):
+        if not isinstance(key, str) or key[:1] == "_":
             continue
-        if key.endswith("config") and not isinstance(value, (str, int, list, tuple, type(None))):
+        if key[-6:] == "config" and not isinstance(value, (str, int, list, tuple, type(None))):
             yield from _entries(value, f"{before}{key}.", depth + 1)
         else:
-            yield f"{before}{key}", value
+            yield before + key, value
 
 
 # ---------------------------------------------------------------- the part

@@ -155,6 +155,9 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     entries = frames.watched.get(id(self))
     if entries is None:
         return original(self, *args, **kwargs)
+    stack = frames.thread.stack
+    if stack and _needs_no_frame(stack[-1], entries):  # most modules: before any other question
+        return original(self, *args, **kwargs)
     if torch.compiler.is_compiling():
         raise intercepted_call.WatchError(intercepted_call.COMPILED)
     if CONTEXT_PARALLEL in sys.modules:
@@ -163,8 +166,8 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         entries = tuple(entry for entry in entries if entry[0].again)
         if not entries:
             return original(self, *args, **kwargs)
-    if frames.thread.stack and _needs_no_frame(frames.thread.stack[-1], entries):
-        return original(self, *args, **kwargs)
+        if stack and _needs_no_frame(stack[-1], entries):
+            return original(self, *args, **kwargs)
     return _run_under_mode(original, Frame(self, args, kwargs), entries)
 
 
@@ -172,7 +175,10 @@ def _needs_no_frame(around: Frame, entries: Entries) -> bool:
     """Return whether a module is known to be without attention, within one whose functions are not observed."""
     if around.under_mode:
         return False
-    return False not in [watcher in around.forwards and name in watcher.plain for watcher, name in entries]
+    for watcher, name in entries:  # noqa: SIM110  (a generator takes longer)
+        if watcher not in around.forwards or name not in watcher.plain:
+            return False
+    return True
 
 
 def _enter(frame: Frame, entries: Entries) -> list[tuple[Watcher, Forward]]:
@@ -200,7 +206,10 @@ def _enter(frame: Frame, entries: Entries) -> list[tuple[Watcher, Forward]]:
 
 def _observes_functions(frame: Frame) -> bool:
     """Return whether a watcher of this forward pass observes the functions that a module calls."""
-    return True in [each.active and each.observes_functions(name) for each, name in frame.forwards.values()]
+    for forward, name in frame.forwards.values():  # noqa: SIM110  (a generator takes longer)
+        if forward.active and forward.observes_functions(name):
+            return True
+    return False
 
 
 def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
@@ -214,7 +223,7 @@ def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries
         frame.under_mode = True
         if not function_mode.is_on():
             mode = function_mode.MODE if _len_torch_function_stack() == 0 else function_mode.beneath()
-    if frame.active and frames.thread.follower is None and written.is_to_be_followed(frame):
+    if frames.thread.follower is None and written.is_to_be_followed(frame):
         follower = written.followed(frame)
     stack.append(frame)
     try:

@@ -104,15 +104,19 @@ def _get_interface(self: Any, attn_implementation: str, default: Function) -> Fu
         return attend
 
     def record_and_attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        return _attend(attend, str(attn_implementation), frame, {**dict(zip(_LEAD, args, strict=False)), **kwargs})
+        return _attend(attend, str(attn_implementation), frame, args, kwargs)
 
     wrapper: Any = record_and_attend
     wrapper.__wrapped__ = attend  # as functools.wraps, which takes as long as a short attention
     return wrapper
 
 
-def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    request, arguments = arguments, {**bound_options(attend), **arguments}
+def _attend(
+    attend: Function, name: str, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    request = arguments = {**dict(zip(_LEAD, args, strict=False)), **kwargs}
+    if options := bound_options(attend):
+        arguments = {**options, **request}
     dropout = arguments.get("dropout") or 0.0
     qkv, like = (arguments["query"], arguments["key"], arguments["value"]), _like(attend, name, frame, arguments)
     if frame.accelerate and not dropout:
@@ -121,7 +125,7 @@ def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]
             return out.transpose(1, 2).contiguous(), None  # nothing scales heads: the watcher is the only active one
     with frame.quietly():  # its own call of SDPA is this call
         if not frame.accelerate:
-            result = _called(attend, request)
+            result = attend(*args, **kwargs)
         else:
             call = described(attend, name, frame, arguments)
             result = (intercepted_call.attend(call, dropout).transpose(1, 2).contiguous(), None)
@@ -146,17 +150,19 @@ def _like(attend: Function, name: str, frame: Frame, arguments: Mapping[str, Any
 
     A cache has to be empty before the call.
     """
-    read, q, k = frame.arguments, arguments["query"], arguments["key"]
-    get = arguments.get
+    q, k, get = arguments["query"], arguments["key"], arguments.get
     for each in _OTHER_TENSORS:  # loops: a generator for each takes as long as the rest
         if get(each) is not None:
             return None
+    present = frame.arguments.get
     for each in _OTHER_INPUTS:
-        if each in read and read[each] is not None:
+        if present(each) is not None:
             return None
     layout = intercepted_call.layout_of(q, k, arguments["value"])
+    if layout is None or q.shape[-2] != k.shape[-2]:
+        return None
     total = _length(frame, q.shape[-2])
-    if layout is None or q.shape[-2] != k.shape[-2] or (total is not None and total != q.shape[-2]):
+    if total is not None and total != q.shape[-2]:
         return None
     own = vars(frame.module)
     options = (*map(get, _OPTIONS), *map(own.get, _ATTRIBUTES))
@@ -285,7 +291,10 @@ def _kind(frame: Frame, queries: int, keys: int) -> Kind | None:
 
 def _first(arguments: Mapping[str, Any], names: Iterable[str]) -> Any:
     """Return the first of these arguments that is present; None = none is."""
-    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
+    for name in names:
+        if (found := arguments.get(name)) is not None:
+            return found
+    return None
 
 
 def _length(frame: Frame, queries: int) -> int | Tensor | None:

@@ -13,6 +13,8 @@ from torch import nn
 def bound_options(attend: Any) -> dict[str, Any]:
     """Return the options that partials bind, by name; the outermost counts."""
     bound: dict[str, Any] = {}
+    if type(attend) is FunctionType and "__wrapped__" not in vars(attend):  # as for most calls: without a search
+        return bound
     while (inner := _inner(attend)) is not None:
         if isinstance(attend, functools.partial):
             bound = {**attend.keywords, **bound}

@@ -293,7 +293,7 @@ def observe_into_memory(ready: Ready, inputs: Inputs, into: Attending | None = N
         inputs: q, k and v.
         into: outputs to fill in the same pass, which requires all rows.
     """
-    q, k, v = (native.unit_stride(x) for x in inputs[:3])
+    q, k, v = native.unit_stride(inputs.q), native.unit_stride(inputs.k), native.unit_stride(inputs.v)
     out, lse = (0, 0) if into is None else (x.data_ptr() for x in into)
     memory = torch.empty(ready.size, dtype=torch.uint8, device="cpu")
     at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out, lse, memory.data_ptr())

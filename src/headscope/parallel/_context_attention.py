@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headscope._attend.backends import fused
 from headscope._attend.call import Options as CallOptions
 from headscope._attend.call import check_call
 from headscope._attend.dropout import draw_seed
@@ -192,6 +193,8 @@ def check_parts(
             )
     if backend not in (None, *OPERATOR_BACKENDS):
         raise ValueError(f"backend: got {backend!r}, expected one of {', '.join(OPERATOR_BACKENDS)}, or None to choose")
+    if dropout and backend == fused.name:
+        raise ValueError("backend: fused cannot drop the weights of a part as the whole would; expected None to choose")
     keys, values = (x[..., :1, :].expand(*x.shape[:-2], length, x.shape[-1]) if own else x for x in (k, v))
     unplanned = CallOptions(None, scale, softcap, dropout, True, planned=False)
     call = check_call(q, keys, values, bias if own else None, sinks, unplanned)

@@ -7,7 +7,7 @@ entropies are in nats. ``headscope.observe`` measures the same without building 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -182,6 +182,7 @@ def pattern_scores(
     tokens: Tensor | None = None,
     rows: Tensor | None = None,
     reach: float = LOCAL_REACH,
+    least_rows: Mapping[str, int] = MINIMUM_ROWS,
 ) -> PatternScores:
     """Return how well each head matches the ideal rows of each pattern, from 0 (chance or worse) to 1 (exactly).
 
@@ -197,8 +198,9 @@ def pattern_scores(
     Args:
         p, seen, kind, q_pos, k_pos, tokens, rows: as for ``row_statistics``.
         reach: the reach of "local" on either side, in positions, above 0.
+        least_rows: pattern -> the smallest number of rows for a score; 2 for the patterns not listed.
 
-    A pattern for which no head has enough rows (``MINIMUM_ROWS``) is not in the result.
+    A pattern for which no head has enough rows is not in the result.
 
     Raises:
         ValueError: as ``row_statistics``.
@@ -231,7 +233,7 @@ def pattern_scores(
         count = telling.sum((0, 2))
         gain = torch.where(telling, overlap - chance, 0.0).sum((0, 2))
         score = (gain / torch.where(telling, 1 - chance, 0.0).sum((0, 2))).clamp(0, 1)
-        enough = count >= MINIMUM_ROWS.get(name, FEW)
+        enough = count >= least_rows.get(name, FEW)
         if enough.any():
             scores.score[name] = torch.where(enough, score, math.nan)
             scores.rows[name] = count

@@ -12,9 +12,14 @@ from torch import nn
 
 from headscope import __version__
 from headscope._intercept import Choice, Kind, model_class, origin_of
+from headscope.stats import Observe
 from headscope.stats._origin import Origin, Part
 from headscope.watching._options import Options
 from headscope.watching._verify import Verified
+
+_MEASURED = tuple(each.name for each in fields(Observe))
+_WATCHED = ("every", "kinds", "positions", "accelerate", "verify")
+_SCALARS = frozenset((bool, int, float, str, type(None)))
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,8 @@ def about_of(model: nn.Module, options: Options, layers: Choice | None, texts: t
     loaded = getattr(getattr(model, "config", None), "_name_or_path", "")
     name = model_class(model).__name__ + (f" ({loaded})" if loaded else "")
     what = options.what
-    entries: dict[str, Any] = {each.name: _plain(getattr(what, each.name)) for each in fields(what)}
-    entries |= {
-        each: _plain(getattr(options, each)) for each in ("every", "kinds", "positions", "accelerate", "verify")
-    }
+    entries: dict[str, Any] = {name: _plain(getattr(what, name)) for name in _MEASURED}
+    entries |= {name: _plain(getattr(options, name)) for name in _WATCHED}
     entries |= {"tokens": _plain(options.tokens) or entries["tokens"], "layers": _plain(layers)}
     entries["weights"] = _plain(options.weights) or entries["weights"]
     versions = {"headscope": __version__, "torch": torch.__version__}
@@ -84,7 +87,7 @@ def about_of(model: nn.Module, options: Options, layers: Choice | None, texts: t
 
 def _plain(value: Any) -> Any:
     """Return an option in JSON form; a tensor or a function by its kind."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if type(value) in _SCALARS or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(each) for each in value]

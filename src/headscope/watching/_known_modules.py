@@ -19,7 +19,6 @@ from headscope._intercept import (
     InterceptedCall,
     Kind,
     LayerOrigin,
-    children_of,
     describe_other,
     enclosing_paths,
     is_attention,
@@ -210,10 +209,14 @@ def _state_of(module: nn.Module, implementations: dict[int, Any]) -> tuple[Any, 
     attributes = vars(module)
     plain = [(name, value) for name, value in attributes.items() if type(value) in _PLAIN]
     config: Any = attributes.get("config")  # of transformers; its attention function may change between watches
-    if config is not None and id(config) not in implementations:
-        implementations[id(config)] = getattr(config, "_attn_implementation", None)
-    hooks = [*attributes["_forward_hooks"], *attributes["_forward_pre_hooks"]]
-    return attributes.get("forward", type(module).forward), plain, hooks, implementations.get(id(config))
+    implementation = None
+    if config is not None:
+        if id(config) not in implementations:
+            implementations[id(config)] = getattr(config, "_attn_implementation", None)
+        implementation = implementations[id(config)]
+    after, before = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
+    hooks = (*after, *before) if after or before else ()
+    return attributes.get("forward", type(module).forward), plain, hooks, implementation
 
 
 def _weights_of(module: nn.Module) -> tuple[tuple[int, int], ...] | None:
@@ -222,11 +225,12 @@ def _weights_of(module: nn.Module) -> tuple[tuple[int, int], ...] | None:
     waiting = [module]
     while waiting:
         each = waiting.pop()
-        for parameter in vars(each)["_parameters"].values():
-            if parameter is None:
-                continue
-            if parameter.is_inference():
-                return None
-            found.append((id(parameter), parameter._version))
-        waiting += [child for child in children_of(each).values() if child is not None]
+        attributes = vars(each)
+        for parameter in attributes["_parameters"].values():
+            if parameter is not None:
+                if parameter.is_inference():
+                    return None
+                found.append((id(parameter), parameter._version))
+        if children := attributes["_modules"]:
+            waiting += [child for child in children.values() if child is not None]
     return tuple(found)

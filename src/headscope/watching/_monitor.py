@@ -327,24 +327,24 @@ class Monitor:
         return flat
 
     def _look(self, limits: Limits, step: int, at: tuple[str, int, str], value: float) -> None:
-        """Raise an alarm if a limit is passed; the next one of that head only after the value has returned."""
+        """Raise an alarm if a limit is passed; the next one of that head only after the value was within the limit."""
         before = self._references.get(at, value)
         match at[2]:
             case "normalized_entropy":
                 what, limit, reference = "entropy collapse", limits.entropy, max(before, value)
-                passed = limit is not None and value < limit and value < reference / 2
+                beyond, changed = limit is not None and value < limit, value < reference / 2
             case "max_logit_max":
                 what, limit, reference = "growing logits", limits.max_logit, before
-                passed = limit is not None and value > limit and value > 2 * reference
+                beyond, changed = limit is not None and value > limit, value > 2 * reference
             case "first":
                 what, limit, reference = "rising sink", limits.sink, min(before, value)
-                passed = limit is not None and value > limit and value > reference + 0.1
+                beyond, changed = limit is not None and value > limit, value > reference + 0.1
             case _:
                 return
         self._references[at] = reference
-        if not passed or limit is None:
+        if not beyond or limit is None:
             self._raised.discard(at)
-        elif at not in self._raised:
+        elif changed and at not in self._raised:
             self._raised.add(at)
             alarm = Alarm(step, at[0], at[1], what, value, limit, reference)
             self.alarms.append(alarm)

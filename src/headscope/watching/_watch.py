@@ -30,12 +30,12 @@ from headscope._intercept import (
     error_of,
     find_compiled,
     find_unobserved,
-    list_modules,
     match_modules,
     open_watch,
     running_frames,
     select_modules,
     transformers_refusal,
+    tree_of,
     unwrapped,
 )
 from headscope._support.arguments import check_type, whole
@@ -165,6 +165,7 @@ class Watch:
 
     Attributes:
         recording: the recording so far.
+        plain: the modules without attention, as earlier forward passes have shown: they need no frame.
 
     Examples:
         >>> import torch
@@ -184,9 +185,10 @@ class Watch:
         self.options = options
         self.again = options.accelerate  # a recomputation must run the same kernels
         self._last_active = False
-        self.modules = list_modules(model)
+        tree = tree_of(model)
+        self.modules = tree.named
         self.chosen = select_modules(self.modules, layers)
-        self.layout = Layout(self.modules, partial(select_modules, layers=layers), "watch")
+        self.layout = Layout(tree, partial(select_modules, layers=layers), "watch")
         for pattern in options.kinds:
             match_modules(self.modules, pattern, "kinds")
         self.places = {name: place for place, name in enumerate(self.modules)}
@@ -201,6 +203,7 @@ class Watch:
         self._followed: set[str] = set()  # modules whose operations are followed
         self._once_more: set[str] = set()  # the outermost module of the last pass, if it is followed in the next one
         self.known = KnownModules(self.modules)
+        self.plain = self.known.plain
         self._written: set[str] = set()  # modules in which these have found attention
         self._refused: set[str] = set()  # modules with an attention that could not be recorded
         self._errors: dict[str, tuple[Tensor, float]] = {}
@@ -258,8 +261,9 @@ class Watch:
                 raise WatchError(f"watch: layer {layer}: {problem}") from problem
         recording = self.recording
         if recording._parts or recording._pending:
-            if recording.texts is not None:
-                check_texts(len(recording.texts), recording.stats.parts.values())
+            texts = recording._about.texts  # as ``recording.texts``, without the passes and layers that it has to add
+            if texts is not None:
+                check_texts(len(texts), recording.stats.parts.values())
             self.chosen_heads.warn_of_unused()
             return
         if recording.about.ran == 0:
@@ -303,11 +307,6 @@ class Watch:
     def follows(self, name: str) -> bool:
         """Return whether the operations of a module are followed."""
         return name in self._followed or name in self._once_more or name not in self.known.followed
-
-    @property
-    def plain(self) -> set[str]:
-        """The modules without attention, as earlier forward passes have shown: they need no frame."""
-        return self.known.plain
 
     def compare(self, name: str, layer: str, call: InterceptedCall) -> None:
         """Compare a layer's first output with the output of its call by definition.

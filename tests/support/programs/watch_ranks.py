@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from headscope import History, MultiHeadAttention, Observe, Recording, Segments, watch
+from headscope._support import ranks
 from headscope.stats import merge
 from headscope.watching import Limits, _across_ranks
 
@@ -371,6 +372,7 @@ def attempt(action: Callable[[], Any]) -> Any:
 def main(rank: int, world: int, store: str, folder: Path) -> None:
     """Watch everything."""
     torch.set_num_threads(1)
+    ranks._LAST_WORDS = 1.0 if world == 2 else 3.0  # the ranks of a test have little else to do
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     cases = {
         **data_parallel(rank, world, folder),

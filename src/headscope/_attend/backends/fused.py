@@ -9,11 +9,21 @@ given out' and lse', compute exact gradients: p = exp(s - lse') and δ = Σ out'
 The backward kernels ignore the gradient of lse: ds = p (dp - δ), where δ + (-dlse) would be needed for δ. They compute
 δ = Σ out · dout. So out and dout get more columns whose products sum to -dlse, and v gets columns of zeros, which leave
 dp as it is. The additional columns of dv are dropped.
+
+Dropout multiplies the weights by factors Z after the softmax, so lse and the epilogue are the same: out is linear in v.
+Then ds = p (Z dp - δ), where δ = Σ p Z dp = Σ out · dout still, and the additional columns add -dlse as before.
+
+As in the other backends, a number that is drawn on the CPU seeds each call: it seeds torch's generator of the GPU, from
+which the forward operator draws. The backward pass has to draw the same factors. In eager mode it takes the state that
+the forward operator returned; as an operator, whose results are out and lse, that of the seed. A capture of a CUDA
+graph draws from the generator as it is, so that each replay drops other weights. Each kernel draws other factors, so
+with dropout both passes run one kernel, which no setting of torch changes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +31,13 @@ from torch.nn import functional as F
 
 from headscope._attend import mask_parts
 from headscope._attend.backends import fused_operators
-from headscope._attend.backends.fused_operators import Kernel, KernelMask
+from headscope._attend.backends.fused_masks import kernel_mask
+from headscope._attend.backends.fused_operators import Kernel, State, aligned_rows
 from headscope._attend.backends.sink_epilogue import with_sinks
 from headscope._attend.call import Call
-from headscope._attend.dropout import Seed
-from headscope._attend.interface import ForwardPass, Inputs, Pair, once, readable, refuse_batched, refuse_tangents
-from headscope._attend.mask_parts import MaskParts, lengths_of, matrix_of, packing_of
+from headscope._attend.dropout import DropoutPlace, Seed, draw_seed
+from headscope._attend.interface import ForwardPass, Inputs, Pair, once, refuse_batched, refuse_tangents
+from headscope._attend.mask_parts import MaskParts
 from headscope._support.autograd import Function
 from headscope._support.compiler import mark_constant
 from headscope.masks import Plan
@@ -35,8 +46,8 @@ name = "fused"
 attend_finite = attend_careful = repeater = None
 
 WIDEST = 256  # the largest D of flash
+WIDEST_DROPPED = 192  # with dropout; on GPUs other than A100 and H100 its backward kernel does not run wider heads
 HALF = (torch.bfloat16, torch.float16)
-ALIGNED_KEYS = 16  # numbers: rows of a bias start at multiples of so many
 FLASH_CAPABILITY = (8, 0)
 CUDNN = 3  # the number of cuDNN's kernel in torch.nn.attention.SDPBackend
 
@@ -47,7 +58,8 @@ def refuses(call: Call) -> list[str]:
     if call.parts is None:
         reasons.append("mask: only bands, lengths, packed documents and boolean tensors, joined by &, are supported")
     elif not reasons:
-        reasons += _refuses_mask(call, call.parts)
+        call = _without_unused_keys(call)
+        reasons += _refuses_mask(call) or _refuses_dropout(call)
     return reasons
 
 
@@ -65,8 +77,6 @@ def _refuses_options(call: Call) -> list[str]:
         reasons.append("dtype: torch has no fused kernel for float64 on CUDA")
     if call.softcap is not None:
         reasons.append("softcap: torch's fused kernels do not support it")
-    if call.dropout:
-        reasons.append("dropout: the operators draw their own seed, which a recomputation cannot repeat")
     if call.scale <= 0:
         reasons.append("scale: is 0 or below; torch's kernels find the largest logit before they scale")
     if call.keys == 0 or call.queries == 0 or call.heads == 0 or call.batch == 0:
@@ -82,12 +92,16 @@ def _refuses_options(call: Call) -> list[str]:
     return reasons
 
 
-def _refuses_mask(call: Call, parts: MaskParts) -> list[str]:
+def _refuses_mask(call: Call) -> list[str]:
+    parts = call.parts
+    assert parts is not None
     matrix = call.bias is not None or parts.lengths or parts.matrix != "none"
     if parts.packed is not None and matrix:
         return ["mask: packed documents together with a bias, lengths or a boolean tensor"]
-    if any(reach is not None and reach < 0 for reach in (parts.left, parts.right)):
-        return ["mask: a band that does not include the diagonal at the bottom right"]
+    if call.keys <= 0 or any(reach is not None and reach < 0 for reach in (parts.left, parts.right)):
+        return [
+            "mask: a band that starts after the diagonal, masks every key, or ends before the diagonal of documents"
+        ]
     if not _is_banded(call, parts):
         return []
     if not matrix and _takes_flash(call):
@@ -102,8 +116,43 @@ def _refuses_mask(call: Call, parts: MaskParts) -> list[str]:
     return []
 
 
+def _refuses_dropout(call: Call) -> list[str]:
+    """Return why the backward pass would drop other weights than the forward pass.
+
+    Source: torch 2.9 to 2.13, aten/src/ATen/native/transformers/cuda/attention.cu and mem_eff_attention/kernel_*.h.
+    """
+    if not call.dropout or not choose(call).startswith("efficient"):
+        return []
+    kernels, weights = "torch's memory-efficient kernels", call.batch * call.heads * call.queries * call.keys
+    if call.parts is not None and call.parts.packed is not None:  # the first pass numbers the weights by K = 0
+        return [f"dropout: {kernels} drop other weights of packed documents in the backward pass"]
+    if not fused_operators.can_number(weights):
+        return [f"dropout: {kernels} number the weights in 32 bits; B x H x Q x K is {weights}, expected below 2^31"]
+    return []
+
+
+def _without_unused_keys(call: Call) -> Call:
+    """Return a call without the last keys that no query attends to; top-left causal may then be square."""
+    parts = call.parts
+    if parts is None or parts.right is None or parts.right >= 0 or parts.packed is not None:
+        return call
+    left = None if parts.left is None else parts.left + parts.right
+    return replace(call, keys=call.keys + parts.right, parts=replace(parts, left=left, right=0))
+
+
+def _used_keys(call: Call, inputs: Inputs) -> tuple[Call, Inputs]:
+    """Return ``_without_unused_keys``, and the inputs without these keys."""
+    fewer = _without_unused_keys(call)
+    if fewer is call:
+        return call, inputs
+    k, v = (x[:, :, : fewer.keys] for x in inputs[1:3])
+    return fewer, inputs._replace(k=k, v=v, bias=None if inputs.bias is None else inputs.bias[..., : fewer.keys])
+
+
 def _takes_flash(call: Call) -> bool:
     """Return whether the sizes and dtype of a call are those of flash, after padding to a multiple of 8."""
+    if call.dropout and _width(call, "flash", more=True) > WIDEST_DROPPED:
+        return False
     return call.dtype in HALF and max(call.head_dim, call.v_head_dim) <= WIDEST and _has_flash()
 
 
@@ -120,6 +169,7 @@ def choose(call: Call, inputs: Inputs | None = None) -> Kernel:
     Half types without a matrix go to flash, or to cuDNN where torch itself prefers it; others to the memory-efficient
     kernels. On GPUs without flash all go to the latter.
     """
+    call = _without_unused_keys(call)
     parts = call.parts
     assert parts is not None
     matrix = call.bias is not None or parts.lengths or parts.matrix != "none"
@@ -128,7 +178,7 @@ def choose(call: Call, inputs: Inputs | None = None) -> Kernel:
         return "efficient band" if banded else "efficient"
     if banded:
         return "flash band"
-    return "cudnn" if inputs is not None and _prefers_cudnn(call, inputs) else "flash"
+    return "cudnn" if inputs is not None and not call.dropout and _prefers_cudnn(call, inputs) else "flash"
 
 
 @mark_constant
@@ -150,9 +200,24 @@ def _prefers_cudnn(call: Call, inputs: Inputs) -> bool:
 
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: Seed | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return out and lse; there is no dropout, so the seed has no effect."""
+    """Return out and lse. Without ``seed``, torch's generator draws the dropout seed."""
     refuse_tangents(*inputs)
-    return _Fused.apply(call, plan, *inputs)
+    check = seed is not None
+    if seed is None and call.dropout and fused_operators.can_seed(inputs.q.device):
+        seed = int(draw_seed().item())
+    return _Fused.apply(call, plan, _Draw(seed, check), *inputs)
+
+
+class _Draw(NamedTuple):
+    """How a forward pass draws.
+
+    Attributes:
+        seed: what seeds the generator; None = nothing.
+        check: whether the backward pass will have only the seed.
+    """
+
+    seed: Seed | None
+    check: bool
 
 
 class _Fused(Function[tuple[Tensor, Tensor]]):
@@ -160,13 +225,14 @@ class _Fused(Function[tuple[Tensor, Tensor]]):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, plan: Plan | None,
+        ctx: Any, call: Call, plan: Plan | None, draw: _Draw,
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = _run(call, plan, Inputs(q, k, v, bias, sinks))
+        out, lse, state = _run(call, plan, Inputs(q, k, v, bias, sinks), draw)
         ctx.call, ctx.plan = call, plan
         read = () if plan is None or plan.source is None else plan.source.tensors()
-        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, *(x for x in read if not x.is_inference()))
+        drawn = state if call.dropout else (None, None)
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, *drawn, *(x for x in read if not x.is_inference()))
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -174,33 +240,60 @@ class _Fused(Function[tuple[Tensor, Tensor]]):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_batched(*grads)
         saved = ctx.saved_tensors  # read once: checkpointing recomputes them in each access
-        forward, results = ForwardPass(ctx.call, ctx.plan, 0), (saved[5], saved[6])
+        inputs, results, state = Inputs(*saved[:5]), (saved[5], saved[6]), saved[7:9] if ctx.call.dropout else None
         with torch.no_grad():
-            gradients_of_inputs = gradients(
-                forward, Inputs(*saved[:5]), results, (grads[0], grads[1]), ctx.needs_input_grad[5:]
+            gradients_of_inputs = _gradients(
+                ctx.call, ctx.plan, state, inputs, results, (grads[0], grads[1]), ctx.needs_input_grad[6:]
             )
-        return None, None, *once(gradients_of_inputs, *grads, *saved)
+        return None, None, None, *once(gradients_of_inputs, *grads, *saved)
 
 
-def _run(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return out [B, H, Q, Dv] in q's dtype and lse [B, H, Q]."""
+def _run(call: Call, plan: Plan | None, inputs: Inputs, draw: _Draw) -> tuple[Tensor, Tensor, State]:
+    """Return out [B, H, Q, Dv] in q's dtype, lse [B, H, Q] and the state of dropout."""
+    call, inputs = _used_keys(call, inputs)
     kernel = choose(call, inputs)
-    mask, empty = _kernel_mask(call, plan, inputs, kernel)
-    q, k, v = _prepared(call, kernel, *inputs[:3])
-    out, lse = fused_operators.forward(kernel, q, k, v, mask, call.scale)
+    mask, empty = kernel_mask(call, plan, inputs)
+    args = (kernel, *_prepared(call, kernel, *inputs[:3]), mask, call.scale, call.dropout)
+    if call.dropout and draw.seed is not None:
+        out, lse, state = fused_operators.forward_seeded(*args, _of_whole_call(draw.seed), draw.check)
+    else:
+        out, lse, state = fused_operators.forward(*args)
     out = out[..., : call.v_head_dim]
     if empty is not None:
         out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
     if inputs.sinks is not None:
         out, lse = with_sinks(out, lse, inputs.sinks)
-    return out, lse
+    return out, lse, state
+
+
+def _of_whole_call(seed: Seed) -> int:
+    """Return a seed, unless it is that of a part of a larger call."""
+    if isinstance(seed, DropoutPlace):
+        raise ValueError(
+            "backend: fused cannot drop the weights that a larger call would drop, as context parallelism requires; "
+            'expected backend="blocked", or None to choose'
+        )
+    return seed
 
 
 def gradients(
     forward: ForwardPass, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, and of sinks if needed; a bias never needs one."""
-    call, plan = forward.call, forward.plan
+    call, plan, seed = forward
+    state = None
+    if call.dropout:
+        state = fused_operators.state_of_seed(choose(call, inputs), inputs.q, _of_whole_call(seed))
+    return _gradients(call, plan, state, inputs, results, grads, needed)
+
+
+def _gradients(
+    call: Call, plan: Plan | None, state: State | None,
+    inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return ``gradients``, with the state of dropout from the forward pass."""
+    keys = call.keys
+    call, inputs = _used_keys(call, inputs)
     (out, lse), (grad_out, grad_lse) = results, grads
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     kernel = choose(call, inputs)
@@ -208,7 +301,7 @@ def gradients(
         kernel = "flash"  # cuDNN's backward kernel is limited to D 128
     if kernel.startswith("flash") and grad_lse is not None and _width(call, kernel, True) > WIDEST:
         kernel = "efficient band" if kernel == "flash band" else "efficient"
-    mask, _ = _kernel_mask(call, plan, inputs, kernel)
+    mask, _ = kernel_mask(call, plan, inputs)
     q, k, v = _prepared(call, kernel, *inputs[:3], more=grad_lse is not None)
     width = v.shape[-1]
     safe = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(-inf - inf) = 0, where -inf + inf would be NaN
@@ -219,8 +312,10 @@ def gradients(
         ):
             sums.append(each)
     of_out, of_grad = (_padded(torch.cat(x, -1) if len(x) > 1 else x[0], width) for x in columns)
-    dq, dk, dv = fused_operators.backward(kernel, of_grad, q, k, v, of_out, safe, mask, call.scale)
+    dq, dk, dv = fused_operators.backward(kernel, of_grad, q, k, v, of_out, safe, mask, call.scale, call.dropout, state)
     dk, dv = (_ungrouped(x, call) for x in (dk, dv))
+    if call.keys < keys:
+        dk, dv = (F.pad(x, (0, 0, 0, keys - call.keys)) for x in (dk, dv))
     dsinks = None
     if inputs.sinks is not None and needed[1]:
         delta = (out.float() * grad_out.float()).sum(-1)
@@ -265,7 +360,7 @@ def _prepared(
     if kernel.startswith("efficient") and call.group > 1:
         k, v = (x.repeat_interleave(call.group, 1) for x in (k, v))
     wide = _width(call, kernel, more), _width(call, kernel, more, of_values=True)
-    return _aligned(q, wide[0]), _aligned(k, wide[0]), _aligned(v, wide[1])
+    return aligned_rows(q, wide[0]), aligned_rows(k, wide[0]), aligned_rows(v, wide[1])
 
 
 def _ungrouped(x: Tensor, call: Call) -> Tensor:
@@ -278,86 +373,3 @@ def _ungrouped(x: Tensor, call: Call) -> Tensor:
 def _padded(x: Tensor, width: int) -> Tensor:
     """Return rows of a given width, padded with zeros."""
     return x.contiguous() if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
-def _aligned(x: Tensor, width: int) -> Tensor:
-    """Return rows of a width that the kernels can load: the last axis is dense, and rows start at 16 bytes."""
-    if x.shape[-1] != width:
-        return F.pad(x, (0, width - x.shape[-1]))
-    x, numbers = readable(x), 16 // x.element_size()
-    steps = (x.storage_offset(), *x.stride()[:-1])
-    return x if x.stride(-1) == 1 and all(step % numbers == 0 for step in steps) else x.contiguous()
-
-
-# ---------------------------------------------------------------- masks
-
-
-def _kernel_mask(call: Call, plan: Plan | None, inputs: Inputs, kernel: Kernel) -> tuple[KernelMask, Tensor | None]:
-    """Return the mask for a kernel, and which rows have no visible key, broadcastable to [B, H, Q], or None."""
-    parts, source = call.parts, None if plan is None else plan.source
-    assert parts is not None
-    visible = _visible_keys(call, parts, plan, inputs.q.device)
-    bias = None if visible is None and inputs.bias is None else _bias(call, inputs, visible)
-    packing = packing_of(source) if parts.packed is not None else None
-    longest = (call.queries, call.keys) if parts.packed is None else parts.packed
-    mask = KernelMask(parts.left, parts.right, packing, longest, bias)
-    return mask, _empty_rows(call, parts, inputs, visible, packing)
-
-
-def _visible_keys(call: Call, parts: MaskParts, plan: Plan | None, device: torch.device) -> Tensor | None:
-    """Return which keys lengths and boolean tensors allow, [B or 1, H or 1, Q or 1, K]; None if all."""
-    if plan is None or plan.source is None or not (parts.lengths or parts.matrix != "none"):
-        return None
-    visible, lengths = matrix_of(plan.source), lengths_of(plan.source, device)
-    if lengths is not None:
-        within = torch.arange(call.keys, device=lengths.device) < lengths[:, None, None, None]
-        visible = within if visible is None else visible & within
-    assert visible is not None
-    return visible.expand(*visible.shape[:3], call.keys)
-
-
-def _bias(call: Call, inputs: Inputs, visible: Tensor | None) -> Tensor:
-    """Return what is added to the logits, [B, H, Q, K] in q's dtype, with aligned rows; repeated axes are views."""
-    padding = -call.keys % ALIGNED_KEYS
-    if visible is None:
-        assert inputs.bias is not None
-        bias = inputs.bias
-    elif inputs.bias is None:
-        bias = torch.zeros(visible.shape, dtype=call.dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-    else:
-        bias = inputs.bias.masked_fill(~visible, -torch.inf)
-    bias = F.pad(bias, (0, padding))[..., : call.keys] if padding else _aligned(bias, call.keys)
-    return bias.expand(call.batch, call.heads, call.queries, call.keys)
-
-
-def _empty_rows(
-    call: Call, parts: MaskParts, inputs: Inputs, visible: Tensor | None, packing: tuple[Tensor, Tensor] | None
-) -> Tensor | None:
-    """Return which rows have no visible key; None if every row has one. The kernels differ in the lse of such rows."""
-    shift = call.keys - call.queries
-    if packing is not None:
-        return _empty_documents(call, packing)
-    if visible is None and inputs.bias is None:
-        if parts.right is None or shift + parts.right >= 0:
-            return None
-        return torch.arange(call.queries, device=inputs.q.device) + (shift + parts.right) < 0  # [Q]
-    allowed = visible
-    if inputs.bias is not None:
-        finite = inputs.bias != -torch.inf
-        allowed = finite if visible is None else finite & visible
-    assert allowed is not None
-    if not parts.has_band:
-        return ~allowed.any(-1)
-    allowed = allowed.expand(*allowed.shape[:2], call.queries, call.keys)
-    allowed = allowed if parts.right is None else allowed.tril(shift + parts.right)
-    return ~(allowed if parts.left is None else allowed.triu(shift - parts.left)).any(-1)
-
-
-def _empty_documents(call: Call, packing: tuple[Tensor, Tensor]) -> Tensor | None:
-    """Return which packed queries have no keys in their document, [Q]; None if queries and keys are packed alike."""
-    q, k = packing
-    if q is k or call.parts is None or call.parts.has_band:
-        return None
-    at = torch.arange(call.queries, device=q.device)
-    entry = torch.searchsorted(q.long(), at, right=True) - 1
-    return k.diff()[entry] <= 0

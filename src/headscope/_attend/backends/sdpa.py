@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headscope._attend.backends import blocked
+from headscope._attend.backends.fused_operators import can_number
 from headscope._attend.call import Call
 from headscope._attend.interface import (
     Inputs,
@@ -99,6 +100,11 @@ def _refuses_on_cuda(call: Call) -> list[str]:
     if call.head_dim % least and (masked or not half):
         reason = f"D: torch's memory-efficient kernel requires a multiple of {least}, got {call.head_dim}"
         return [f"{reason}; torch would compute a Q x K matrix"]
+    weights = call.batch * call.heads * call.queries * call.keys
+    if call.dropout and (masked or not half) and not can_number(weights):
+        return [
+            f"dropout: with B x H x Q x K {weights}, the memory-efficient kernel would drop other weights backwards"
+        ]
     return []
 
 

@@ -29,6 +29,7 @@ class CallSpec:
 
     Attributes:
         window: number of last keys that are visible; implies ``causal``.
+        top_left: the first query attends to the first key, also where there are more keys; implies ``causal``.
         padded: keys beyond the length of each batch entry are masked.
         prefix: number of first keys that every query attends to, in addition to those of ``causal`` and ``window``.
         documents: a query attends only to keys of its own document; there are three, one after the other.
@@ -51,6 +52,7 @@ class CallSpec:
     v_head_dim: int | None = None
     causal: bool = False
     window: int | None = None
+    top_left: bool = False
     padded: bool = False
     prefix: int | None = None
     documents: bool = False
@@ -147,7 +149,9 @@ def describe_spec(spec: CallSpec, dtype: torch.dtype, device: str) -> Call:
 
 def _check_sizes(spec: CallSpec) -> None:
     rows = spec.batch * max(spec.queries, spec.keys or 0)
-    masked = spec.causal or spec.padded or spec.window or spec.prefix or spec.documents or spec.interleaved
+    masked = (
+        spec.causal or spec.top_left or spec.padded or spec.window or spec.prefix or spec.documents or spec.interleaved
+    )
     if masked and rows > LARGEST_PLAN:
         raise ValueError(f"B x max(Q, K): expected at most {LARGEST_PLAN} with a mask, got {rows}")
     widest = max(spec.head_dim, spec.v_head_dim or 0, spec.queries if spec.bias else 0)
@@ -160,8 +164,8 @@ def _mask(spec: CallSpec, keys: int, device: str) -> masks.Mask | None:
     parts: list[masks.Mask] = []
     if spec.window is not None:
         parts.append(masks.window(spec.window))
-    elif spec.causal:
-        parts.append(masks.causal())
+    elif spec.causal or spec.top_left:
+        parts.append(masks.Band(None, 0, offset=0) if spec.top_left else masks.causal())
     if spec.prefix is not None:
         parts = [masks.Prefix(spec.prefix) | part for part in parts] or [masks.Prefix(spec.prefix)]
     if spec.padded:

@@ -25,6 +25,7 @@ OPTIONS: dict[str, CallSpec] = {
     "Dv 11 with D 16": replace(_SMALL, v_head_dim=11),
     "mask: causal": replace(_SMALL, causal=True),
     "mask: causal, more keys": replace(_SMALL, causal=True, keys=37),
+    "mask: top-left causal, more keys": replace(_SMALL, top_left=True, keys=37),
     "mask: window": replace(_SMALL, window=5),
     "mask: prefix | window": replace(_SMALL, window=5, prefix=3),
     "mask: prefix": replace(_SMALL, prefix=3),
@@ -42,6 +43,10 @@ OPTIONS: dict[str, CallSpec] = {
     "softcap": replace(_SMALL, softcap=5.0),
     "sinks": replace(_SMALL, sinks=True),
     "dropout": replace(_SMALL, dropout=0.1),
+    "dropout, mask: window": replace(_SMALL, dropout=0.1, window=5),
+    "dropout, mask: packed documents": replace(_SMALL, dropout=0.1, batch=1, packed=True),
+    "dropout, D 256": replace(_SMALL, dropout=0.1, head_dim=256),
+    "dropout, softcap": replace(_SMALL, dropout=0.1, softcap=5.0),
     "every option together": replace(
         _SMALL,
         kv_heads=2, v_head_dim=11, window=5, padded=True, dense=True, bias=True, softcap=5.0, sinks=True, dropout=0.1,

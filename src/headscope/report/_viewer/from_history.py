@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import math
 import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,6 +43,7 @@ FIRST = ("normalized_entropy", "entropy", "max_logit_max", "first")
 IMPORTANT = 8  # how much more room each of these may take than another quantity
 LIMITS = {"normalized_entropy": "entropy", "max_logit_max": "max_logit", "first": "sink"}
 OF_ALARM = {"entropy collapse": "normalized_entropy", "growing logits": "max_logit_max", "rising sink": "first"}
+SAME = 1e-6  # relative: the history has float32
 SPREAD = 30.0  # a largest value of so many times the median has the scale asinh
 
 
@@ -332,14 +334,28 @@ class _Packed:
 
 
 def _alarms(history: TrainingHistory) -> list[list[Any]]:
-    """Return step, layer, head, kind, value, limit and reference of alarms; None where a number is infinite."""
+    """Return step, layer, head, kind, value, limit, reference and its step; None where one is infinite or unknown."""
     layers, kinds = {name: n for n, name in enumerate(history.heads)}, [*OF_ALARM]
     alarms: list[list[Any]] = []
-    for alarm in history.alarms[:MOST_ALARMS]:
+    shown = history.alarms[:MOST_ALARMS]
+    there = {each.what for each in shown}
+    values = {what: history[name] for what, name in OF_ALARM.items() if what in there and name in history.names}
+    for alarm in shown:
         if alarm.what in kinds and alarm.head < history.heads.get(alarm.layer, 0):
             numbers = [float(x) if math.isfinite(x) else None for x in (alarm.value, alarm.limit, alarm.reference)]
-            alarms.append([alarm.step, layers[alarm.layer], alarm.head, kinds.index(alarm.what), *numbers])
+            place = layers[alarm.layer], alarm.head
+            of = values.get(alarm.what)
+            since = None if of is None else _step_of_reference(history, alarm, of[:, place[0], place[1]])
+            alarms.append([alarm.step, *place, kinds.index(alarm.what), *numbers, since])
     return alarms
+
+
+def _step_of_reference(history: TrainingHistory, alarm: RaisedAlarm, values: Tensor) -> int | None:
+    """Return the first step of the alarm's watch that had its reference, of values [steps]; None if not stored."""
+    begin = max((start for start in history.starts if start <= alarm.step), default=0)
+    first, stop = bisect_left(history.steps, begin), bisect_right(history.steps, alarm.step)
+    there = np.flatnonzero(np.isclose(values[first:stop].double().numpy(), alarm.reference, rtol=SAME, atol=0.0))
+    return int(history.steps[first + int(there[0])]) if len(there) else None
 
 
 def _most_changed(values: Array) -> tuple[int, int]:

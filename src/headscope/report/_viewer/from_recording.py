@@ -17,6 +17,7 @@ from headscope.report._texts import broken_layers
 from headscope.report._viewer import texts
 from headscope.report._viewer.compared import Numbers, compared, distances, origin_of
 from headscope.report._viewer.exact_heads import choose_heads, exact_heads
+from headscope.report._viewer.few_rows import few_rows_of_part
 from headscope.report._viewer.model import Against, Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Strips, most_received, sources, standing
 from headscope.report._viewer.packing import exact as holds_every_weight
@@ -67,15 +68,17 @@ def shown(
     highlights = recording_highlights(recording, unit=unit)
     computed = exact_heads(stats.parts, patterns, exact, windows_in_order(parts, about.run_texts, highlights))
     numbers, heads = Numbers(), sum(part.heads for part in parts)
+    statistics = [_statistics(part) for part in parts]
     layers = [
         Layer(
             name,
             short[name],
             _facts(part, about.kinds.get(name, "self")) | _comparable(part, numbers, heads),
             source,
-            _statistics(part),
+            statistics[n],
             patterns[n] if patterns else [()] * part.heads,
             also[n],
+            few_rows_of_part(part, statistics[n]),
         )
         for n, ((name, part), source) in enumerate(zip(stats.parts.items(), sources(parts, of_heads), strict=True))
     ]

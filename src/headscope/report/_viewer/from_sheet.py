@@ -12,6 +12,7 @@ from headscope.report._clear_regions import clear_region, has_fixed_keys
 from headscope.report._figures import SheetFigures
 from headscope.report._viewer import texts
 from headscope.report._viewer.exact_heads import exact_heads_of_sheet
+from headscope.report._viewer.few_rows import few_rows_of_weights
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Map, Rows, Source
 from headscope.report.highlights import sheet_highlights
@@ -106,7 +107,8 @@ def _layer(sheet: SheetFigures, n: int) -> Layer:
     }
     bins = Map(weights.astype(np.float64), weights, there, [], first, exact=True, ranges=True)
     also = [each and (each.pattern, each.score) for each in (sheet.also[n] if sheet.also else [None] * heads)]
-    return Layer(str(n), str(n), facts, Source(heads, bins, _rows(p, there)), statistics, matches, also)
+    few = few_rows_of_weights(weights, visible, sheet.tokens, statistics)
+    return Layer(str(n), str(n), facts, Source(heads, bins, _rows(p, there)), statistics, matches, also, few)
 
 
 def _columns(figures: Sequence[float | None], rows: Sequence[int]) -> Columns:

@@ -13,6 +13,7 @@ import numpy as np
 from headscope.report._page_file import MARKER, asset, digest, embedded
 from headscope.report._texts import NOT_EXPLANATION, visible
 from headscope.report._viewer import texts
+from headscope.report._viewer.few_rows import few_rows_of_page
 from headscope.report._viewer.model import Against, Picture, Shown
 from headscope.report._viewer.packing import pack
 from headscope.report.highlights import Highlight
@@ -120,6 +121,7 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
         "statistics": [dict(layer.statistics) for layer in shown.layers],
         "patterns": [[list(head) for head in layer.patterns] for layer in shown.layers],
         "also": [[each and [each[0], round(each[1], 6)] for each in layer.also] for layer in shown.layers],
+        "few": few_rows_of_page(shown.layers),
         "patternWords": PATTERNS,
         "tokens": _tokens(shown.texts),
         "runTokens": _list_run_tokens(shown.run_texts),
@@ -146,7 +148,7 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
 
 OTHER = (
     *("layers", "masks", "bits", "names", "statistics", "patterns", "also", "highlights", "tokens", "runTokens"),
-    *("title", "origin", "numbers"),
+    *("few", "title", "origin", "numbers"),
 )
 
 

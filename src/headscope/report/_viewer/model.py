@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -68,6 +68,23 @@ class Picture:
     fixed: Sequence[Sequence[bool]] = ()
 
 
+class FewRows(NamedTuple):
+    """A pattern that too few rows show for a score.
+
+    Attributes:
+        rows: how many show it, at most.
+        heads: those with a mean weight on its keys of at least 0.3, and 3 standard deviations from chance.
+
+    Examples:
+        >>> from headscope.report._viewer.model import FewRows
+        >>> FewRows(5, [3]).rows
+        5
+    """
+
+    rows: int
+    heads: Sequence[int]
+
+
 @dataclass(frozen=True, eq=False)
 class Layer:
     """One layer of a page.
@@ -78,6 +95,8 @@ class Layer:
         source: the content of the blocks.
         statistics: quantity -> its columns.
         patterns: for each head, the best match first.
+        also: for each head, the second pattern beyond chance.
+        few: the patterns that too few rows show for a score.
 
     Examples:
         >>> import torch
@@ -97,6 +116,7 @@ class Layer:
     statistics: Mapping[str, Columns]
     patterns: Sequence[Sequence[Scored]]
     also: Sequence[tuple[str, float] | None] = ()
+    few: Mapping[str, FewRows] = field(default_factory=dict[str, FewRows])
 
 
 @dataclass(frozen=True, eq=False)
