@@ -314,6 +314,7 @@ def test_equations_hold_as_they_are_printed(look: Any, tmp_path: Path) -> None:
     [
         (4, 4, "The key is the query token itself."),
         (4, 3, "This key followed an earlier copy of the query token"),
+        (4, 3, "The key is the previous token."),
         (7, 6, "The key is the previous token."),
         (9, 0, "The key is the first token of the text."),
         (9, 2, ""),

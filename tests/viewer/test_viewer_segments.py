@@ -242,7 +242,7 @@ def test_blue_is_above_chance_orange_below_and_grey_within(scheme: str, look: An
             best = max((n for n in range(4) if expected[n] == "blue"), key=lambda n: float(mass.mean[n, 2, to]))
             assert summary.startswith(f"0.{best} reads “{'abc'[to]}” most: {100 * float(mass.mean[best, 2, to]):.0f} %")
         else:
-            assert summary.startswith(f"No head reads “{'abc'[to]}” more than chance.")
+            assert summary.startswith(f"No head clearly reads “{'abc'[to]}” more than chance.")
         assert f"{expected.count('orange')} " in summary
         assert "points below" in page.locator(".legend.chance").inner_text()
     assert seen == {"none", "blue", "orange"}
