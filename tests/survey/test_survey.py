@@ -387,7 +387,9 @@ def test_documents_of_an_earlier_format_are_refused(tmp_path: Path) -> None:
     survey(Small(), IDS, tmp_path, context=16)
     path = tmp_path / "documents.safetensors"
     path.write_bytes(path.read_bytes().replace(b'\\"format\\": 2', b'\\"format\\": 1'))
-    with pytest.raises(ValueError, match=r"documents.safetensors: has format 1, expected 2; survey into another folder"):
+    with pytest.raises(
+        ValueError, match=r"documents.safetensors: has format 1, expected 2; survey into another folder"
+    ):
         load_result(tmp_path)
 
 

@@ -100,7 +100,9 @@ def test_the_scale_states_the_windows_and_switches_to_the_maximum(look: Any) -> 
     expect(legend).to_contain_text("A dark cell is dark on average over 2 windows.")
     legend.get_by_role("button", name="maximum").click()
     expect(legend).to_contain_text("largest weight over 2 windows")
-    expect(legend).to_contain_text("A dark cell has a large weight in at least one of 2 windows; its mean may be small.")
+    expect(legend).to_contain_text(
+        "A dark cell has a large weight in at least one of 2 windows; its mean may be small."
+    )
 
 
 def test_the_text_of_a_window_is_read_with_its_weights(look: Any) -> None:

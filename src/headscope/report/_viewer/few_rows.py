@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from headscope._analysis.pattern_means import pattern_means
 from headscope.report._viewer.model import Columns, FewRows, Layer
-from headscope.stats import CLEAR_SCORE, CLEAR_Z, MINIMUM_ROWS, pattern_scores
-from headscope.stats._layer import LayerStats
+from headscope.stats import CLEAR_SCORE, CLEAR_Z, MINIMUM_ROWS, LayerStats, pattern_scores
 
 
 class _Of(NamedTuple):
