@@ -188,6 +188,9 @@ def test_an_image_has_cards_of_regions_and_no_filter(look: Any, tmp_path: Path) 
     sheet = image_sheet("a digit", pixels, (8, 8), weights)
     page = look(save(sheet, tmp_path / "digit.html"))
     found = sheet_highlights(sheet)
+    assert page.locator(".card").count() == sum(each.layer is not None for each in found), (
+        "none counts a label of no head"
+    )
     assert "× chance" in page.locator(".card").first.inner_text()
     fixed = next(n for n, each in enumerate(found) if each.pattern == "fixed key")
     assert "of its attention on one patch" in page.locator(".card").nth(fixed).inner_text()

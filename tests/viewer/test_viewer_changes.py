@@ -243,6 +243,7 @@ def test_the_keyboard_moves_along_the_list(look: Any, two: Path) -> None:
 def test_equal_recordings_did_not_move(look: Any, before: Recording, tmp_path: Path) -> None:
     page = look(before.save_html(tmp_path / "two.html", against=before))
     expect(page.locator(".changes-summary")).to_have_text("None of the 48 heads moved.")
+    expect(page.locator(".changes-summary + .hint")).to_contain_text(re.compile("linear|logarithmic"))
     expect(page.locator(".changed")).to_have_count(48)
     assert page.get_by_label("Only heads that moved").count() == 0
 

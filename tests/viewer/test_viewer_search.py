@@ -102,6 +102,8 @@ def test_of_a_pattern_that_too_few_tokens_show_the_box_and_the_head_say_so(look:
     page.keyboard.press("Enter")
     page.wait_for_url("**view=table*sort=induction*")
     expect(page.locator("table.every tbody th").first).to_have_text("layer 0, head 0")
+    page.get_by_role("tab", name="All heads").click()
+    expect(page.locator("#heads-title + .hint")).to_contain_text("Sorted by induction, largest first.")
     page.goto(page.url.split("#")[0] + "#view=head&layer=0&head=0")
     expect(page.locator(".likeness.unscored")).to_contain_text("Perhaps an induction head, too: only 4 of 8 tokens")
     page.goto(page.url.split("#")[0] + "#view=head&layer=0&head=1")

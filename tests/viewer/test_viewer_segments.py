@@ -182,6 +182,12 @@ def test_the_table_has_the_share_without_the_first_token(language: str, words: s
     assert cells.nth(1).locator(".without").count() == 0
     turn(page, f"view=head&head=1&lang={language}")
     assert page.locator(".segments tbody tr").last.locator(".without").count() == 0, "an even head has little on it"
+    page = look(recording, "view=segments&lang=en")
+    rows = torch.arange(19)[torch.as_tensor(IDS) == len(NAMES) - 1]
+    even = float((((torch.as_tensor(IDS) == 0).sum() - 1) / (rows + 1)).mean())
+    expect(page.locator(".segment-summary")).to_contain_text(
+        f"Without the first token it is <0.1\xa0%; a, head 1 ({100 * even:.0f}\xa0%) then reads it most."
+    )
 
 
 def test_a_share_that_chance_explains_is_grey(look: Any) -> None:

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 
 from headscope._analysis.answers import plural, short_layers
-from headscope.stats._layer import LayerStats
+from headscope.stats import LayerStats
 
 __all__ = ["NOT_EXPLANATION", "broken_layers", "few", "short_layers", "visible"]
 

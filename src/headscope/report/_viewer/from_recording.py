@@ -29,9 +29,8 @@ from headscope.report.highlights import Highlight, fixed_names, recording_highli
 from headscope.report.observed_model import Errors, ObservedModel, TracedSteps
 from headscope.report.regions import pixels_of
 from headscope.report.words import STATISTICS, WEAK
-from headscope.stats import Observe, second_name
+from headscope.stats import LayerStats, Observe, second_name
 from headscope.stats._kept_weights import KeptWeights, weights_if_any, weights_of
-from headscope.stats._layer import LayerStats
 from headscope.stats._origin import Part
 
 MOST_STRIPS = 16
