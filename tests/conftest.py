@@ -14,6 +14,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import pytest
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than there are cores: many tests wait for a program that they start, or for a browser."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Load the settings; the process that hands out tests to others is not to import torch, for which these wait."""
     hands_out = config.getoption("dist", "no") != "no" and not config.option.collectonly

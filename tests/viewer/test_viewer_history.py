@@ -284,8 +284,10 @@ def test_alarms_are_listed_and_stepped_through(opened: Any, history: History) ->
     lines = [text.split("\t") for text in page.locator("tbody tr").all_inner_texts()]
     assert len(lines) == len(history.alarms) >= 3
     first = history.alarms[0]
+    entropies = history["normalized_entropy"][: history.steps.index(COLLAPSE), 1, 1]
+    before = f"{figure(first.reference)} at step {history.steps[int(entropies.argmax())]}"
     assert lines[0] == [
-        str(COLLAPSE), "Head 1.1 (b)", "▼ entropy collapse", figure(first.value), "0.1", figure(first.reference),
+        str(COLLAPSE), "Head 1.1 (b)", "▼ entropy collapse", figure(first.value), "0.1", before,
     ]  # fmt: skip
     page.locator("tbody button").first.click()
     page.locator(".history-map canvas[data-drawn]").wait_for()
