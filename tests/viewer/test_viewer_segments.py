@@ -181,7 +181,7 @@ def test_the_table_has_the_share_without_the_first_token(language: str, words: s
     assert cells.nth(0).locator(".without").inner_text().strip().startswith(words)
     assert cells.nth(1).locator(".without").count() == 0
     turn(page, f"view=head&head=1&lang={language}")
-    expect(page.locator(".segments tbody tr").last.locator(".without")).to_have_count(0)  # an even head has little there
+    expect(page.locator(".segments tbody tr").last.locator(".without")).to_have_count(0)  # an even head
     page = look(recording, "view=segments&lang=en")
     rows = torch.arange(19)[torch.as_tensor(IDS) == len(NAMES) - 1]
     even = float((((torch.as_tensor(IDS) == 0).sum() - 1) / (rows + 1)).mean())
