@@ -121,15 +121,14 @@ def error(got: Tensor, expected: Tensor) -> float:
     return float(difference.max()) / max(1.0, float(expected[expected.isfinite()].abs().max()))
 
 
-def compare_all(length: int, every: bool) -> dict[str, Any]:
-    """Return the errors of each case; unless ``every``, one of the three ways in turn, but for two of the masks."""
+def compare_all(length: int) -> dict[str, Any]:
     random = torch.Generator().manual_seed(0)
     qkv = [torch.randn(B, heads, length, width, generator=random) for heads, width in ((H, D), (HKV, D), (HKV, DV))]
     grads = torch.randn(B, H, length, DV, generator=random), torch.randn(B, H, length, generator=random)
     errors: dict[str, Any] = {}
     for number, (name, options) in enumerate(cases(length, random)):
         expected = whole(qkv, options, grads)
-        for how in HOW if every or name in ("causal", "dropout") else HOW[number % 3 :][:1]:
+        for how in HOW:
             kinds = ("contiguous", "head_tail", "scattered") if name in ("causal", "dropout") else ("head_tail",)
             for kind in kinds if number % 4 or len(kinds) > 1 else ("contiguous",):
                 got = parts(qkv, options, grads, places_of(kind, length), how)
@@ -150,8 +149,8 @@ MODULES: dict[str, dict[str, Any]] = {
 }
 
 
-def compare_modules(length: int, every: bool) -> dict[str, Any]:
-    """Return the errors of modules within ``parallel.context``, and of what a watch records; see ``compare_all``."""
+def compare_modules(length: int) -> dict[str, Any]:
+    """Return the errors of modules within ``parallel.context``, and of what a watch records."""
     errors: dict[str, Any] = {}
     for number, (name, options) in enumerate(MODULES.items()):
         torch.manual_seed(number)
@@ -167,7 +166,7 @@ def compare_modules(length: int, every: bool) -> dict[str, Any]:
         (out * grad).sum().backward()
         expected = {"out": out.detach()}
         expected |= {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-        for how in HOW if every else HOW[number % 3 :][:1]:
+        for how in HOW:
             places = places_of("head_tail", length)
             module.zero_grad()
             with parallel.context(None, places, how=how), headscope.watch(module, what=what) as part:
@@ -298,12 +297,8 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks._LAST_WORDS = 1.0 if world == 2 else 3.0  # the ranks of a test have little else to do
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    length, every = int(sys.argv[4]), sys.argv[5] == "every way"
-    found = {
-        "errors": compare_all(length, every),
-        "modules": compare_modules(length, every),
-        "raised": errors_of_wrong_calls(length),
-    }
+    length = int(sys.argv[4])
+    found = {"errors": compare_all(length), "modules": compare_modules(length), "raised": errors_of_wrong_calls(length)}
     if world == 4:
         found["both"] = compare_heads_and_parts(length)
     places = Places.contiguous(length)
