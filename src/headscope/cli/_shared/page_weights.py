@@ -52,9 +52,8 @@ def with_page_weights(recording: Recording, loaded: Loaded, model_input: Input, 
     heads: dict[str, list[int]] = {}
     for layer, head in places:
         heads.setdefault(names[layer], []).append(head)
-    modules = {name for name, _ in loaded.model.named_modules()}
-    selected = list(heads) if modules.issuperset(heads) else list(layers)
-    observed = list(heads) if selected == list(heads) else names
+    are_modules = {name for name, _ in loaded.model.named_modules()}.issuperset(heads)
+    selected, observed = (heads, heads) if are_modules else (layers, names)
     tiles: dict[str, dict[int, Any]] = {name: {} for name in names}
     room = MOST_QK
     for window in windows[:MOST_WINDOWS]:
@@ -80,7 +79,7 @@ def _size(stats: HeadStats, layers: Collection[str], inputs: Tensor) -> int:
     return size
 
 
-def _read_again(loaded: Loaded, inputs: Tensor, layers: Sequence[str]) -> Mapping[str, Any]:
+def _read_again(loaded: Loaded, inputs: Tensor, layers: Collection[str]) -> Mapping[str, Any]:
     """Return access to the weights of each layer on these inputs; of none if the memory does not suffice."""
     import torch
 

@@ -13,6 +13,8 @@ from headscope._analysis.pattern_means import pattern_means
 from headscope.report._viewer.model import Columns, FewRows, Layer
 from headscope.stats import CLEAR_SCORE, CLEAR_Z, MINIMUM_ROWS, LayerStats, pattern_scores
 
+_Statistics = Mapping[str, Columns]
+
 
 class _Of(NamedTuple):
     """The rows with keys of a pattern, and how far the mass on them is from chance, of each head."""
@@ -66,9 +68,6 @@ def few_rows_of_page(layers: Sequence[Layer]) -> dict[str, dict[str, Any]]:
             "heads": [[n, head] for n, layer in with_it for head in layer.few[name].heads],
         }
     return found
-
-
-_Statistics = Mapping[str, Columns]
 
 
 def _most(rows: Sequence[float]) -> int:
