@@ -13,7 +13,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from headscope import Observe, Recording, watch
+from headscope import MultiHeadAttention, Observe, Recording, masks, watch
+from headscope._observe import inputs
+from headscope._observe.chosen_heads import RepeatedWeights
 from headscope.watching import WatchError, WatchWarning
 
 ONLY = Observe(row_stats=False, received=False)
@@ -247,3 +249,100 @@ def test_a_recording_with_weights_is_saved_loaded_and_copied(tmp_path: Path) -> 
     entry = loaded.to_dict()["layers"]["model.layers.1.self_attn"]["weights"]
     assert entry == {"heads": [0, 5], "shapes": [[1, 11, 11], [1, 1, 12], [1, 1, 13]]}
     assert loaded.save_html(tmp_path / "page.html").exists()
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The weights of calls that were not described, because they were like an earlier one."""
+    of, found = RepeatedWeights.of, list[Any]()
+
+    def noted(self: RepeatedWeights, q: Tensor, k: Tensor) -> Any:
+        found.append(of(self, q, k))
+        return found[-1]
+
+    monkeypatch.setattr(RepeatedWeights, "of", noted)
+    return found
+
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Observe]] = {
+    "plain": ({}, {}, Observe()),
+    "causal": ({}, {"mask": masks.causal()}, Observe()),
+    "window": ({}, {"mask": masks.Band(3, 0)}, Observe(map=4)),
+    "grouped": ({"kv_heads": 1}, {"mask": masks.causal()}, Observe()),
+    "softcap": ({"softcap": 5.0}, {}, Observe()),
+    "sample of rows": ({}, {"mask": masks.causal()}, Observe(rows=4)),
+    "cross-attention": ({}, {"context": torch.ones(2, 5, 24)}, Observe()),
+    "several blocks": ({}, {"mask": masks.causal()}, Observe()),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+@torch.no_grad()
+def test_weights_of_a_call_like_an_earlier_one(case: str, repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    options, call, what = CALLS[case]
+    attention = MultiHeadAttention(24, 6, **options).eval()
+    numbers = torch.randn(3, 2, 13, 24)
+    if case == "several blocks":
+        monkeypatch.setattr(inputs, "BLOCK", 64)
+        numbers = torch.randn(3, 2, 17, 24)  # other cases have been described as one block
+    heads = {"*": [0, 4]}
+    if "context" in call:
+        call = {"context": call["context"] * torch.randn(24)}
+    with watch(attention, what=what, weights=heads):
+        attention(numbers[0], **call)
+        attention(numbers[0], **call)
+    before = len(repeated)
+    with watch(attention, what=what, weights=heads) as recording:
+        for x in numbers:
+            attention(x, **call)
+    assert len(repeated) == before + 3
+    described: list[list[Tensor]] = [[], []]
+    for x in numbers:
+        with watch(attention, what=what, weights=heads, verify=1) as each:
+            attention(x, **call)
+        for found, head in zip(described, heads["*"], strict=True):
+            found += each.weights(0, head)
+    for expected, head in zip(described, heads["*"], strict=True):
+        got = recording.weights(0, head)
+        assert len(got) == len(expected) == 3
+        assert all(map(torch.equal, got, expected))
+
+
+@torch.no_grad()
+def test_a_repeated_call_that_is_not_finite_or_too_large_is_described(repeated: list[Any]) -> None:
+    torch.manual_seed(0)
+    attention, x = MultiHeadAttention(24, 6).eval(), torch.randn(1, 11, 24)
+    size = 2 * 11 * 11 * 4 / 2**30
+    broken = x.clone()
+    broken[0, 3] = math.nan
+    for _ in range(2):
+        with watch(attention, weights={"*": [0, 5]}, weights_gib=3.5 * size) as recording:
+            attention(x)
+            attention(x)
+            attention(broken)
+            with pytest.raises(WatchError, match=r"need .* GiB after .* GiB of earlier calls"):
+                attention(x)
+    assert repeated
+    first, second, third = recording.weights(0, 5)
+    assert torch.equal(first, second)
+    assert bool(third.isnan().all())
+
+
+@torch.no_grad()
+def test_repeated_weights_are_saved_and_merged(repeated: list[Any], tmp_path: Path) -> None:
+    model, ids = llama().float(), torch.arange(3, 14)[None]
+    options: dict[str, Any] = {"weights": {"model.layers.1": [0, 5]}}
+    for accelerate in (False, True):
+        for _ in range(2):
+            with watch(model, accelerate=accelerate, **options) as recording:
+                model(ids)
+                model(ids.flip(-1))
+        assert len(repeated) >= 2
+        recording.save(path := tmp_path / f"{accelerate}.safetensors")
+        loaded = Recording.load(path)
+        expected = [eager(model)(x, output_attentions=True).attentions[1][:, 5] for x in (ids, ids.flip(-1))]
+        for got in (recording.weights(1, 5), loaded.weights(1, 5)):
+            for p, wanted in zip(got, expected, strict=True):
+                torch.testing.assert_close(p, wanted, rtol=1e-4, atol=1e-6)
+        repeated.clear()

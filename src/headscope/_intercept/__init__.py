@@ -2,7 +2,7 @@
 
 from headscope._intercept.call_positions import placed, standing
 from headscope._intercept.edits import Choose, Layout
-from headscope._intercept.frames import Frame, Unfollowed, running_frames
+from headscope._intercept.frames import Frame, Unfollowed, running_frames, unobserved
 from headscope._intercept.intercepted_call import (
     COMPILED,
     Ids,
@@ -97,5 +97,6 @@ __all__ = [
     "summarize_names",
     "transformers_refusal",
     "tree_of",
+    "unobserved",
     "unwrapped",
 ]

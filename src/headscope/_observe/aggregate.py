@@ -18,7 +18,7 @@ from headscope._observe.native_observer import Ready
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene
 from headscope._observe.segment_nulls import sum_segment_nulls
-from headscope.stats import Observe, SegmentMass
+from headscope.stats import HeadWeights, Observe, SegmentMass
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments, Nulls
 
 
@@ -28,11 +28,13 @@ class LazyLayer(Mapping[str, LayerStats]):
     Attributes:
         ready: the observation.
         what: its options.
+        weights: those of its chosen heads.
     """
 
-    def __init__(self, ready: Ready, what: Observe, memory: Tensor) -> None:
+    def __init__(self, ready: Ready, what: Observe, memory: Tensor, weights: tuple[HeadWeights, ...] = ()) -> None:
         self.ready = ready
         self.what = what
+        self.weights = weights
         self._layer: LayerStats | Tensor = memory
 
     def __getitem__(self, name: str) -> LayerStats:
@@ -42,7 +44,8 @@ class LazyLayer(Mapping[str, LayerStats]):
         if isinstance(layer, Tensor):
             ready, observed = self.ready, self.ready.observed(layer)
             nulls = ready.exchange is not None
-            self._layer = layer = layer_stats(ready.call, self.what, ready, observed, None, nulls=nulls)
+            layer = layer_stats(ready.call, self.what, ready, observed, None, nulls=nulls)
+            self._layer = layer = replace(layer, weights=self.weights) if self.weights else layer
         return layer
 
     def __iter__(self) -> Iterator[str]:

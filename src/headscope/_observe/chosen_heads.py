@@ -6,6 +6,7 @@ lse takes part, the block is normalised as in ``block_weights``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,10 +20,9 @@ from headscope._observe import inputs as observe_inputs
 from headscope._observe.aggregate import LayerStats, layer_stats, tiles_of
 from headscope._observe.block_weights import Rows, weights
 from headscope._observe.inputs import Request
-from headscope._observe.native_observer import Ready
 from headscope._observe.placement import find_first_key
 from headscope._observe.result import Observed
-from headscope._observe.scene import Scene, build_scene, sample
+from headscope._observe.scene import Scene, sample
 from headscope._observe.visibility import visible_block, visible_rows
 from headscope._support.logits import cap_logits, scaled_products
 from headscope.masks import Dense
@@ -31,6 +31,8 @@ from headscope.stats import HeadWeights, Observe
 SAMPLE = 16  # keys of which a checksum is computed
 MASKED = 2
 """How many times smaller a block is with a mask: fewer rows have fewer keys that only some of them see."""
+MOST_RETAINED = 1 << 18
+"""Numbers of masks that are retained for further calls of the same sizes: 1 MiB of float32."""
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 _FACTOR = 0x1E3779B97F4A7C15  # near the golden ratio, as in Fibonacci hashing (Knuth 1998, section 6.4)
 
@@ -73,12 +75,38 @@ def observe_chosen(request: Request, scene: Scene) -> LayerStats:
     return replace(layer, weights=(weights_of_heads,))
 
 
-def with_weights(layer: LayerStats, request: Request, known: Scene | Ready) -> LayerStats:
+def with_weights(layer: LayerStats, request: Request, scene: Scene) -> LayerStats:
     """Return the statistics of a call with the weights of its chosen heads, if there are any."""
-    if not request.what.weights:
-        return layer
-    scene = known if isinstance(known, Scene) else build_scene(request)
-    return replace(layer, weights=(_chosen_weights(request, scene),))
+    return replace(layer, weights=(_chosen_weights(request, scene),)) if request.what.weights else layer
+
+
+class RepeatedWeights:
+    """The weights of chosen heads, described once for calls that differ in the numbers in q and k only.
+
+    Attributes:
+        size: of the weights of one call, in bytes.
+    """
+
+    def __init__(self, what: Observe, scene: Scene) -> None:
+        call, nothing = scene.call, torch.empty(0, device="cpu")
+        self._heads, self._whole = tuple(what.weights), scene.whole
+        self._queries = _indices(scene.rows, nothing.device)
+        self._place = None if _places_among_keys(scene) is None else _place(scene, None, self._queries)
+        blocks = _blocks(scene, self._heads)
+        few = sum(part.tile.numel() for _, hidden in blocks for part in hidden or ()) <= MOST_RETAINED
+        self._blocks = blocks if few else None
+        self._scene = replace(scene, q=nothing, inputs=Inputs(nothing, nothing, nothing, None, None))
+        sizes = call.batch, len(scene.rows), call.keys
+        self.size = math.prod(sizes) * len(self._heads) * accumulate_dtype(call.dtype).itemsize
+
+    def of(self, q: Tensor, k: Tensor) -> HeadWeights:
+        """Return the weights of a call with these queries and keys, [B, H, Q, D] and [B, Hkv, K, D]."""
+        with torch.no_grad():
+            rows = q if self._whole else q.index_select(2, self._queries)
+            scene = replace(self._scene, q=rows, inputs=Inputs(q, k, k[..., :0], None, None))
+            place = _place(scene, None, self._queries) if self._place is None else self._place
+            p = _weights(scene, self._heads, self._blocks or _blocks(scene, self._heads))
+        return HeadWeights(self._heads, self._queries, p, scene.call.queries, place)
 
 
 def _sees(scene: Scene) -> Tensor:
@@ -110,10 +138,10 @@ def _chosen_weights(request: Request, scene: Scene) -> HeadWeights:
         index = torch.tensor(picked, dtype=torch.long, device=scene.q.device)
         lse = None if scene.lse is None else scene.lse.index_select(2, index)
         scene = replace(scene, rows=rows, q=scene.q.index_select(2, index), lse=lse)
-    heads = request.what.weights
+    heads = tuple(request.what.weights)
     queries = _indices(rows, scene.q.device)
     place = _place(scene, picked, queries)
-    return HeadWeights(tuple(heads), queries, _weights(scene, tuple(heads)), scene.call.queries, place)
+    return HeadWeights(heads, queries, _weights(scene, heads, _blocks(scene, heads)), scene.call.queries, place)
 
 
 def _indices(rows: Sequence[int], device: torch.device) -> Tensor:
@@ -132,9 +160,14 @@ def _rows_of_mask(mask: Tensor, rows: Sequence[int]) -> list[int]:
     return [place for place, row in enumerate(rows) if chosen[row]]
 
 
+def _places_among_keys(scene: Scene) -> Tensor | None:
+    """Return where the rows are among the keys, int64 [B or 1, R]; None: the keys are those of other tokens."""
+    return scene.own if scene.line is None else scene.line
+
+
 def _place(scene: Scene, picked: Sequence[int] | None, queries: Tensor) -> Tensor:
     """Return ``HeadWeights.place``; ``picked``: the places of the queries among the rows of the request, None = all."""
-    at, device = scene.own if scene.line is None else scene.line, scene.q.device
+    at, device = _places_among_keys(scene), scene.q.device
     place = torch.tensor([HeadWeights.NOWHERE, HeadWeights.NOWHERE, 0, 0], device=device)
     if at is None:
         keys = scene.inputs.k
@@ -158,14 +191,30 @@ def _checksum(x: Tensor) -> Tensor:
     return (words * (torch.arange(1, 2 * len(words), 2, device=x.device) * _FACTOR)).sum()
 
 
-def _weights(scene: Scene, heads: Sequence[int]) -> Tensor:
-    """Return the weights of some heads, [B, heads, R, K]."""
+def _weights(scene: Scene, heads: Sequence[int], blocks: Sequence[tuple[_Block, list[_Hidden] | None]]) -> Tensor:
+    """Return the weights of some heads, [B, heads, R, K], of which ``blocks`` has all that are visible."""
     call, dtype = scene.call, accumulate_dtype(scene.call.dtype)
-    count, device = len(scene.rows), scene.q.device
-    shape = (call.batch, len(heads), count, call.keys)
-    if 0 in shape:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    p = torch.empty(shape, dtype=dtype, device=device)
+    shape = (call.batch, len(heads), len(scene.rows), call.keys)
+    if len(blocks) == 1 and blocks[0][0].is_whole(shape):
+        return _block(scene, *blocks[0])
+    p = torch.empty(shape, dtype=dtype, device=scene.q.device)
+    for block, hidden in blocks:
+        b, n, r, j = block.b, block.n, block.r, block.j
+        out = p[b, n, r]
+        if j.start > 0 or j.stop < call.keys:
+            out[..., : j.start] = 0.0
+            out[..., j.stop :] = 0.0
+        if j.start < j.stop:
+            out[..., j] = _block(scene, block, hidden)
+    return p
+
+
+def _blocks(scene: Scene, heads: Sequence[int]) -> list[tuple[_Block, list[_Hidden] | None]]:
+    """Return all blocks of the weights of some heads, each with its masked columns; None = by the careful path."""
+    call, count, device = scene.call, len(scene.rows), scene.q.device
+    if 0 in (call.batch, len(heads), count, call.keys):
+        return []
+    blocks: list[tuple[_Block, list[_Hidden] | None]] = []
     alone = replace(call, heads=len(heads), kv_heads=len(heads))
     masked = scene.plan is not None and not scene.plan.everything
     sizes = block_sizes(alone, count, observe_inputs.BLOCK // (MASKED if masked else 1))
@@ -180,14 +229,8 @@ def _weights(scene: Scene, heads: Sequence[int]) -> Tensor:
                 some = heads[n]
                 if simple and (n.start == 0 or by_head):
                     hidden = _hidden(scene, b, some if by_head else some[:1], at, j)
-                out = p[b, n, r]
-                if j.start > 0 or j.stop < call.keys:
-                    out[..., : j.start] = 0.0
-                    out[..., j.stop :] = 0.0
-                if j.start < j.stop:
-                    block = _Block(b, tuple(some), r, at, j)
-                    out[..., j] = _block(scene, block, hidden if simple else None)
-    return p
+                blocks.append((_Block(b, n, tuple(some), r, at, j), hidden if simple else None))
+    return blocks
 
 
 def _differs_by_head(scene: Scene) -> bool:
@@ -243,13 +286,19 @@ def _hidden(scene: Scene, b: slice, heads: Sequence[int], at: slice | Tensor, j:
 
 
 class _Block(NamedTuple):
-    """A block: batch entries, heads, rows of the scene, the queries that they are, keys."""
+    """A block: batch entries, places among the chosen heads, these heads, rows of the scene, their queries, keys."""
 
     b: slice
+    n: slice
     heads: tuple[int, ...]
     r: slice
     at: slice | Tensor
     j: slice
+
+    def is_whole(self, shape: tuple[int, int, int, int]) -> bool:
+        """Return whether these are all of [B, heads, R, K] weights."""
+        parts = (self.b, self.n, self.r, self.j)
+        return all(part.stop - part.start == size for part, size in zip(parts, shape, strict=True))
 
 
 def _bias(bias: Tensor | None, block: _Block) -> Tensor | None:

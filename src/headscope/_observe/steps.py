@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,7 +16,13 @@ from headscope._attend.interface import Inputs, full_precision
 from headscope._attend.prepare import Prepared
 from headscope._observe import native_observer
 from headscope._observe.aggregate import LazyLayer, layer_stats, tiles_of
-from headscope._observe.chosen_heads import check_chosen, measures_only_weights, observe_chosen, with_weights
+from headscope._observe.chosen_heads import (
+    RepeatedWeights,
+    check_chosen,
+    measures_only_weights,
+    observe_chosen,
+    with_weights,
+)
 from headscope._observe.exchange import Exchange
 from headscope._observe.inputs import Request, to_reductions
 from headscope._observe.native_observer import Ready
@@ -24,7 +31,7 @@ from headscope._observe.scene import Scene, build_scene
 from headscope._observe.selected_mass import with_selection
 from headscope._support.bounded import BoundedTable
 from headscope._support.precision import exact_products
-from headscope.stats import HeadStats, Observe
+from headscope.stats import HeadStats, HeadWeights, Observe
 
 
 def observe_request(request: Request) -> HeadStats:
@@ -35,8 +42,8 @@ def observe_request(request: Request) -> HeadStats:
             return HeadStats({"0": observe_chosen(request, build_scene(request))})
         known, ready = _find_ready(request)
         memory = None if ready is None else native_observer.observe_into_memory(ready, request.inputs)
-        if ready is not None and memory is not None and known is ready and not request.what.weights:
-            return HeadStats(LazyLayer(ready, request.what, memory))
+        if ready is not None and memory is not None and known is ready:
+            return HeadStats(LazyLayer(ready, request.what, memory, _weights_again(request, ready)))
         observed = None if ready is None or memory is None else ready.observed(memory)
         if observed is None:
             known = known if isinstance(known, Scene) else build_scene(request)
@@ -45,20 +52,32 @@ def observe_request(request: Request) -> HeadStats:
             observed = with_selection(observed, known, request.what.keep_rows)
         tiles = tiles_of(request, known)
         layer = layer_stats(request.call, request.what, known, observed, tiles, nulls=request.nulls)
-        return HeadStats({"0": with_weights(layer, request, known)})
+        return HeadStats({"0": with_weights(layer, request, known) if isinstance(known, Scene) else layer})
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """An observation for calls that differ in the numbers in q, k and v only."""
+    """An observation for calls that differ in the numbers in q, k and v only.
+
+    Attributes:
+        ready: the observation.
+        what: its options.
+        weights: the weights of chosen heads.
+    """
 
     ready: Ready
     what: Observe
+    weights: RepeatedWeights | None = None
+
+    @property
+    def size_of_weights(self) -> int:
+        """The size of the weights of one call, in bytes."""
+        return 0 if self.weights is None else self.weights.size
 
     def observe(self, q: Tensor, k: Tensor, v: Tensor) -> LazyLayer | None:
         """Return the statistics of such a call; None: a row with visible keys is not finite."""
         memory = native_observer.observe_into_memory(self.ready, Inputs(q, k, v, None, None))
-        return None if memory is None else LazyLayer(self.ready, self.what, memory)
+        return None if memory is None else self._layer(memory, q, k)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, LazyLayer] | None:
         """Attend and observe in one pass: out [B, H, Q, Dv], as the native kernels give it, and the statistics.
@@ -69,12 +88,18 @@ class Repetition:
             return None
         into = native_observer.attending(self.ready.call)
         memory = native_observer.observe_into_memory(self.ready, Inputs(q, k, v, None, None), into)
-        return None if memory is None else (into[0], LazyLayer(self.ready, self.what, memory))
+        return None if memory is None else (into[0], self._layer(memory, q, k))
+
+    def _layer(self, memory: Tensor, q: Tensor, k: Tensor) -> LazyLayer:
+        weights = () if self.weights is None else (self.weights.of(q, k),)
+        return LazyLayer(self.ready, self.what, memory, weights)
 
 
 def repetition_of(parts: Mapping[str, Any]) -> Repetition | None:
     """Return the observation of ``HeadStats.parts`` for calls like theirs; None: each has to be described."""
-    return Repetition(parts.ready, parts.what) if isinstance(parts, LazyLayer) else None
+    if not isinstance(parts, LazyLayer):
+        return None
+    return Repetition(parts.ready, parts.what, _repeated_weights.get(parts.ready))
 
 
 def attend_request(request: Request) -> Result | None:
@@ -99,7 +124,21 @@ def attend_request(request: Request) -> Result | None:
         if repeats and repeater_of(request.prepared, request.what) is None:
             _prepared_observations.add((request.prepared, id(request.what)), _repeat(ready, request.what))
         layer = layer_stats(request.call, request.what, known, observed, tiles_of(request, known))
-        return *into, HeadStats({"0": with_weights(layer, request, known)})
+        if isinstance(known, Scene):
+            layer = with_weights(layer, request, known)
+        else:
+            layer = replace(layer, weights=_weights_again(request, known))
+        return *into, HeadStats({"0": layer})
+
+
+def _weights_again(request: Request, ready: Ready) -> tuple[HeadWeights, ...]:
+    """Return the weights of chosen heads of a call that has been described before."""
+    if not request.what.weights:
+        return ()
+    found = _repeated_weights.get(ready)
+    if found is None:
+        found = _repeated_weights[ready] = RepeatedWeights(request.what, build_scene(request))
+    return (found.of(request.inputs.q, request.inputs.k),)
 
 
 Result = tuple[Tensor, Tensor, HeadStats]
@@ -163,4 +202,5 @@ def _key(request: Request) -> Any:
 options_of = attrgetter(*(each.name for each in fields(Observe)))
 _prepared_observations: BoundedTable[Any, Any] = BoundedTable(64)  # some megabytes each for long sequences
 _exchanges: BoundedTable[Any, Exchange] = BoundedTable(16)
+_repeated_weights: WeakKeyDictionary[Ready, RepeatedWeights] = WeakKeyDictionary()
 atexit.register(_prepared_observations.clear)  # a compiler may refer to this module until the extension is gone

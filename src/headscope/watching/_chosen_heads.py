@@ -19,6 +19,7 @@ from headscope.stats import Observe
 
 RECORDING_GIB = 8.0
 """The largest size of the weights of chosen heads of a recording, in GiB, by default."""
+_GIB = 1 << 30
 
 Chosen = Mapping[str, Collection[int]]
 
@@ -94,7 +95,7 @@ class ChosenHeads:
         Raises:
             ValueError: the weights of the recording would be larger than the limit.
         """
-        heads = (*self.what.weights, *sorted(self._heads.get(name, ())))
+        heads = self.heads(name)
         if heads not in self._options:
             self._options[heads] = replace(self.what, weights=heads)
         what = self._options[heads]
@@ -102,6 +103,24 @@ class ChosenHeads:
             self._reserve(what, call)
             self._recorded.add(name)
         return what
+
+    def heads(self, name: str) -> tuple[int, ...]:
+        """Return the chosen heads of a module."""
+        return (*self.what.weights, *sorted(self._heads.get(name, ())))
+
+    def reserve_again(self, name: str, size: int) -> bool:
+        """Count so many bytes of weights of a call like an earlier one, unless the recording would be too large."""
+        with self._lock:
+            if self.size + size > self.limit * _GIB:
+                return False
+            self.size += size
+        self._recorded.add(name)
+        return True
+
+    def release(self, size: int) -> None:
+        """Count so many bytes of weights less: they were not computed."""
+        with self._lock:
+            self.size -= size
 
     def warn_of_unused(self) -> None:
         """Warn of patterns that do not match any layer that was recorded."""

@@ -193,8 +193,8 @@ class KnownModules:
 def repeated_options(options: Options) -> Hashable | None:
     """Return the options of calls that are measured alike if they are like each other; None: there are others."""
     what = options.what
-    tensors = (options.tokens, options.positions, options.weights, what.tokens, what.selected, what.segments)
-    if any(each is not None for each in tensors) or what.weights or what.keep_qk or isinstance(what.rows, Tensor):
+    tensors = (options.tokens, options.positions, what.tokens, what.selected, what.segments)
+    if any(each is not None for each in tensors) or what.keep_qk or isinstance(what.rows, Tensor):
         return None
     return None if options.kinds or options.verify else (options.accelerate, options_of(what))
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -25,7 +25,9 @@ from headscope._intercept import (
     layer_origin,
     placed,
     standing,
+    unobserved,
 )
+from headscope._observe import Repetition
 from headscope.stats import Observe
 from headscope.stats._layer import LayerStats, equally_segmented
 from headscope.watching._chosen_heads import ChosenHeads
@@ -36,6 +38,8 @@ from headscope.watching._recording import Recording
 from headscope.watching._segments import fit_segments
 from headscope.watching._selected_keys import with_layer
 from headscope.watching._verify import Verifier
+
+Result = TypeVar("Result")
 
 
 class Watching(Protocol):
@@ -162,11 +166,13 @@ class Pass:
         """
         layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
         found = self.watch.repeated(name, layer, frame.like)
-        again = None if found is None or found.again is None else found.again.observe(q, k, v)
-        if found is None or again is None:
+        if found is None or found.again is None:
+            return False
+        part = self._again(name, found.again, lambda again: again.observe(q, k, v))
+        if part is None:
             return False
         self.observed.add(name)
-        self._record(name, frame.calls, found, partial(again.__getitem__, "0"))
+        self._record(name, frame.calls, found, partial(part.__getitem__, "0"))
         return True
 
     def attend_again(self, frame: Frame, name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
@@ -178,13 +184,27 @@ class Pass:
         found = self.watch.repeated(name, layer, frame.like)
         if found is None or found.again is None or not found.natively:
             return None
-        result = found.again.attend(q, k, v)
+        result = self._again(name, found.again, lambda again: again.attend(q, k, v))
         if result is None:
             return None
         out, part = result
         self.observed.add(name)
         self._record(name, frame.calls, found, partial(part.__getitem__, "0"))
         return out
+
+    def _again(self, name: str, again: Repetition, run: Callable[[Repetition], Result | None]) -> Result | None:
+        """Return the result of a repetition; None if it has none, or its weights would exceed the limit."""
+        size = again.size_of_weights
+        if not size:
+            return run(again)
+        chosen = self.watch.chosen_heads
+        if not chosen.reserve_again(name, size):
+            return None  # the first call's way, which words the error
+        with unobserved():
+            result = run(again)
+        if result is None:
+            chosen.release(size)
+        return result
 
     def measure(self, name: str, number: int, make: Callable[[], InterceptedCall]) -> Callable[[], None]:
         """Measure a call that a module has written out; return a function that records it.

@@ -332,7 +332,7 @@ class Watch:
         """Return the description of an earlier call that was like this one, and compared; None = there was none."""
         if self._repeats is None or name not in self.chosen:
             return None
-        found = self.known.repeated(name, (layer, like, self._repeats))
+        found = self.known.repeated(name, (layer, like, self.chosen_heads.heads(name), self._repeats))
         if found is None:
             return None
         if layer not in self._errors and layer not in self._equal:
@@ -348,7 +348,7 @@ class Watch:
         if self._repeats is None or described.again is None or not compared or not known:
             return
         if call.v is not None and call.q.shape[0] == call.k.shape[0] == call.v.shape[0]:
-            self.known.remember(name, (layer, like, self._repeats), described)
+            self.known.remember(name, (layer, like, self.chosen_heads.heads(name), self._repeats), described)
 
     def _judge(self, layer: str) -> None:
         error, most = self._errors[layer]
