@@ -15,6 +15,7 @@ from importlib.machinery import PathFinder
 from types import CodeType
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 _aside: dict[object, set[CodeType]] = {}
@@ -72,6 +73,28 @@ def say_original(call: Callable[..., Any]) -> None:
     for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
         if name in sys.modules:  # a torch may have it elsewhere
             vars(sys.modules[name])["unpatched_nn_module_call"] = call
+
+
+def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.compiler.disable`` of the ``__call__`` of modules, which costs little where nothing is compiled.
+
+    torch's own sets the interpreter's state four times a call: as long as to attend to a short text, over the modules
+    of a small model.
+    """
+    disabled = torch.compiler.disable(call)
+    try:
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback
+        from torch._dynamo.eval_frame import skip_code
+    except ImportError:  # these names are dynamo's own
+        return disabled
+
+    def call_uncompiled(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        run = call if get_eval_frame_callback() is None else disabled
+        return run(self, *args, **kwargs)
+
+    vars(call_uncompiled).update(vars(disabled))
+    skip_code(call_uncompiled.__code__)
+    return call_uncompiled
 
 
 def loaded_wrapper() -> type[nn.Module] | None:

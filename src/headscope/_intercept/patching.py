@@ -94,7 +94,7 @@ def _refusing_call(original: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _uncompiled_call() -> Callable[..., Any]:
     """Let compiled functions skip a watched model, which then runs uncompiled."""
-    return torch.compiler.disable(_call)
+    return dynamo.uncompiled(_call)
 
 
 def _dynamo_has_come() -> None:
