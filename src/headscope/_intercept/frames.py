@@ -324,10 +324,12 @@ class _Quiet:
 
 def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments by name; for a mismatch with the signature, the module raises its own error."""
+    if not args:
+        return kwargs
     function = getattr(forward, "__func__", None)
     names = None if function is None else _names_of_method(function)
     if names is not None and len(args) <= len(names.positional):
-        arguments = {**dict(zip(names.positional, args, strict=False)), **kwargs} if args else kwargs
+        arguments = {**dict(zip(names.positional, args, strict=False)), **kwargs}
         twice = len(arguments) < len(args) + len(kwargs)
         if not twice and names.required <= arguments.keys() and (names.any_keyword or arguments.keys() <= names.all):
             return arguments

@@ -151,12 +151,13 @@ def layout_of(q: Tensor, k: Tensor, v: Tensor) -> Hashable | None:
         return None
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and k.is_cpu and v.is_cpu):
         return None
-    for x in (q, k, v):
-        if x.ndim != 4 or x.stride(3) != 1 or x.is_neg():
+    strides = q.stride(), k.stride(), v.stride()
+    for x, stride in zip((q, k, v), strides, strict=True):
+        if len(stride) != 4 or stride[3] != 1 or x.is_neg():
             return None
     if torch.is_autocast_enabled("cpu"):
         return None
-    return q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
+    return q.shape, k.shape, v.shape, strides, q.dtype, k.dtype, v.dtype
 
 
 class Measured(NamedTuple):

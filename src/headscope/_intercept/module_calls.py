@@ -14,12 +14,13 @@ from torch import nn
 ModuleCall = Callable[..., Any]
 
 _replaced: dict[type[Any], ModuleCall] = {}  # class -> its replacement
-_originals: dict[type[Any], ModuleCall] = {}  # that of those with a ``__call__`` of their own
+originals: dict[type[Any], ModuleCall] = {}
+"""The ``__call__`` of replaced classes that have their own."""
 
 
 def original() -> ModuleCall:
     """Return ``nn.Module.__call__`` as without a watch; other code may have replaced it meanwhile."""
-    return _originals.get(nn.Module) or nn.Module.__call__
+    return originals.get(nn.Module) or nn.Module.__call__
 
 
 def replace_calls(modules: Iterable[nn.Module], call: ModuleCall) -> None:
@@ -41,7 +42,7 @@ def replace_calls(modules: Iterable[nn.Module], call: ModuleCall) -> None:
 def replace_call(kind: type[Any], to_replacement: Callable[[ModuleCall], ModuleCall]) -> None:
     """Replace ``__call__`` of a class that has its own by what a function makes of it, unless it is replaced."""
     if kind not in _replaced:
-        own = _originals[kind] = kind.__call__
+        own = originals[kind] = kind.__call__
         _replace(kind, to_replacement(own))
 
 
@@ -61,9 +62,9 @@ def restore_calls() -> None:
     while _replaced:
         each, call = next(iter(_replaced.items()))
         if vars(each).get("__call__") is call:
-            if each in _originals:
-                each.__call__ = _originals[each]
+            if each in originals:
+                each.__call__ = originals[each]
             else:
                 del each.__call__
-        _originals.pop(each, None)
+        originals.pop(each, None)
         del _replaced[each]  # last: an interrupted call can then start again

@@ -61,36 +61,26 @@ class ModuleTree:
     def weakly(self) -> _WeakTree:
         """Return the tree without references that keep modules alive."""
         places = {id(module): place for place, module in enumerate(self._modules)}
-        return _WeakTree(
-            [ref(module) for module in self._modules],
-            self._children,
-            [places.get(each, -1) for each in self._children.ids],
-            [*self.named],
-            [places[id(module)] for module in self.named.values()],
-        )
+        named = [places[id(module)] for module in self.named.values()]
+        return _WeakTree([ref(module) for module in self._modules], self._children, [*self.named], named)
 
 
 @dataclass(frozen=True, slots=True)
 class _WeakTree:
-    """A tree whose modules are numbered; -1: a child that is declared, and not there."""
+    """A tree whose modules may go: those with names are numbered."""
 
     modules: list[ref[nn.Module]]
     children: _Children
-    places: list[int]
     names: list[str]
     named: list[int]
 
     def tree(self) -> ModuleTree | None:
-        """Return the tree; None: some module no longer exists."""
-        found = [reference() for reference in self.modules]
-        modules = [module for module in found if module is not None]
-        if len(modules) < len(found):
+        """Return the tree; None: some module no longer exists, so its identity may be another one's."""
+        modules = [module for reference in self.modules if (module := reference()) is not None]
+        if len(modules) < len(self.modules):
             return None
-        ids = [*map(id, modules), id(None)]
-        before = self.children
-        children = _Children(before.classes, before.counts, before.names, [*map(ids.__getitem__, self.places)])
         named = zip(self.names, map(modules.__getitem__, self.named), strict=True)
-        return ModuleTree(modules, children, dict(named))
+        return ModuleTree(modules, self.children, dict(named))
 
 
 _trees: WeakKeyDictionary[nn.Module, _WeakTree] = WeakKeyDictionary()

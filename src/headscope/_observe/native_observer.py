@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -238,6 +238,16 @@ class Ready:
                 of_factors = of_factors, held
         return observation, (mine, index, line_at, own_at, ids, first, may_count, lse, of_factors)
 
+    @cached_property
+    def attend_again(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
+        """``repeater`` of this observation."""
+        return repeater(self)
+
+    @cached_property
+    def observe_again(self) -> Callable[[Tensor, Tensor, Tensor], Tensor | None]:
+        """``observer`` of this observation."""
+        return observer(self)
+
     def observed(self, memory: Tensor) -> Observed:
         """Return the results, as views of their memory."""
         call, reductions = self.call, self.reductions
@@ -315,7 +325,7 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
         torch.empty_like,
     )
     like, lse_like = (native.without_memory(x) for x in attending(ready.call))
-    memory_like = native.without_memory(torch.empty(ready.size, dtype=torch.uint8, device="cpu"))
+    memory_like = _without_results(ready)
 
     def repeat_call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         out, lse, memory = empty(like), empty(lse_like), empty(memory_like)
@@ -327,6 +337,28 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
         return (out, lse, memory) if finite else None
 
     return repeat_call
+
+
+def observer(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], Tensor | None]:
+    """Return a fast path to observe again: the memory for ``Ready.observed``; otherwise as ``repeater``."""
+    observe_into, described, threads = native.extension.observe_into, ready.observation, torch.get_num_threads
+    empty, memory_like = torch.empty_like, _without_results(ready)
+
+    def repeat_call(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        memory = empty(memory_like)
+        try:
+            finite = observe_into(
+                described, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, 0, memory.data_ptr(), threads()
+            )
+        except ValueError:  # as in ``repeater``
+            return None
+        return memory if finite else None
+
+    return repeat_call
+
+
+def _without_results(ready: Ready) -> Tensor:
+    return native.without_memory(torch.empty(ready.size, dtype=torch.uint8, device="cpu"))
 
 
 def _by_batch(x: Tensor) -> tuple[Address, int]:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from headscope._attend.interface import Inputs, full_precision
+from headscope._attend.interface import full_precision
 from headscope._attend.prepare import Prepared
 from headscope._observe import native_observer
 from headscope._observe.aggregate import LazyLayer, layer_stats, tiles_of
@@ -76,7 +76,7 @@ class Repetition:
 
     def observe(self, q: Tensor, k: Tensor, v: Tensor) -> LazyLayer | None:
         """Return the statistics of such a call; None: a row with visible keys is not finite."""
-        memory = native_observer.observe_into_memory(self.ready, Inputs(q, k, v, None, None))
+        memory = self.ready.observe_again(q, k, v)
         return None if memory is None else self._layer(memory, q, k)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, LazyLayer] | None:
@@ -86,13 +86,13 @@ class Repetition:
         """
         if len(self.ready.rows) < self.ready.call.queries:
             return None
-        into = native_observer.attending(self.ready.call)
-        memory = native_observer.observe_into_memory(self.ready, Inputs(q, k, v, None, None), into)
-        return None if memory is None else (into[0], self._layer(memory, q, k))
+        done = self.ready.attend_again(q, k, v)
+        return None if done is None else (done[0], self._layer(done[2], q, k))
 
     def _layer(self, memory: Tensor, q: Tensor, k: Tensor) -> LazyLayer:
-        weights = () if self.weights is None else (self.weights.of(q, k),)
-        return LazyLayer(self.ready, self.what, memory, weights)
+        if self.weights is None:
+            return LazyLayer(self.ready, self.what, memory)
+        return LazyLayer(self.ready, self.what, memory, (self.weights.of(q, k),))
 
 
 def repetition_of(parts: Mapping[str, Any]) -> Repetition | None:
@@ -151,7 +151,7 @@ def repeater_of(prepared: Prepared, what: Observe) -> Callable[[Tensor, Tensor, 
 
 def _repeat(ready: Ready, what: Observe) -> Callable[[Tensor, Tensor, Tensor], Result | None]:
     """Return ``attend`` for further calls with the same ``Observe`` object: it reuses the description."""
-    run = native_observer.repeater(ready)
+    run = ready.attend_again
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Result | None:
         done = run(q, k, v)
