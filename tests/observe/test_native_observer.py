@@ -19,7 +19,7 @@ import headscope
 from headscope import Observe, Segments, attend, observe
 from headscope._attend import prepare
 from headscope._attend.backends import native as cpu
-from headscope._observe import native_observer, scene, steps
+from headscope._observe import attend_and_observe, native_observer, scene, steps
 from headscope._observe.inputs import Continued
 from headscope._observe.native_observer import borders_of
 from headscope.masks import Dense, Documents, KeyLengths, Mask, Prefix, causal, window
@@ -572,7 +572,7 @@ def test_what_was_observed_before_is_described_once(option: str, asked: str, mon
 
 
 @pytest.mark.parametrize("option", ["nothing", "causal", "window", "prefix"])
-@pytest.mark.parametrize("asked", ["usual", "rows", "edges alone"])
+@pytest.mark.parametrize("asked", ["usual", "rows", "edges alone", "a sample"])
 def test_what_was_attended_before_is_described_once(option: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())
     given, what = made() | OPTIONS[option](), Observe(**AGAIN[asked])
@@ -589,6 +589,43 @@ def test_what_was_attended_before_is_described_once(option: str, asked: str, mon
         assert of.stats is not None
         same(seen.stats, of.stats)
     same(copy.deepcopy(again.stats), again.stats)
+
+
+SAMPLED: dict[str, Made] = {
+    "rows": {},
+    "map and edges": {"map": 7, "edges": 5},
+    "many edges": {"edges": 300, "received_max": True, "windows": (4,)},
+    "segments": {"segments": Segments(names=("a", "b"), ids=torch.arange(77) // 40)},
+}
+
+
+@pytest.mark.parametrize("asked", SAMPLED)
+@pytest.mark.parametrize("mask", [None, causal(), window(20)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 2)])
+def test_a_sample_of_rows_in_the_pass_of_all(heads: tuple[int, int], mask: Mask | None, asked: str) -> None:
+    q, k, v = (normal(2, n, 77, 16) for n in (heads[0], heads[1], heads[1]))
+    what = Observe(rows=30, **SAMPLED[asked])
+    for scale in (1.0, 2.0, 0.5):
+        together = attend_and_observe(q * scale, k, v, mask, None, None, None, None, 0.0, None, what)
+        assert together is not None
+        assert torch.equal(together[0], headscope.attention(q * scale, k, v, mask=mask))
+        apart = observe(q * scale, k, mask=mask, what=replace(what, extra=()))
+        same(together[2], observe(q * scale, k, v, mask=mask, what=what))
+        (one,), (other,) = together[2].parts.values(), apart.parts.values()
+        assert (one.looked_at, one.of) == (other.looked_at, other.of) == (60, 154)
+        assert one.rows.tolist() == [60] * heads[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "shared"), [(8, 64, True), (7, 64, False), (15, 32, False), (16, 32, True), (99, 16, True)]
+)
+def test_a_small_sample_takes_a_pass_of_its_own(rows: int, width: int, shared: bool) -> None:
+    q = normal(1, 2, 64, width)
+    result = attend_and_observe(q, q, q, None, None, None, None, None, 0.0, None, Observe(rows=rows))
+    assert (result is not None) == shared
+    stats = attend(q, q, q, observe=Observe(rows=rows)).stats
+    assert stats is not None
+    assert stats["entropy"].count.tolist() == [[min(rows, 64)] * 2]
 
 
 def test_attending_a_row_that_is_not_finite_the_second_time() -> None:

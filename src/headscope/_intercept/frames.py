@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from headscope import nn_compat
 from headscope._dataflow import Follower
 from headscope._intercept import masks, softmax
-from headscope._intercept.intercepted_call import InterceptedCall
+from headscope._intercept.intercepted_call import InterceptedCall, requires_gradient
 from headscope._support.fingerprint import Fingerprint
 from headscope._support.torch_state import has_no_values
 from headscope.masks import Mask
@@ -253,8 +253,7 @@ class Frame:
         """
         if like is None:
             return None
-        q, k, v = qkv
-        if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        if requires_gradient(*qkv):
             return None
         active = [each for each in self.forwards.values() if each[0].active]
         if len(active) != 1:
@@ -262,7 +261,7 @@ class Frame:
         (forward, name), before = active[0], self.like
         self.calls += 1
         self.like = like
-        out = forward.attend_again(self, name, q, k, v)
+        out = forward.attend_again(self, name, *qkv)
         if out is None:
             self.calls -= 1
             self.like = before

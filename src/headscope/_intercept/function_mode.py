@@ -121,11 +121,12 @@ def _sdpa(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with frame.quietly():  # beneath, it may be composed of products and a softmax
             out = F.scaled_dot_product_attention(*args, **kwargs)
     attended = None if dropout else intercepted_call.one_head(out)
+    natively = frame.accelerate and not dropout and not (qkv and intercepted_call.requires_gradient(*qkv))
 
     def make_call() -> InterceptedCall:
         call = intercepted_call.sdpa(args, kwargs, frame.converted)
-        natively = frame.accelerate and not dropout and intercepted_call.attends_natively(call)
-        return replace(call, attended=attended, by_headscope=frame.accelerate, natively=natively)
+        call = replace(call, attended=attended, by_headscope=frame.accelerate)
+        return replace(call, natively=natively and intercepted_call.repeats_natively(call))
 
     frame.see(make_call, qkv, like)
     return frame.scaled(out, -3, args[0] if args else kwargs["query"])  # [B, H, Q, Dv]
@@ -277,13 +278,14 @@ def attention_interceptor(
         with frame.quietly():  # the backend may be SDPA
             out, row_lse = run_attention(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
         attended = None if dropout else out
+        natively = simple and not dropout and not intercepted_call.requires_gradient(q, k, v)
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
 
         def make_call() -> InterceptedCall:
             first = _first_first(q, mask, bias, row_lse, attended)
             call = InterceptedCall(k=k, v=v, by_headscope=True, **first, **options)
-            natively = like is not None and not dropout and intercepted_call.attends_natively(call, backend)
-            return _in_cache(replace(call, natively=natively), cache)
+            repeats = natively and intercepted_call.repeats_natively(call, backend)
+            return _in_cache(replace(call, natively=repeats), cache)
 
         frame.see(make_call, (q, k, v), like)
     scaled = frame.scaled(out, -3, q)  # [B, H, Q, Dv]

@@ -93,7 +93,8 @@ class InterceptedCall:
             compared; None = unknown, or random.
         projection: weight and bias by which the heads' outputs become ``attended``, which is then [B, Q, E].
         by_headscope: whether headscope attended, so rows without visible keys are 0.
-        natively: whether its native kernels did, whose output is the same if they observe in the same pass.
+        natively: whether its native kernels did, and will attend and observe in one pass in calls that are like it: the
+            output is the same, to the bit.
         own: makes the call, or one of a few of its rows, with the output of the model's own function; if headscope has
             attended instead.
         kind: "self", "cross", or None if the call does not determine it.
@@ -157,7 +158,12 @@ def layout_of(q: Tensor, k: Tensor, v: Tensor) -> Hashable | None:
             return None
     if torch.is_autocast_enabled("cpu"):
         return None
-    return q.shape, k.shape, v.shape, strides, q.dtype, k.dtype, v.dtype
+    return q.shape, k.shape, v.shape, strides, q.dtype, k.dtype, v.dtype, requires_gradient(q, k, v)
+
+
+def requires_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether a call of these tensors has a graph."""
+    return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
 
 
 class Measured(NamedTuple):
@@ -187,6 +193,7 @@ def measure(call: InterceptedCall, what: Observe) -> Measured:
     if cross:
         positions = Positions(kind="cross", real=call.real if call.is_written else None)
     q, k, v, options = call.q, call.k, call.v, (call.scale, call.softcap, 0.0)
+    positions = replace(positions, with_native_pass=call.natively)
     stats = observe_call(q, k, v, call.mask, call.bias, call.sinks, *options, call.lse, what, positions)
     late = call.late or _forgotten(call) > 0
     if call.has_logits and call.is_visibility_known and not call.beside and not late:
@@ -322,8 +329,12 @@ def attend(call: InterceptedCall, dropout: float) -> Tensor:
     )
 
 
-def attends_natively(call: InterceptedCall, backend: str | None = None) -> bool:
-    """Return whether headscope's attention of such a call, without dropout, runs on the native kernels."""
+def repeats_natively(call: InterceptedCall, backend: str | None = None) -> bool:
+    """Return whether headscope attends natively in such a call, without dropout, and q, k and v alone hold numbers."""
+    if call.bias is not None or call.sinks is not None:
+        return False
+    if call.mask is not None and not (isinstance(call.mask, Mask) and call.mask.is_constant()):
+        return False
     v = call.k if call.v is None else call.v
     options = (call.scale, call.softcap, 0.0, False, backend)
     return prepare(call.q, call.k, v, call.mask, call.bias, call.sinks, *options).backend is native

@@ -130,6 +130,8 @@ def _attend(
             call = described(attend, name, frame, arguments)
             result = (intercepted_call.attend(call, dropout).transpose(1, 2).contiguous(), None)
 
+    natively = frame.accelerate and not dropout and not intercepted_call.requires_gradient(*qkv)
+
     def make_call() -> InterceptedCall:
         outputs: dict[str, Any] = {}  # with dropout there is nothing to compare
         if not dropout and frame.accelerate:
@@ -138,7 +140,7 @@ def _attend(
         elif not dropout:
             outputs = {"out": result[0].transpose(1, 2), "again": functools.partial(_called, attend, request, True)}
         call = described(attend, name, frame, arguments, **outputs)
-        return replace(call, natively=intercepted_call.attends_natively(call)) if call.by_headscope else call
+        return replace(call, natively=natively and intercepted_call.repeats_natively(call))
 
     frame.see(make_call, qkv, like)
     out = frame.scaled(result[0], -2, qkv[0])  # [B, Q, H, Dv]

@@ -63,7 +63,7 @@ def layer_stats(
     *, nulls: bool = True,
 ) -> LayerStats:  # fmt: skip
     """Return the statistics of one call as one layer of one run; ``nulls``: with what chance gives."""
-    looked_at = call.queries if not isinstance(what.rows, int) else len(known.rows)
+    looked_at = call.queries if not isinstance(what.rows, int) else min(what.rows, call.queries)
     moments = observed.moments
     if moments is None:
         moments = {name: Moments.of(name, rows) for name, rows in observed.rows.items() if name != "argmax"}

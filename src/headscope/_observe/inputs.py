@@ -99,6 +99,8 @@ class Request:
     """The place of the first query in a whole sequence, and the number of its queries."""
     nulls: bool = True
     """Whether to compute what chance gives: with a mask of tensors, half of the time of a short call."""
+    in_whole_pass: bool = False
+    """Whether a sample of rows is measured in a pass over all rows, of which the others do not count."""
 
 
 def to_reductions(what: Observe) -> Reductions:

@@ -33,6 +33,7 @@ class Positions:
         kind: "cross" if queries and keys do not share an axis.
         real: which keys are not padding, boolean [B or 1, K]; None = those that are visible to some query.
         rows_at: the place of the first query in a whole sequence, and the number of its queries.
+        with_native_pass: whether the native kernels attend in such calls, and may measure them in the same pass.
     """
 
     q_pos: Tensor | None = None
@@ -40,6 +41,7 @@ class Positions:
     kind: Literal["self", "cross"] = "self"
     real: Tensor | None = None
     rows_at: tuple[int, int] | None = None
+    with_native_pass: bool = False
 
 
 SELF = Positions()
@@ -92,6 +94,7 @@ def to_request(
         prepared=prepared,
         has_place=False,
         rows_at=positions.rows_at,
+        in_whole_pass=positions.with_native_pass and steps.shares_pass(what, prepared.call),
     )
 
 
@@ -101,8 +104,9 @@ def attend_and_observe(
 ) -> tuple[Tensor, Tensor, HeadStats] | None:  # fmt: skip
     """Attend and observe in one pass; return out, lse and the statistics.
 
-    Returns None if that is not possible: dropout, a gradient, ``rows``, a backend other than the native one, an option
-    that ``native_observer`` does not support, or a row that is not finite; or context parallelism.
+    Returns None if that is not possible: dropout, a gradient, a backend other than the native one, an option that
+    ``native_observer`` does not support, or a row that is not finite; or context parallelism. And with ``rows``, unless
+    the sample is so large that a pass of its own would take longer.
     """
     if context.active is not None or is_dynamo_compiling():  # a graph has no values to read
         return None
@@ -113,7 +117,8 @@ def attend_and_observe(
         if result is not None:
             return result
     call = prepared.call
-    if what.rows is not None or call.dropout:
+    in_whole_pass = steps.shares_pass(what, call)
+    if call.dropout or not (in_whole_pass or what.rows is None):
         return None
     if prepared.backend.name != native.name or call.form != "plain" or call.grad or call.bias_grad:
         return None
@@ -133,6 +138,7 @@ def attend_and_observe(
         what=what,
         prepared=prepared,
         has_place=has_place,
+        in_whole_pass=in_whole_pass,
     )
     result = steps.attend_request(request)
     if result is None:

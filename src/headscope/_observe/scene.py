@@ -215,7 +215,7 @@ def sample(n: int, of: int) -> Sequence[int]:
 def _rows(request: Request, counts: Tensor | None) -> Sequence[int]:
     queries = request.call.queries
     if isinstance(request.what.rows, int):
-        return sample(request.what.rows, queries)
+        return range(queries) if request.in_whole_pass else sample(request.what.rows, queries)
     if counts is None or counts.device.type != "cpu" or type(counts) not in ORDINARY:  # reading would wait for a GPU
         return range(queries)
     picked = counts.any(0).any(0).nonzero()[:, 0].tolist()
@@ -223,11 +223,14 @@ def _rows(request: Request, counts: Tensor | None) -> Sequence[int]:
 
 
 def _row_mask(request: Request) -> Tensor | None:
-    rows, call = request.what.rows, request.call
+    rows, call, q = request.what.rows, request.call, request.inputs.q
+    if isinstance(rows, int) and request.in_whole_pass:
+        counts = torch.zeros(call.queries, dtype=torch.bool, device=q.device)
+        counts[list(sample(rows, call.queries))] = True
+        return counts.expand(call.batch, call.heads, call.queries)
     if not isinstance(rows, Tensor):
         return None
     expected = (*(call.lead or (1,)), call.heads, call.queries)
-    q = request.inputs.q
     if rows.device != q.device:
         raise ValueError(f"rows: is on {rows.device}, q is on {q.device}")
     try:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from headscope._attend.call import Call
 from headscope._attend.interface import full_precision
 from headscope._attend.prepare import Prepared
 from headscope._observe import native_observer
@@ -82,7 +83,7 @@ class Repetition:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, LazyLayer] | None:
         """Attend and observe in one pass: out [B, H, Q, Dv], as the native kernels give it, and the statistics.
 
-        Returns None for a sample of rows, for which that is not possible, or if a row with visible keys is not finite.
+        Returns None for a small sample of rows, or if a row with visible keys is not finite.
         """
         if len(self.ready.rows) < self.ready.call.queries:
             return None
@@ -95,6 +96,20 @@ class Repetition:
         return LazyLayer(self.ready, self.what, memory, (self.weights.of(q, k),))
 
 
+def shares_pass(what: Observe, call: Call) -> bool:
+    """Return whether a sample of rows is measured in the pass that attends to all rows.
+
+    To compute the logits of a large part of the rows once more takes longer than to measure all rows on the way, and
+    the more so the wider a head is.
+    """
+    if not isinstance(what.rows, int) or what.selected is not None:
+        return False
+    if what.keep_rows or what.keep_qk or what.top or what.weights:
+        return False
+    least = 8 if call.head_dim >= 64 else 4  # of (1, 8, T, D), measured
+    return least * min(what.rows, call.queries) >= call.queries
+
+
 def repetition_of(parts: Mapping[str, Any]) -> Repetition | None:
     """Return the observation of ``HeadStats.parts`` for calls like theirs; None: each has to be described."""
     if not isinstance(parts, LazyLayer):
@@ -105,7 +120,7 @@ def repetition_of(parts: Mapping[str, Any]) -> Repetition | None:
 def attend_request(request: Request) -> Result | None:
     """Attend natively and measure in the same pass: out [B, H, Q, Dv], lse [B, H, Q] and the statistics.
 
-    Returns None if that is not possible: attend first then, and observe after it. All query rows are observed.
+    Returns None if that is not possible: attend first then, and observe after it. It is a pass over all query rows.
     """
     with torch.no_grad(), full_precision(request.call), exact_products(request.call.device):
         check_chosen(request)
@@ -168,7 +183,7 @@ def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
             return ready, ready
     scene = build_scene(request)
     if native_observer.refuses(to_reductions(request.what), scene):
-        return scene, None
+        return build_scene(replace(request, in_whole_pass=False)) if request.in_whole_pass else scene, None
     key = _key(request) if _are_rows_constant(request) else None
     ready = Ready(request.what, scene, request.nulls, None if key is None else _exchanges.get(key))
     if key is not None and ready.exchange is not None:
@@ -196,9 +211,10 @@ def _are_rows_constant(request: Request) -> bool:
 
 
 def _key(request: Request) -> Any:
-    return request.prepared, options_of(request.what), request.kind, request.has_values, request.nulls
+    return request.prepared, options_of(request.what), request.kind, *request_flags(request)
 
 
+request_flags = attrgetter("has_values", "nulls", "in_whole_pass")
 options_of = attrgetter(*(each.name for each in fields(Observe)))
 _prepared_observations: BoundedTable[Any, Any] = BoundedTable(64)  # some megabytes each for long sequences
 _exchanges: BoundedTable[Any, Exchange] = BoundedTable(16)
