@@ -662,3 +662,71 @@ def test_other_segments_are_named() -> None:
     assert "Different segments: a, b, c before, a, b, d after" in comparison.notes
     q = drawn()
     assert "segments of 0" in compare(stats_of(), observe(q, q)).only_before
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Document 1: Paris is big.\nDocument 2: Berlin is old.\nWhich is old?"},
+]
+DOCUMENTS = {"document 1": "Paris is big.", "document 2": "Berlin is old."}
+
+
+class Characters:
+    """A tokenizer of transformers whose tokens are characters."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+        assert not tokenize
+        return "".join(f"<{each['role']}>{each['content']}" for each in messages)
+
+    def __call__(self, text: str, add_special_tokens: bool, return_offsets_mapping: bool) -> dict[str, Any]:
+        assert return_offsets_mapping
+        assert not add_special_tokens
+        return {"offset_mapping": [(n, n + 1) for n in range(len(text))]}
+
+
+def test_parts_of_a_message_have_segments_of_their_own() -> None:
+    text = Characters().apply_chat_template(CHAT, tokenize=False)
+    segments = Segments.from_chat(CHAT, Characters(), parts=DOCUMENTS)
+    assert segments.names == ("system", "user", "document 1", "document 2")
+    found = ["".join(text[n] for n in (segments.ids == place).nonzero()[:, 0]) for place in range(4)]
+    assert found == [CHAT[0]["content"], "Document 1: \nDocument 2: \nWhich is old?", *DOCUMENTS.values()]
+    whole = Segments.from_chat(CHAT, Characters(), ["system", "prompt"], parts={"user": CHAT[1]["content"]})
+    assert whole.names == ("system", "user")  # the part leaves nothing of "prompt"
+    two = [{"role": "user", "content": "One.\n\nTwo."}]
+    assert Segments.from_chat(two, Characters(), parts={"1": "One.", "2": "Two."}).names == ("1", "2")
+
+
+def test_pieces_of_a_text_are_segments() -> None:
+    text = "Paris is big. Berlin is old."
+    offsets = [(n, n + 1) for n in range(len(text))]
+    segments = Segments.from_offsets({"first": "Paris is big.", "second": (14, 28)}, offsets, text)
+    assert torch.equal(segments.ids, Segments.from_offsets({"first": (0, 13), "second": (14, 28)}, offsets).ids)
+    cases: list[tuple[dict[str, Any], list[Any], str]] = [
+        ({"a": "Rome"}, offsets, r"spans: the text has 'Rome' of 'a' not at all"),
+        ({"a": "is"}, offsets, r"spans: the text has 'is' of 'a' 3 times, expected once: pass more of it"),
+        ({"a": ""}, offsets, r"spans: the text has '' of 'a' not at all"),
+        ({"a": "big"}, [*offsets, (28, 29)], r"offsets: end at character 29, the text has 28; expected those of this"),
+    ]
+    for spans, wrong, match in cases:
+        with pytest.raises(ValueError, match=match):
+            Segments.from_offsets(spans, wrong, text)
+    refused: list[tuple[Any, type[Exception], str]] = [
+        ({"user": "Paris is big."}, ValueError, r"parts: 'user' is the name of a message, too"),
+        ({"a": "is"}, ValueError, r"parts: the text has 'is' of 'a' 4 times"),
+        ({"a": (0, 3)}, TypeError, r"parts: 'a': got tuple, expected a piece of the text"),
+        (["a"], TypeError, r"parts: got list, expected a mapping"),
+    ]
+    for parts, error, match in refused:
+        with pytest.raises(error, match=match):
+            Segments.from_chat(CHAT, Characters(), parts=parts)
+
+
+def test_a_tokenizer_without_offsets_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Characters, "__call__", lambda *_, **__: {"input_ids": [1]})
+    with pytest.raises(ValueError, match=r"tokenizer: Characters has no offsets; expected a fast one"):
+        Segments.from_chat(CHAT, Characters())
+
+
+def test_the_frames_of_a_grid_are_named() -> None:
+    with pytest.raises(ValueError, match=r"grid: got \[1, 4, 6\], expected \(rows, columns\).*drop the frames"):
+        Segments.from_image_tokens([9] * 24, 9, torch.tensor([[1, 4, 6]]))

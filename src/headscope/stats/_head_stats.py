@@ -135,7 +135,8 @@ class HeadStats:
     def _observed(self, what: str, argument: str) -> Any:
         part = getattr(self._only(what), what)
         if part is None:
-            raise ValueError(f"{what}: was not observed; observe with Observe({argument})")
+            fitted = ", with ids that fit the keys of this layer" if what == "segments" else ""
+            raise ValueError(f"{what}: was not observed; observe with Observe({argument}){fitted}")
         return part
 
     @property

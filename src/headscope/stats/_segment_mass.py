@@ -130,15 +130,29 @@ class SegmentMass(Part):
             return torch.full_like(self.mean, math.nan)
         return ((self.mean - null.mean) / null.std).masked_fill(null.std == 0, math.nan)
 
-    def __getitem__(self, pair: tuple[str, str]) -> Tensor:
-        places: list[int] = []
-        for name in (pair,) if isinstance(pair, str) else pair:
+    def index(self, query: str, key: str) -> tuple[slice, int, int]:
+        """Return the index of a pair of segments in ``mean``, ``first``, ``null.mean``, ``null.std`` and ``z``.
+
+        Raises:
+            KeyError: a name is not that of a segment.
+
+        Examples:
+            >>> import torch
+            >>> from headscope import Observe, Segments, observe
+            >>> q = 40 * torch.eye(8)[None, None]  # each row attends to its own key
+            >>> mass = observe(q, q, what=Observe(segments=Segments(["a", "b"], [0, 0, 0, 0, 0, 0, 1, 1]))).segments
+            >>> round(mass.z[mass.index("b", "a")].item(), 2)
+            -2.45
+        """
+        for name in (query, key):
             if name not in self.names:
                 raise KeyError(f"{name}: is not a segment; expected two of {', '.join(self.names)}")
-            places.append(self.names.index(name))
-        if len(places) != 2:
+        return slice(None), self.names.index(query), self.names.index(key)
+
+    def __getitem__(self, pair: tuple[str, str]) -> Tensor:
+        if isinstance(pair, str) or len(pair) != 2:
             raise KeyError(f"{pair}: expected two names, of the query's segment and of the key's")
-        return self.mean[:, places[0], places[1]]
+        return self.mean[self.index(*pair)]
 
     @staticmethod
     def merged(several: Sequence[SegmentMass]) -> SegmentMass:

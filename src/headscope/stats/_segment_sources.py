@@ -19,8 +19,8 @@ ImageRows = tuple[str, int, tuple[int, ...]]
 
 def chat_spans(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, options: Mapping[str, Any]
-) -> tuple[tuple[str, ...], list[list[Span]], Any]:
-    """Return a name and the characters of each message in the rendered chat, and the offsets of its tokens.
+) -> tuple[tuple[str, ...], list[list[Span]], Any, str]:
+    """Return a name and the characters of each message in the rendered chat, the offsets of its tokens, and its text.
 
     Raises:
         TypeError, ValueError: see ``Segments.from_chat``.
@@ -33,7 +33,8 @@ def chat_spans(
     text: Any = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     try:
         encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    except NotImplementedError as error:
+        offsets = encoded["offset_mapping"]
+    except (NotImplementedError, KeyError) as error:
         raise ValueError(
             f"tokenizer: {kind(tokenizer)} has no offsets; expected a fast one (AutoTokenizer, use_fast=True)"
         ) from error
@@ -58,7 +59,40 @@ def chat_spans(
     for role in roles:
         before[role] += 1
         names.append(role if many[role] == 1 else f"{role} {before[role]}")
-    return tuple(names), spans, encoded["offset_mapping"]
+    return tuple(names), spans, offsets, text
+
+
+def with_places(pieces: Mapping[str, Any], text: str, argument: str = "spans") -> dict[str, Any]:
+    """Return name -> where its piece of a text is, in characters; what is not a text stays.
+
+    Raises:
+        TypeError: not a mapping.
+        ValueError: the text lacks a piece, or has it more than once.
+    """
+    if not isinstance(cast("object", pieces), Mapping):
+        raise TypeError(f"{argument}: got {kind(pieces)}, expected a mapping of names to pieces of the text")
+    places: dict[str, Any] = {}
+    for name, piece in pieces.items():
+        places[name] = piece
+        if isinstance(piece, str):
+            count = text.count(piece) if piece else 0
+            if count != 1:
+                many = f"{count} times, expected once: pass more of it" if count else "not at all"
+                raise ValueError(f"{argument}: the text has {piece[:40]!r} of {name!r} {many}")
+            start = text.index(piece)
+            places[name] = [(start, start + len(piece))]
+        elif argument == "parts":
+            raise TypeError(f"parts: {name!r}: got {kind(piece)}, expected a piece of the text")
+    return places
+
+
+def without(spans: Sequence[Span], holes: Sequence[Span], text: str) -> list[Span]:
+    """Return the parts of spans of a text that are outside others; those of white space only if nothing was cut."""
+    rest = [*spans]
+    for start, stop in holes:
+        cut = [pair for a, b in rest for pair in ((a, min(b, start)), (max(a, stop), b))]
+        rest = [(a, b) for a, b in cut if a < b and text[a:b].strip()]
+    return rest
 
 
 def _texts(message: Mapping[str, Any], number: int) -> list[str]:
@@ -185,5 +219,6 @@ def _grid(argument: str, value: Any) -> Span:
     value = value.tolist() if isinstance(value, Tensor) else value
     sizes = [as_whole(each) for each in cast("Sequence[object]", value)] if isinstance(value, Sequence) else []
     if len(sizes) != 2 or sizes[0] is None or sizes[1] is None or min(sizes[0], sizes[1]) < 1:
-        raise ValueError(f"{argument}: got {value!r}, expected (rows, columns) from 1")
+        three = "; of [frames, rows, columns] drop the frames: grid[:, 1:]" if len(sizes) == 3 else ""
+        raise ValueError(f"{argument}: got {value!r}, expected (rows, columns), whole numbers from 1{three}")
     return sizes[0], sizes[1]

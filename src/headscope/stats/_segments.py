@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from headscope._support.arguments import as_whole, check_layout, kind, whole
-from headscope.stats._segment_sources import ImageRows, chat_spans, image_segments
+from headscope._support.arguments import as_whole, check_layout, check_type, kind, whole
+from headscope.stats._segment_sources import ImageRows, chat_spans, image_segments, with_places, without
 
 __all__ = ["Segments"]
 
@@ -158,26 +158,31 @@ class Segments:
         return Segments(names, token_type_ids)
 
     @staticmethod
-    def from_offsets(spans: Spans, offsets: Tensor | Sequence[Any]) -> Segments:
+    def from_offsets(spans: Mapping[str, Any], offsets: Tensor | Sequence[Any], text: str | None = None) -> Segments:
         """Return segments from spans of characters, by the offsets of a tokenizer.
 
         A token belongs to the segment with most of its characters, of several the first; a token without characters,
         such as ``[CLS]``, to none.
 
         Args:
-            spans: name -> (start, stop) in characters, half-open; or a list of these.
+            spans: name -> (start, stop) in characters, half-open; or a list of these. With ``text``, a piece of it that
+                occurs once will do.
             offsets: the characters of each token, [K, 2]: ``offset_mapping`` of transformers, ``Encoding.offsets`` of
-                tokenizers. The spans and the offsets must be of one text.
+                tokenizers. The spans and the offsets must be of one text: of a chat, the text that the template makes,
+                not the content of a message.
+            text: the whole text that was tokenised.
 
         Raises:
             TypeError: offsets or spans of another kind.
-            ValueError: a span that is empty, overlaps another, or has no token: the offsets are then of another text or
-                tokenizer.
+            ValueError: a span that is empty, overlaps another, or has no token; a piece that the text lacks, or has
+                more than once; or offsets beyond the text. Other offsets of another text are not noticed.
 
         Examples:
             >>> from headscope import Segments
             >>> offsets = [(0, 0), (0, 3), (3, 9), (10, 13)]  # [CLS] Who wrote it?
             >>> Segments.from_offsets({"who": (0, 3), "rest": (4, 13)}, offsets).ids
+            tensor([-1,  0,  1,  1])
+            >>> Segments.from_offsets({"who": "Who", "what": "wrote it"}, offsets, "Who wrote it?").ids
             tensor([-1,  0,  1,  1])
         """
         places: Tensor = torch.as_tensor(offsets, device="cpu").detach()
@@ -192,6 +197,13 @@ class Segments:
             at = int(((begins > ends) | (begins < 0)).nonzero()[0])
             raise ValueError(f"offsets: token {at} has {places[at].tolist()}, expected 0 <= start <= stop")
         length = int(ends.max()) if len(ends) else 0
+        if text is not None:
+            check_type("text", text, str, "the text that was tokenised")
+            if length > len(text):
+                raise ValueError(
+                    f"offsets: end at character {length:,}, the text has {len(text):,}; expected those of this text"
+                )
+            spans = with_places(spans, text)
         listed = _checked_spans(spans, length, "characters of the offsets")
         shares = torch.zeros(len(listed), len(ends), dtype=torch.long, device="cpu")
         for n, pieces in enumerate(listed.values()):
@@ -209,8 +221,9 @@ class Segments:
 
     @staticmethod
     def from_chat(
-        messages: Sequence[Mapping[str, Any]], tokenizer: Any, names: Collection[str] | None = None, **options: Any
-    ) -> Segments:
+        messages: Sequence[Mapping[str, Any]], tokenizer: Any, names: Collection[str] | None = None, *,
+        parts: Mapping[str, str] | None = None, **options: Any,
+    ) -> Segments:  # fmt: skip
         """Return a segment for the content of each message of a chat; the tokens of the template belong to none.
 
         Args:
@@ -218,11 +231,14 @@ class Segments:
                 several parts, those with ``text`` count.
             tokenizer: of transformers, with a chat template and offsets (a fast one).
             names: of the messages; by default their roles, numbered where a role occurs again: "user 1", "user 2".
+            parts: name -> a piece of a message, such as a document, that occurs once in the chat and gets a segment of
+                its own, after those of the messages. The rest of the message, if any, stays in its segment.
             options: further arguments of ``apply_chat_template``, such as ``add_generation_prompt=True``.
 
         Raises:
-            TypeError, ValueError: messages of another kind; a message without text; another number of names; or a
-                template that changes the content of a message.
+            TypeError, ValueError: messages of another kind; a message without text; another number of names; a part
+                that the chat lacks, or has more than once; a tokenizer without offsets; or a template that changes the
+                content of a message.
 
         Examples:
             >>> from headscope import Segments
@@ -233,12 +249,19 @@ class Segments:
             ...         return {"offset_mapping": [(n, n + 1) for n in range(len(text))]}
             >>> Segments.from_chat([{"role": "user", "content": "Hi"}], Tokenizer())
             Segments(user: 2; 8 keys)
+            >>> Segments.from_chat([{"role": "user", "content": "A: why?"}], Tokenizer(), parts={"question": "why?"})
+            Segments(user: 3, question: 4; 13 keys)
         """
-        roles, spans, offsets = chat_spans(messages, tokenizer, options)
+        roles, spans, offsets, text = chat_spans(messages, tokenizer, options)
         named = roles if names is None else _checked_names(names)
         if len(named) != len(spans):
             raise ValueError(f"names: got {len(named)}, expected one for each of {len(spans)} messages")
-        return Segments.from_offsets(dict(zip(named, spans, strict=True)), offsets)
+        pieces = {} if parts is None else with_places(parts, text, "parts")
+        if twice := [name for name in pieces if name in named]:
+            raise ValueError(f"parts: {twice[0]!r} is the name of a message, too; expected different names")
+        taken = [piece for each in pieces.values() for piece in each]
+        rest = {name: without(each, taken, text) for name, each in zip(named, spans, strict=True)}
+        return Segments.from_offsets({**{name: each for name, each in rest.items() if each}, **pieces}, offsets)
 
     @staticmethod
     def from_image_tokens(
