@@ -76,6 +76,7 @@ def test_every_room_is_in_the_reference() -> None:
     assert [room for room in rooms if f"::: {room}\n" not in reference] == []
 
 
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")  # Whisper's np.repeat of a tensor
 @pytest.mark.parametrize("page", WITH_CODE, ids=named)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page, in order, in one namespace and an empty folder; what they print is what the page shows."""
