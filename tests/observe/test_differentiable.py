@@ -543,6 +543,28 @@ def test_checkpointing_gives_the_same_gradients() -> None:
     assert all(torch.equal(x, y) for x, y in zip(plain, again, strict=True))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_stored_penalty_has_a_graph_unless_checkpointing_is_reentrant(reentrant: bool) -> None:
+    """As in docs/guides/attention_in_a_loss.md: the statistics are no output of the function that is checkpointed."""
+    q, k, v = draw_call(11, 11)
+    stored: list[Tensor] = []
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attended = attend(q, k, v, observe=Observe(), differentiable=("entropy",))
+        assert attended.stats is not None
+        stored.append(attended.stats.differentiable.entropy)
+        return attended.out
+
+    out = torch.utils.checkpoint.checkpoint(layer, q, k, v, use_reentrant=reentrant)
+    penalty = stored[0].square().sum()
+    assert out.requires_grad
+    assert penalty.requires_grad is not reentrant
+    if not reentrant:
+        layer(q, k, v)
+        expected = torch.autograd.grad(stored[1].square().sum(), (q, k))
+        assert all(map(torch.equal, torch.autograd.grad(penalty, (q, k)), expected))
+
+
 def test_a_mask_that_changes_before_the_backward_pass_is_an_error() -> None:
     q, k, v = draw_call(11, 11)
     hidden = torch.ones(11, 11, dtype=torch.bool)
