@@ -702,9 +702,9 @@ def test_pieces_of_a_text_are_segments() -> None:
     segments = Segments.from_offsets({"first": "Paris is big.", "second": (14, 28)}, offsets, text)
     assert torch.equal(segments.ids, Segments.from_offsets({"first": (0, 13), "second": (14, 28)}, offsets).ids)
     cases: list[tuple[dict[str, Any], list[Any], str]] = [
-        ({"a": "Rome"}, offsets, r"spans: the text has 'Rome' of 'a' not at all"),
-        ({"a": "is"}, offsets, r"spans: the text has 'is' of 'a' 3 times, expected once: pass more of it"),
-        ({"a": ""}, offsets, r"spans: the text has '' of 'a' not at all"),
+        ({"a": "Rome"}, offsets, r"spans: 'a': the text lacks 'Rome'; expected a piece of the text as it was"),
+        ({"a": "is"}, offsets, r"spans: 'a': the text has 'is' 3 times; expected once: pass more of it"),
+        ({"a": ""}, offsets, r"spans: 'a': the text lacks ''; expected a piece"),
         ({"a": "big"}, [*offsets, (28, 29)], r"offsets: end at character 29, the text has 28; expected those of this"),
     ]
     for spans, wrong, match in cases:
@@ -712,7 +712,7 @@ def test_pieces_of_a_text_are_segments() -> None:
             Segments.from_offsets(spans, wrong, text)
     refused: list[tuple[Any, type[Exception], str]] = [
         ({"user": "Paris is big."}, ValueError, r"parts: 'user' is the name of a message, too"),
-        ({"a": "is"}, ValueError, r"parts: the text has 'is' of 'a' 4 times"),
+        ({"a": "is"}, ValueError, r"parts: 'a': the text has 'is' 4 times"),
         ({"a": (0, 3)}, TypeError, r"parts: 'a': got tuple, expected a piece of the text"),
         (["a"], TypeError, r"parts: got list, expected a mapping"),
     ]

@@ -77,8 +77,10 @@ def with_places(pieces: Mapping[str, Any], text: str, argument: str = "spans") -
         if isinstance(piece, str):
             count = text.count(piece) if piece else 0
             if count != 1:
-                many = f"{count} times, expected once: pass more of it" if count else "not at all"
-                raise ValueError(f"{argument}: the text has {piece[:40]!r} of {name!r} {many}")
+                shown = repr(piece[:40])
+                found = f"has {shown} {count} times; expected once: pass more of it"
+                lacks = f"lacks {shown}; expected a piece of the text as it was tokenised"
+                raise ValueError(f"{argument}: {name!r}: the text {found if count else lacks}")
             start = text.index(piece)
             places[name] = [(start, start + len(piece))]
         elif argument == "parts":
