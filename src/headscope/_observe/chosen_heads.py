@@ -6,7 +6,6 @@ lse takes part, the block is normalised as in ``block_weights``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -96,8 +95,7 @@ class RepeatedWeights:
         few = sum(part.tile.numel() for _, hidden in blocks for part in hidden or ()) <= MOST_RETAINED
         self._blocks = blocks if few else None
         self._scene = replace(scene, q=nothing, inputs=Inputs(nothing, nothing, nothing, None, None))
-        sizes = call.batch, len(scene.rows), call.keys
-        self.size = math.prod(sizes) * len(self._heads) * accumulate_dtype(call.dtype).itemsize
+        self.size = what.check_weights((call.batch, call.queries, call.keys), accumulate_dtype(call.dtype))
 
     def of(self, q: Tensor, k: Tensor) -> HeadWeights:
         """Return the weights of a call with these queries and keys, [B, H, Q, D] and [B, Hkv, K, D]."""
