@@ -287,14 +287,15 @@ def compare(
     assert not wanted.counted.any() or set(wanted.rows) <= set(kept.values)
     assert got.broken.tolist() == wanted.broken.sum((0, 2)).tolist()
     compare_selection(seen, got, wanted, visible)
+    least = _rounding(seen.case)
     for name, values in kept.values.items():
         if not name.startswith("top_") and name != "argmax" and name not in oracle_selection.QUANTITIES:
             truth = wanted.rows.get(name, torch.full(wanted.counted.shape, math.nan, dtype=torch.float64))
             theirs = baseline.rows.get(name, truth)
-            floor = 1e-6
+            floor = least
             if seen.lse == "other":  # exp(s - lse) carries the rounding of both, which is relative to their size
                 sizes = exact.lse.abs().nan_to_num(0, 0, 0).flatten().tolist()
-                floor = max(5e-6, 2.4e-7 * max(sizes, default=0))
+                floor = max(floor, 5e-6, 2.4e-7 * max(sizes, default=0))
             compare_rows(name, values, truth[..., picked], theirs[..., picked], floor)
             compare_heads(name, got, truth, 1e-5 if seen.lse != "other" else 3e-5)  # twice over in 1 / Σ p²
     compare_nulls(got, oracle_null.nulls(asked(seen, exact, visible)), 1e-5 if seen.lse != "other" else 6e-5)
@@ -319,6 +320,20 @@ def compare(
         assert tile.shape == (*lead, heads, queries - queries // 3, keys - keys // 4)
         wide = p[:, :, queries // 3 :, keys // 4 :].reshape(tile.shape)
         torch.testing.assert_close(tile.double(), wide, rtol=2e-5, atol=1e-6)
+
+
+def _rounding(case: Case) -> float:
+    """The least that is allowed, relative to a number's size.
+
+    Plain float32 multiplies two half-precision numbers exactly; the kernels round q · scale · log2 e first. That moves
+    a logit by an epsilon of Σ |q k|, and its weight by as much.
+    """
+    if accumulate_dtype(case.q.dtype) == case.q.dtype:
+        return 1e-6
+    q, k, _ = oracle.spread(*(x.double().abs() for x in (case.q, case.k, case.v)))
+    scale = case.scale if case.scale is not None else q.shape[-1] ** -0.5
+    sizes = (q @ k.mT * scale).flatten().tolist()
+    return max(1e-6, torch.finfo(torch.float32).eps * max(sizes, default=0))
 
 
 def compare_selection(seen: Observed, got: HeadStats, wanted: oracle_observe.Seen, visible: Tensor) -> None:
