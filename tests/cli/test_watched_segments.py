@@ -99,7 +99,13 @@ def test_how_much_is_read_of_a_document(folder: Path, run: Run) -> None:
     best = summary["highest"][0]
     assert best["mean"] == pytest.approx(max(float(heads[:, a, b].max()) for a in range(3) for b in range(3) if a != b))
     assert re.search(r"^question +4( +[01]\.\d\d){3}$", ran.out, re.MULTILINE), ran.out
-    line = f"{best['query']} +{best['key']} +[01] +{best['head']} +{best['mean']:.2f}"
+    nulls = [stats[n].segments.null for n in range(2)]
+    assert None not in nulls
+    even = torch.cat([null.mean for null in nulls if null is not None])
+    torch.testing.assert_close(torch.tensor(summary["chance"]).double(), even.mean(0), rtol=1e-5, atol=1e-7)
+    a, b = (summary["names"].index(best[each]) for each in ("query", "key"))
+    assert best["chance"] == pytest.approx(float(even[0, a, b]), rel=1e-5), "that of each head is the same"
+    line = f"{best['query']} +{best['key']} +[01] +{best['head']} +{best['mean']:.2f} +{best['chance']:.2f}"
     assert re.search(line, ran.out), ran.out
     titles = [
         table["title"] for table in Page(Path("headscope-report.html").read_text(encoding="utf-8")).data["tables"]
@@ -127,7 +133,9 @@ def test_a_share_that_is_mostly_on_the_first_token_is_also_given_without_it() ->
     highest = next(each for each in summary.highest if (each.query, each.key) == ("answer", "system"))
     of_head = float(mass.without_first()[0, 2, 0])
     assert (highest.head, highest.without_first) == (0, pytest.approx(of_head))
-    assert re.search(rf"^answer +system +0 +0 +{highest.mean:.2f} +{of_head:.2f} *$", out.getvalue(), re.MULTILINE)
+    even = sum(4 / visible for visible in range(14, 20)) / 6
+    numbers = " +".join(f"{number:.2f}" for number in (highest.mean, even, of_head))
+    assert re.search(rf"^answer +system +0 +0 +{numbers} *$", out.getvalue(), re.MULTILINE), out.getvalue()
     means, by_head, _ = make_sections(summary, {"a": "0"}, "")
     assert sentence in means.caption
     assert by_head.columns[-1] == "without first"
@@ -135,7 +143,7 @@ def test_a_share_that_is_mostly_on_the_first_token_is_also_given_without_it() ->
     summary = summarize_segments(even)
     assert summary is not None
     means, by_head, _ = make_sections(summary, {"a": "0"}, "")
-    assert by_head.columns[-1] == "mass"
+    assert by_head.columns[-2:] == ["mass", "chance"]
     assert "“answer”" not in means.caption
 
 

@@ -24,11 +24,12 @@ MOST_LAYERED = 16  # segments of a table with a line for each layer and segment
 PAIRS = 8  # in the terminal
 READ = "The mean mass that the queries of a segment (line) give to the keys of another (column)"
 LENGTHS = "A longer segment receives more from a head that spreads evenly"
+CHANCE = "chance is its share of the visible keys"
 
 
 @dataclass(frozen=True)
 class HighestHead:
-    """The head that gives the most of a pair of segments; without the first token where most of it is there."""
+    """The head that gives the most of a pair of segments, beside the part without the first token, and chance."""
 
     query: str
     key: str
@@ -36,6 +37,7 @@ class HighestHead:
     head: int
     mean: float
     without_first: float | None = None
+    chance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class SegmentSummary:
         layers: layer -> the mean over its heads.
         highest: for each two different segments the head with the most, the largest first.
         without_first: as ``mean``, without the weight on the first token; None if that is unknown.
+        chance: as ``mean``, if the keys of each row are exchanged: the share of the visible keys; None if unknown.
     """
 
     names: tuple[str, ...]
@@ -57,6 +60,7 @@ class SegmentSummary:
     layers: dict[str, list[list[float]]]
     highest: list[HighestHead]
     without_first: list[list[float]] | None = None
+    chance: list[list[float]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary, ready for JSON."""
@@ -78,21 +82,27 @@ def summarize_segments(stats: HeadStats) -> SegmentSummary | None:
     without = None
     if all(mass.first_sum is not None for mass in masses.values()):
         without = torch.cat([mass.without_first() for mass in masses.values()])
-    highest = _find_highest(every, without, heads, first.names)
-    rest = None if without is None else without.nanmean(0).tolist()
-    return SegmentSummary(first.names, count.tolist(), every.nanmean(0).tolist(), layers, highest, rest)
+    nulls = [mass.null for mass in masses.values()]
+    chance = None if None in nulls else torch.cat([null.mean for null in nulls if null is not None])
+    highest = _find_highest(every, without, chance, heads, first.names)
+    rest, even = (None if each is None else each.nanmean(0).tolist() for each in (without, chance))
+    return SegmentSummary(first.names, count.tolist(), every.nanmean(0).tolist(), layers, highest, rest, even)
 
 
 def _find_highest(
-    every: Tensor, without: Tensor | None, heads: list[tuple[str, int]], names: tuple[str, ...]
+    every: Tensor,
+    without: Tensor | None,
+    chance: Tensor | None,
+    heads: list[tuple[str, int]],
+    names: tuple[str, ...],
 ) -> list[HighestHead]:
     top, at = every.nan_to_num(nan=-1.0).max(0)
     highest: list[HighestHead] = []
     for a, b in product(range(len(names)), repeat=2):
         if a != b and top[a, b] > 0:
             place, mean = int(at[a, b]), float(top[a, b])
-            rest = None if without is None else float(without[place, a, b])
-            highest.append(HighestHead(names[a], names[b], *heads[place], mean, rest))
+            rest, even = (None if each is None else float(each[place, a, b]) for each in (without, chance))
+            highest.append(HighestHead(names[a], names[b], *heads[place], mean, rest, even))
     return sorted(highest, key=lambda each: -each.mean)
 
 
@@ -119,7 +129,8 @@ def show_segments(out: Console, summary: SegmentSummary, short: Mapping[str, str
         cells = _list_highest(shown, short)
         left_out = len(summary.highest) - len(shown)
         more = f" {left_out} more pairs of segments are in --json." if left_out else ""
-        out.print(Text(f"For two segments, the head that reads most. {LENGTHS}.{more}", style="dim"))
+        chance = f"; {CHANCE}" if _knows_chance(shown) else ""
+        out.print(Text(f"For two segments, the head that reads most. {LENGTHS}{chance}.{more}", style="dim"))
         out.print(table(_headings(shown), cells, 3))
 
 
@@ -132,8 +143,9 @@ def make_sections(summary: SegmentSummary, short: Mapping[str, str], note: str) 
     mean = Section(
         "Segments", f"{READ}, over all heads.", ["from", "queries", *names], _list_means(summary), caption, words
     )
+    chance = f" {LENGTHS}; {CHANCE}." if _knows_chance(summary.highest) else ""
     highest = Section(
-        "Segments: heads", "For each two segments, the head that gives the most.",
+        "Segments: heads", f"For each two segments, the head that gives the most.{chance}",
         [*_headings(summary.highest)], _list_highest(summary.highest, short), note, words,
     )  # fmt: skip
     if len(names) > MOST_LAYERED:
@@ -179,19 +191,28 @@ def _is_sink(mean: float, rest: float | None) -> bool:
 
 def _headings(heads: list[HighestHead]) -> tuple[str, ...]:
     """Return the headings of the heads with the most; the last one only where a share is mostly on the first token."""
-    without = any(_is_sink(each.mean, each.without_first) for each in heads)
-    return ("from", "to", "layer", "head", "mass", *(("without first",) if without else ()))
+    chance = ("chance",) if _knows_chance(heads) else ()
+    return ("from", "to", "layer", "head", "mass", *chance, *(("without first",) if _has_sink(heads) else ()))
 
 
 def _list_highest(heads: list[HighestHead], short: Mapping[str, str]) -> list[tuple[str, ...]]:
-    has_last = len(_headings(heads)) > 5
-    return [
-        (
-            *(each.query, each.key, short[each.layer], str(each.head), _decimal(each.mean)),
-            *((_decimal(each.without_first),) if has_last and each.without_first is not None else ()),
-        )
-        for each in heads
-    ]
+    cells: list[tuple[str, ...]] = []
+    for each in heads:
+        numbers = [each.mean]
+        if each.chance is not None and _knows_chance(heads):
+            numbers.append(each.chance)
+        if each.without_first is not None and _has_sink(heads):
+            numbers.append(each.without_first)
+        cells.append((each.query, each.key, short[each.layer], str(each.head), *map(_decimal, numbers)))
+    return cells
+
+
+def _knows_chance(heads: list[HighestHead]) -> bool:
+    return all(each.chance is not None for each in heads)
+
+
+def _has_sink(heads: list[HighestHead]) -> bool:
+    return any(_is_sink(each.mean, each.without_first) for each in heads)
 
 
 def _decimal(value: float) -> str:
