@@ -231,6 +231,38 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"ids: got \[2, 4\], expected \[K\]",
     ),
     "documents that do not ascend": (lambda: Segments.from_documents([0, 3, 3]), ValueError, "cu_seqlens: got 0, 3, 3"),
+    "no documents": (lambda: Segments.from_documents(None), TypeError, "cu_seqlens: got NoneType, expected whole"),  # type: ignore[arg-type]
+    "no offsets": (
+        lambda: Segments.from_offsets({"a": (0, 1)}, [(None, None)]),
+        TypeError,
+        r"offsets: got list, expected whole numbers \[K, 2\]",
+    ),
+    "no tokens": (lambda: Segments.from_offsets({"a": (0, 1)}, []), ValueError, r"offsets: got \[0\], expected"),
+    "ids without values": (
+        lambda: Segments(["a"], torch.zeros(2, dtype=torch.long, device="meta")),
+        TypeError,
+        "ids: is on the meta device",
+    ),
+    "text for ids": (
+        lambda: Segments.from_image_tokens("abc", 7, (1, 1)),  # type: ignore[arg-type]
+        TypeError,
+        r"ids: got str, expected whole numbers \[K\]",
+    ),
+    "text for names": (
+        lambda: Segments.from_image_tokens([7, 7], 7, [(1, 1), (1, 1)], names="ab"),
+        TypeError,
+        "names: got str, expected one for each of 2 images",
+    ),
+    "text for newlines": (
+        lambda: Segments.from_image_tokens([7, 7], 7, (1, 1), newlines="yes"),  # type: ignore[arg-type]
+        TypeError,
+        "newlines: got str, expected True or False",
+    ),
+    "a pair without its first key": (
+        lambda: Segments(["a", "b", "b/without_first"], [0]),
+        ValueError,
+        "names: got a, b, b/without_first, .*whose pairs differ, too, also from",
+    ),
     "too many documents": (lambda: Segments.from_documents(range(70)), ValueError, "names: got 69"),  # type: ignore[arg-type]
 }
 
@@ -696,6 +728,53 @@ def test_parts_of_a_message_have_segments_of_their_own() -> None:
     assert Segments.from_chat(two, Characters(), parts={"1": "One.", "2": "Two."}).names == ("1", "2")
 
 
+@pytest.mark.parametrize(
+    ("begin", "end", "content"),
+    [
+        ("Today: 26 Jul 2024. ", "", "2"),  # in the date
+        ("", "", "user"),  # in the header of the message itself
+        ("", "</user>\n", "</user>\n</user>"),
+    ],
+)
+def test_a_content_that_the_template_has_too_is_not_mistaken(
+    begin: str, end: str, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(_: Any, messages: list[dict[str, str]], tokenize: bool) -> str:
+        return begin + "".join(f"<{each['role']}>{each['content']}{end}" for each in messages)
+
+    monkeypatch.setattr(Characters, "apply_chat_template", render)
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]
+    made = Segments.from_chat(chat, Characters())
+    before = len(begin) + len("<user>")
+    after = before + len(content) + len(end) + len("<assistant>")
+    assert (made.ids == 0).nonzero()[:, 0].tolist() == [*range(before, before + len(content))]
+    assert (made.ids == 1).nonzero()[:, 0].tolist() == [after]
+
+
+def test_a_template_that_reads_the_content_is_refused_where_it_is_ambiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template with other contents does not show the places of these."""
+
+    def render(_: Any, messages: list[dict[str, str]], tokenize: bool) -> str:
+        return f"{len(messages[0]['content'])} characters by the user: {messages[0]['content']}"
+
+    monkeypatch.setattr(Characters, "apply_chat_template", render)
+    plain = Segments.from_chat([{"role": "user", "content": "A question"}], Characters())
+    assert (plain.ids == 0).nonzero()[:, 0].tolist() == [*range(27, 37)]
+    with pytest.raises(ValueError, match=r"has the content of message 0 \(user\) more than once, and the template"):
+        Segments.from_chat([{"role": "user", "content": "user"}], Characters())
+
+
+def test_wrong_messages_are_named() -> None:
+    refused: list[tuple[Any, type[Exception], str]] = [
+        (["hello"], TypeError, "messages: got str in the list, expected a list of mappings"),
+        ([{"role": "tool", "content": None}], ValueError, "messages: message 0 has no text"),
+        ([{"role": role, "content": role} for role in ("a", "a", "a 1")], ValueError, "names: got a 1, a 2, a 1"),
+    ]
+    for messages, error, match in refused:
+        with pytest.raises(error, match=match):
+            Segments.from_chat(messages, Characters())
+
+
 def test_pieces_of_a_text_are_segments() -> None:
     text = "Paris is big. Berlin is old."
     offsets = [(n, n + 1) for n in range(len(text))]
@@ -710,6 +789,8 @@ def test_pieces_of_a_text_are_segments() -> None:
     for spans, wrong, match in cases:
         with pytest.raises(ValueError, match=match):
             Segments.from_offsets(spans, wrong, text)
+    with pytest.raises(ValueError, match="the text has 'aa' 2 times"):
+        Segments.from_offsets({"a": "aa"}, [(0, 3)], "aaa")  # of which str.count finds one
     refused: list[tuple[Any, type[Exception], str]] = [
         ({"user": "Paris is big."}, ValueError, r"parts: 'user' is the name of a message, too"),
         ({"a": "is"}, ValueError, r"parts: 'a': the text has 'is' 4 times"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
@@ -9,12 +10,35 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from headscope._support.arguments import as_whole, kind, whole
+from headscope._support.arguments import as_whole, check_layout, check_type, kind, whole
+from headscope._support.text import count_places
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+_MARK = "\ue000{}\ue001"  # private-use characters: they stand for a content, to see what the template adds
 
 Span = tuple[int, int]
 
 ImageRows = tuple[str, int, tuple[int, ...]]
 """An image in a prompt: its name, its columns of patches, and the position of the first patch of each row."""
+
+
+def as_wholes(argument: str, value: Any, expected: str) -> Tensor:
+    """Return a copy of whole numbers, int64 on the CPU.
+
+    Raises:
+        TypeError: other values.
+    """
+    if isinstance(value, Tensor):
+        check_layout(argument, value)
+    try:
+        every: Tensor = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{argument}: got {kind(value)}, {expected} ({error})") from error
+    if every.dtype not in _INTEGERS and every.numel():
+        raise TypeError(f"{argument}: dtype is {kind(every)}, {expected}")
+    if every.is_meta:
+        raise TypeError(f"{argument}: is on the meta device, which holds no values; {expected}")
+    return every.to(device="cpu", dtype=torch.int64, copy=True)
 
 
 def chat_spans(
@@ -25,8 +49,11 @@ def chat_spans(
     Raises:
         TypeError, ValueError: see ``Segments.from_chat``.
     """
+    expected = "expected a list of mappings with role and content"
     if not isinstance(cast("object", messages), Sequence) or isinstance(messages, str) or not messages:
-        raise TypeError(f"messages: got {kind(messages)}, expected a list of mappings with role and content")
+        raise TypeError(f"messages: got {kind(messages)}, {expected}")
+    if other := [each for each in cast("Sequence[object]", messages) if not isinstance(each, Mapping)]:
+        raise TypeError(f"messages: got {kind(other[0])} in the list, {expected}")
     for method in ("apply_chat_template", "__call__"):
         if not hasattr(tokenizer, method):
             raise TypeError(f"tokenizer: got {kind(tokenizer)}, expected one with apply_chat_template")
@@ -38,28 +65,71 @@ def chat_spans(
         raise ValueError(
             f"tokenizer: {kind(tokenizer)} has no offsets; expected a fast one (AutoTokenizer, use_fast=True)"
         ) from error
-    roles: list[str] = []
-    spans: list[list[Span]] = []
-    end = 0
-    for number, message in enumerate(messages):
-        roles.append(str(message.get("role", "message")))
-        pieces: list[Span] = []
-        for content in _texts(message, number):
-            start = text.find(content, end)
-            if start < 0:
-                raise ValueError(
-                    f"messages: the rendered chat lacks the content of message {number} ({roles[-1]}), which the "
-                    "template changes or moves; use Segments.from_offsets on the text"
-                )
-            end = start + len(content)
-            pieces.append((start, end))
-        spans.append(pieces)
+    roles = [str(message.get("role", "message")) for message in messages]
+    texts = [_texts(message, number) for number, message in enumerate(messages)]
+    spans = _content_spans(texts, roles, text, _template_pieces(messages, tokenizer, options))
     many, before = Counter(roles), Counter[str]()
     names: list[str] = []
     for role in roles:
         before[role] += 1
         names.append(role if many[role] == 1 else f"{role} {before[role]}")
     return tuple(names), spans, offsets, text
+
+
+def _template_pieces(messages: Sequence[Mapping[str, Any]], tokenizer: Any, options: Mapping[str, Any]) -> list[str]:
+    """Return what the template writes before, between and after the texts; [] if it refuses or moves other texts."""
+    marked: list[dict[str, Any]] = []
+    count = 0
+    for message in messages:
+        content: Any = message["content"]
+        parts: list[Any] = [content] if isinstance(content, str) else [*content]
+        for place, part in enumerate(parts):
+            fields = cast("Mapping[str, Any]", part) if isinstance(part, Mapping) else None
+            text = content if fields is None else fields.get("text")
+            if isinstance(text, str) and text.strip():
+                mark, count = text.replace(text.strip(), _MARK.format(count)), count + 1
+                parts[place] = mark if fields is None else {**fields, "text": mark}
+        marked.append({**message, "content": parts[0] if isinstance(content, str) else parts})
+    try:
+        rendered: Any = tokenizer.apply_chat_template(marked, tokenize=False, **options)
+    except Exception:  # a template raises what it likes
+        return []
+    pieces = re.split(_MARK.format("([0-9]+)"), rendered)
+    in_order = pieces[1::2] == [str(n) for n in range(count)]
+    return pieces[::2] if in_order else []
+
+
+def _content_spans(
+    texts: Sequence[Sequence[str]], roles: Sequence[str], text: str, pieces: Sequence[str]
+) -> list[list[Span]]:
+    """Return the characters of the texts of each message; ``pieces``: what the template writes around all texts.
+
+    Raises:
+        ValueError: the text lacks a content, or a content cannot be told from what the template writes.
+    """
+    contents = [content for each in texts for content in each]
+    exact = len(pieces) == len(contents) + 1
+    exact = exact and text == pieces[0] + "".join(a + b for a, b in zip(contents, pieces[1:], strict=True))
+    spans: list[list[Span]] = []
+    end = done = 0
+    for number, each in enumerate(texts):
+        found: list[Span] = []
+        for content in each:
+            start = end + len(pieces[done]) if exact else text.find(content, end)
+            if start < 0:
+                raise ValueError(
+                    f"messages: the rendered chat lacks the content of message {number} ({roles[number]}), which the "
+                    "template changes or moves; use Segments.from_offsets on the text"
+                )
+            if not exact and (not pieces or any(content in piece for piece in pieces)) and text.count(content) > 1:
+                raise ValueError(
+                    f"messages: the rendered chat has the content of message {number} ({roles[number]}) more than "
+                    "once, and the template changes with the content; use Segments.from_offsets on the text"
+                )
+            end, done = start + len(content), done + 1
+            found.append((start, end))
+        spans.append(found)
+    return spans
 
 
 def with_places(pieces: Mapping[str, Any], text: str, argument: str = "spans") -> dict[str, Any]:
@@ -75,7 +145,7 @@ def with_places(pieces: Mapping[str, Any], text: str, argument: str = "spans") -
     for name, piece in pieces.items():
         places[name] = piece
         if isinstance(piece, str):
-            count = text.count(piece) if piece else 0
+            count = count_places(piece, text)
             if count != 1:
                 shown = repr(piece[:40])
                 found = f"has {shown} {count} times; expected once: pass more of it"
@@ -125,9 +195,8 @@ def image_segments(
     Raises:
         TypeError, ValueError: see ``Segments.from_image_tokens``.
     """
-    tokens: Tensor = torch.as_tensor(ids, device="cpu").detach()
-    if tokens.dtype.is_floating_point or tokens.dtype in (torch.bool, torch.complex64):
-        raise TypeError(f"ids: dtype is {kind(tokens)}, expected whole numbers [K]")
+    tokens = as_wholes("ids", ids, "expected whole numbers [K]")
+    check_type("newlines", newlines, bool, "True or False")
     if tokens.ndim == 2 and len(tokens) == 1:
         tokens = tokens[0]
     if tokens.ndim != 1:
@@ -202,6 +271,8 @@ def _check_runs(where: Tensor, grids: Sequence[Span], labels: Sequence[str], new
 def _image_names(names: Collection[str] | None, count: int) -> list[str]:
     if names is None:
         return ["image"] if count == 1 else [f"image {n}" for n in range(count)]
+    if isinstance(names, str) or not isinstance(cast("object", names), Collection):
+        raise TypeError(f"names: got {kind(names)}, expected one for each of {count} images")
     if len(names) != count:
         raise ValueError(f"names: got {len(names)}, expected one for each of {count} images")
     return list(names)

@@ -9,13 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from headscope._support.arguments import as_whole, check_layout, check_type, kind, whole
-from headscope.stats._segment_sources import ImageRows, chat_spans, image_segments, with_places, without
+from headscope._support.arguments import as_whole, check_type, kind, whole
+from headscope.stats._segment_sources import ImageRows, as_wholes, chat_spans, image_segments, with_places, without
 
 __all__ = ["Segments"]
 
 MOST_SEGMENTS = 64
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 Span = tuple[int, int]
 Spans = Mapping[str, Span | Sequence[Span]]
@@ -123,9 +122,7 @@ class Segments:
             >>> Segments.from_documents([0, 2, 5]).ids
             tensor([0, 0, 1, 1, 1])
         """
-        starts: Tensor = torch.as_tensor(cu_seqlens, device="cpu").detach()
-        if starts.dtype not in _INTEGERS:
-            raise TypeError(f"cu_seqlens: dtype is {kind(starts)}, expected whole numbers")
+        starts = as_wholes("cu_seqlens", cu_seqlens, "expected whole numbers [N + 1]")
         borders = [int(n) for n in starts.flatten()]
         if starts.ndim != 1 or len(borders) < 2 or borders[0] != 0 or any(a >= b for a, b in pairwise(borders)):
             raise ValueError(
@@ -185,14 +182,12 @@ class Segments:
             >>> Segments.from_offsets({"who": "Who", "what": "wrote it"}, offsets, "Who wrote it?").ids
             tensor([-1,  0,  1,  1])
         """
-        places: Tensor = torch.as_tensor(offsets, device="cpu").detach()
-        if places.dtype not in _INTEGERS:
-            raise TypeError(f"offsets: dtype is {kind(places)}, expected whole numbers [K, 2]")
+        places = as_wholes("offsets", offsets, "expected whole numbers [K, 2]")
         if places.ndim == 3 and len(places) == 1:
             places = places[0]
         if places.ndim != 2 or places.shape[-1] != 2:
             raise ValueError(f"offsets: got {list(places.shape)}, expected [K, 2]: the first character and the end")
-        begins, ends = places.long().unbind(-1)
+        begins, ends = places.unbind(-1)
         if bool((begins > ends).any()) or bool((begins < 0).any()):
             at = int(((begins > ends) | (begins < 0)).nonzero()[0])
             raise ValueError(f"offsets: token {at} has {places[at].tolist()}, expected 0 <= start <= stop")
@@ -238,7 +233,7 @@ class Segments:
         Raises:
             TypeError, ValueError: messages of another kind; a message without text; another number of names; a part
                 that the chat lacks, or has more than once; a tokenizer without offsets; or a template that changes the
-                content of a message.
+                content of a message, or depends on it so that its place is ambiguous.
 
         Examples:
             >>> from headscope import Segments
@@ -253,7 +248,7 @@ class Segments:
             Segments(user: 3, question: 4; 13 keys)
         """
         roles, spans, offsets, text = chat_spans(messages, tokenizer, options)
-        named = roles if names is None else _checked_names(names)
+        named = _checked_names(roles if names is None else names)
         if len(named) != len(spans):
             raise ValueError(f"names: got {len(named)}, expected one for each of {len(spans)} messages")
         pieces = {} if parts is None else with_places(parts, text, "parts")
@@ -313,9 +308,13 @@ def _checked_names(names: Collection[str]) -> tuple[str, ...]:
             raise ValueError(f"names: got an empty name, {expected}")
     if not 1 <= len(every) <= MOST_SEGMENTS:
         raise ValueError(f"names: got {len(every)}, {expected}")
-    pairs = {f"{a}/{b}" for a in every for b in every}
-    if len({*every}) < len(every) or len(pairs) < len(every) ** 2:  # "a/b" and "c", "a" and "b/c"
-        raise ValueError(f"names: got {', '.join(every)}, {expected}, whose pairs differ, too")
+    if len({*every}) < len(every):
+        raise ValueError(f"names: got {', '.join(every)}, {expected}")
+    # "a/b" and "c", "a" and "b/c"; "a" and "b/without_first", the pair of "a" and "b" without the first key
+    pairs = {f"{a}/{b}{end}" for a in every for b in every for end in ("", "/without_first")}
+    if len(pairs) < 2 * len(every) ** 2:
+        differ = "whose pairs differ, too, also from 'query/key/without_first'"
+        raise ValueError(f"names: got {', '.join(every)}, {expected}, {differ}")
     return every
 
 
@@ -323,17 +322,9 @@ def _checked_ids(argument: str, ids: Tensor | Sequence[Any], names: tuple[str, .
     """Return a copy of ids, int64 [n] or [B, n] on the CPU."""
     letter = "Q" if argument == "query_ids" else "K"
     expected = f"expected whole numbers [{letter}] or [B, {letter}]"
-    if isinstance(ids, Tensor):
-        check_layout(argument, ids)
-    try:
-        every: Tensor = torch.as_tensor(ids).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{argument}: got {kind(ids)}, {expected} ({error})") from error
-    if every.dtype not in _INTEGERS and every.numel():
-        raise TypeError(f"{argument}: dtype is {kind(every)}, {expected}")
+    every = as_wholes(argument, ids, expected)
     if every.ndim not in (1, 2):
         raise ValueError(f"{argument}: got {list(every.shape)}, {expected}")
-    every = every.to(device="cpu", dtype=torch.int64, copy=True)
     wrong = (every < -1) | (every >= len(names))
     if bool(wrong.any()):
         raise ValueError(
