@@ -346,6 +346,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "no file": (["--segments", "no.json"], "--segments: no.json: cannot be read: No such file"),
     "no JSON": (["--segments", "text.txt"], "--segments: text.txt: is not JSON: "),
+    "a name twice": (["--segments", "twice.json"], "--segments: twice.json: .*: 'a' is there twice; expected"),
     "another form": (["--segments", "list.json"], r"--segments: list.json: expected {\"name\": \[start, stop\]"),
     "another place": (["--segments", "place.json"], "--segments: place.json: 'a': expected "),
     "no messages": (["--chat", "place.json"], r"--chat: place.json: expected \[{\"role\""),
@@ -369,6 +370,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(mistake: str, folder: Path, run: 
     Path("text.txt").write_text("no JSON", encoding="utf-8")
     Path("list.json").write_text("[1]", encoding="utf-8")
     Path("place.json").write_text('{"a": [1, 2, 3]}', encoding="utf-8")
+    Path("twice.json").write_text('{"a": [0, 2], "a": [3, 4]}', encoding="utf-8")
     arguments, message = MISTAKES[mistake]
     has_input = any(option in arguments for option in ("--ids", "--text", "--chat"))
     ran = run("watch", str(folder), *arguments, *(() if has_input else ("--text", TEXT)))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from headscope._support.text import visible
+from headscope._support.text import count_places, visible
 from headscope.cli._shared.mistakes import Mistake
 
 if TYPE_CHECKING:
@@ -122,11 +122,25 @@ def _read_json(option: str, path: str) -> Any:
             text = file.read(LARGEST + 1)
         if len(text) > LARGEST:
             raise Mistake(f"{option}: {visible(path)}: expected at most {LARGEST:,} characters, got more")
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_distinct)
     except OSError as error:
         raise Mistake(f"{option}: {visible(path)}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # JSON, UTF-8, or a zero byte in the path
         raise Mistake(f"{option}: {visible(path)}: is not JSON: {error}") from error
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; of equal names, Python's reader would take the last without a word.
+
+    Raises:
+        ValueError: a name is there twice.
+    """
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ValueError(f"{_quote(name)} is there twice; expected each name once, with all that belongs to it")
+        entries[name] = value
+    return entries
 
 
 # ---------------------------------------------------------------- in a text
@@ -264,7 +278,7 @@ def _find_place(options: SegmentOptions, name: str, place: Place, text: str) -> 
         return place
     is_open = place.endswith(MARK) and len(place) > len(MARK)
     phrase = place.removesuffix(MARK) if is_open else place
-    count = text.count(phrase)
+    count = count_places(phrase, text)
     if count != 1:
         problem = "is not in the input" if not count else f"is {count:,} times in the input"
         remedy = "copy it from the input" if not count else "use a longer text, or START:STOP in characters"
