@@ -575,6 +575,40 @@ def test_the_spread_is_that_of_all_exchanges_of_the_keys() -> None:
     assert float(mass.z[0, 0, 0]) == pytest.approx((0.95 - 0.75) / float(shares.std(correction=0)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("form", ["spans", "dense", "portable"])
+def test_rows_that_see_one_segment_only_have_no_spread(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also where 1 / n in float32, times n, is not 1: the variance would be below 0, and a file not load."""
+    seen = torch.ones(40, 40).tril().bool()
+    mask = masks.causal() if form == "spans" else seen
+    parts = Segments.from_spans({"a": (0, 23), "b": (23, 40)}, 40)
+    for seed in range(4):
+        q = drawn(40, seed).to(dtype)
+        bias = torch.zeros(1, 1, 40, 40) if form == "portable" else None
+        stats = observe(q, q, mask=mask, bias=bias, what=Observe(segments=parts))
+        mass = stats.segments
+        loaded = HeadStats.load(stats.save(tmp_path / "stats.safetensors", force=True)).segments
+        torch.testing.assert_close(loaded.z, mass.z, rtol=0, atol=0, equal_nan=True)
+        assert mass.null is not None
+        assert mass.null_sums is not None
+        assert bool((mass.null_sums[1][:, 0] == 0).all())
+        assert mass.z[:, 0].isnan().all()
+        assert mass.z[:, 1].isfinite().all()
+        torch.testing.assert_close(mass.null.mean[:, 0], torch.tensor([[1.0, 0.0]] * H).double(), rtol=1e-6, atol=0)
+
+
+def test_files_with_a_variance_just_below_0_load(tmp_path: Path) -> None:
+    stats = stats_of()
+    nulls = stats.segments.null_sums
+    assert nulls is not None
+    nulls = nulls.clone()
+    nulls[1, 0, 0, 0] = -1e-7
+    earlier = damaged(stats, segments=replace(stats.segments, null_sums=nulls))
+    mass = HeadStats.load(earlier.save(tmp_path / "stats.safetensors")).segments
+    assert mass.null_sums is not None
+    assert float(mass.null_sums.min()) == 0
+
+
 def test_with_sinks_chance_gives_less() -> None:
     q = drawn()
     sinks = torch.tensor([1.0, 2.0, 3.0])

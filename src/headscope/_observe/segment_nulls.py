@@ -86,10 +86,12 @@ def sum_segment_nulls(counts: Tensor, scene: Scene, rows: Mapping[str, Tensor], 
     squares = (1 / keys).nan_to_num(0.0)
     uneven = squares - mass.square() * even
     uneven = torch.where((uneven > even_share * squares) & (even < 1), uneven / (1 - even), 0.0)
+    visible = (1 / even).round()  # even is 1 / visible, to the precision of the rows; infinite for rows without keys
     sums = torch.zeros(2, mass.shape[1], size, size, dtype=accumulate, device=mass.device)
     for b in range(len(mass)):
         of_rows = scene.row_segments[b if len(scene.row_segments) > 1 else 0]  # [R]
-        share = counts[b if len(counts) > 1 else 0].to(accumulate) * even[b][..., None]  # [H, R, S]
+        share = counts[b if len(counts) > 1 else 0].to(accumulate) / visible[b][..., None]  # [H, R, S]
+        share = share.clamp(max=1)  # 1 if all are of the segment, to the bit: no variance below 0
         member = (of_rows[:, None] == torch.arange(size, device=mass.device)).to(accumulate)  # [R, S]
         for n, each in enumerate((mass[b][..., None] * share, uneven[b][..., None] * share * (1 - share))):
             sums[n] += member.mT @ each

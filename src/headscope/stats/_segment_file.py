@@ -16,6 +16,7 @@ __all__ = ["LATER", "read_segments", "segment_entry", "segment_tensors"]
 
 LATER: dict[str, Any] = {"segment_spans": [], "segment_images": [], "segment_first": False, "segment_nulls": False}
 """What older files lack."""
+_ROUNDING = 1e-6  # of the variance of one row
 
 
 def segment_tensors(mass: SegmentMass | None, under: str) -> dict[str, Tensor]:
@@ -50,7 +51,8 @@ def read_segments(entry: dict[str, Any], read: Callable[..., Tensor], rows: int)
         has_first = read_value(entry, "segment_first", bool)
         first = read("segments/first", "H", size, size, within=(0, None)) if has_first else None
         has_nulls = read_value(entry, "segment_nulls", bool)
-        nulls = read("segments/nulls", 2, "H", size, size, within=(0, None)) if has_nulls else None
+        least = -_ROUNDING * rows  # of files that were written before shares were computed to the bit
+        nulls = read("segments/nulls", 2, "H", size, size, within=(least, None)).clamp_min(0) if has_nulls else None
         parts["segments"] = SegmentMass(names, total, count, spans, _read_images(entry), first, nulls)
     if read_value(entry, "received_max", bool):
         parts["received_max"] = read("received_max", "H", "K", within=(0, None))

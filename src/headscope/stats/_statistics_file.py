@@ -311,7 +311,7 @@ def _check_axes(name: str, shape: tuple[int, ...], axes: Axes, sizes: dict[str, 
         raise TypeError(f"{name}: got {list(shape)}, expected [{', '.join(map(str, axes))}]")
 
 
-def _check_within(name: str, values: Tensor, least: int, end: int | Tensor | None) -> None:
+def _check_within(name: str, values: Tensor, least: float, end: int | Tensor | None) -> None:
     """Raise ValueError unless all numbers are from ``least`` up to, not including, ``end``; NaN is ignored."""
     if bool((values < least).any()) or (end is not None and bool((values >= end).any())):
         raise ValueError(f"{name}: holds {values.min()} to {values.max()}, outside the possible range")
@@ -320,7 +320,7 @@ def _check_within(name: str, values: Tensor, least: int, end: int | Tensor | Non
 def _tensor_reader(tensors: Mapping[str, Tensor], under: str, sizes: dict[str, int]) -> Callable[..., Tensor]:
     """Return a reader of a layer's tensors by name, which checks axes, dtype and range."""
 
-    def read(name: str, *axes: str | int, within: tuple[int, int | Tensor | None] | None = None) -> Tensor:
+    def read(name: str, *axes: str | int, within: tuple[float, int | Tensor | None] | None = None) -> Tensor:
         name = f"{under}/{name}"
         tensor, expected = tensors[name], _DTYPES.get(name.rpartition("/")[2])
         _check_axes(name, tuple(tensor.shape), axes, sizes)
