@@ -159,6 +159,17 @@ def test_indices_broadcast_and_repeated_ones_count_once(name: str, shape: tuple[
     assert_rows(stats, expected(oracle_selection.of_indices(indices, (B, H, Q, K)), masks.causal().dense(B, H, Q, K)))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_small_whole_numbers_are_indices_of_any_number_of_keys(dtype: torch.dtype) -> None:
+    q, k = drawn(1, 1, 300, D), drawn(1, 1, 300, D, seed=1)  # the dtype may not hold 300, nor -1
+    selected = torch.randint(100, (300, 3), generator=torch.Generator().manual_seed(2))
+    got, wanted = (observe(q, k, what=Observe(selected=x))["recall"] for x in (selected.to(dtype), selected))
+    assert torch.equal(got.mean, wanted.mean)
+    if dtype == torch.uint8:
+        with pytest.raises(ValueError, match="got key 255 at"):
+            observe(q[:, :, :20], k[:, :, :20], what=Observe(selected=torch.full((20, 1), 255, dtype=dtype)))
+
+
 def test_all_visible_keys_have_a_recall_of_exactly_1() -> None:
     q, k = example()
     for name in ("usual", "portable"):

@@ -162,6 +162,8 @@ def _placed(indices: Tensor, request: Request) -> Tensor:
                 f"selected: axis {indices.ndim + axis} ({letters[axis]}) is {got}, expected "
                 f"{' or '.join(map(str, expected))}; {ends}"
             )
+    if indices.dtype.itemsize < 4:  # comparing with a number that does not fit the dtype would wrap it around
+        indices = indices.int()
     wrong = (indices < -1) | (indices >= call.keys)
     if bool(wrong.any()):
         at = wrong.nonzero()[0].tolist()
