@@ -142,3 +142,15 @@ def test_the_statistics_of_a_chunk_are_saved(tmp_path: Path) -> None:
     saved = HeadStats.load(part.save(tmp_path / "chunk.safetensors"))
     assert saved.rows.tolist() == [4, 4]
     torch.testing.assert_close(saved["entropy"].mean, part["entropy"].mean)
+
+
+@pytest.mark.parametrize("mask", [masks.causal(), masks.causal() & masks.KeyLengths(torch.tensor([9, 12]))])
+def test_a_default_device_changes_nothing(mask: masks.Mask) -> None:
+    q, k = torch.randn(2, 2, 2, 12, 4, generator=torch.Generator().manual_seed(0))
+    what = Observe(weights=(1,), map=3)
+    expected = observe(q[:, :, 5:], k, mask=mask, rows_at=(5, 12), what=what)
+    with torch.device("meta"):
+        got = observe(q[:, :, 5:], k, mask=mask, rows_at=(5, 12), what=what)
+    assert torch.equal(got["first"].mean, expected["first"].mean)
+    assert torch.equal(got.weights[1], expected.weights[1])
+    assert torch.equal(got.map.count, expected.map.count)

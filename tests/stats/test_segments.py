@@ -390,6 +390,18 @@ def test_files_and_copies(tmp_path: Path) -> None:
         assert torch.equal(again.received_max, stats.received_max)
 
 
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    path = stats_of().save(tmp_path / "stats.safetensors")
+    expected = [Segments(NAMES, [0, 1, 2, -1]), Segments.from_spans({"a": (0, 2)}, 3), HeadStats.load(path).segments]
+    with torch.device("meta"):
+        got = [Segments(NAMES, [0, 1, 2, -1]), Segments.from_spans({"a": (0, 2)}, 3), HeadStats.load(path).segments]
+        kept = Segments(NAMES, expected[0].ids)
+    assert torch.equal(kept.ids, expected[0].ids)
+    for one, other in zip(got[:2], expected[:2], strict=True):
+        assert torch.equal(one.ids, other.ids)
+    assert torch.equal(got[2].sum, expected[2].sum)
+
+
 def test_a_key_that_no_row_sees(tmp_path: Path) -> None:
     q = drawn()
     stats = observe(q, q, mask=masks.KeyLengths(torch.tensor([9, 11])), what=Observe(received_max=True))

@@ -278,7 +278,8 @@ def _hidden(scene: Scene, b: slice, heads: Sequence[int], at: slice | Tensor, j:
     for part in parts:
         visible = _visible(scene, b, heads, at, part)
         assert visible is not None  # only a plan with everything gives None
-        tile = torch.zeros(visible.shape, dtype=accumulate_dtype(scene.call.dtype)).masked_fill_(~visible, -torch.inf)
+        tile = torch.zeros(visible.shape, dtype=accumulate_dtype(scene.call.dtype), device=visible.device)
+        tile.masked_fill_(~visible, -torch.inf)
         hidden.append(_Hidden(slice(part.start - j.start, part.stop - j.start), tile))
     return hidden
 

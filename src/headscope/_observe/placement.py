@@ -66,8 +66,9 @@ def _with_keys_before(real: Tensor, request: Request, start: int) -> Tensor:
     That none of these rows sees a key says nothing of it: earlier rows of the sequence may have seen it.
     """
     call, mask = request.call, request.mask
-    entries, keys = torch.arange(call.batch)[:, None], torch.arange(min(start, call.keys))
-    before = torch.ones(call.batch, len(keys), dtype=torch.bool)
+    entries = torch.arange(call.batch, device="cpu")[:, None]
+    keys = torch.arange(min(start, call.keys), device="cpu")
+    before = torch.ones(call.batch, len(keys), dtype=torch.bool, device="cpu")
     for leaf in () if mask is None else mask.leaves():
         if isinstance(leaf, KeyLengths) or (isinstance(leaf, Dense) and leaf.is_of_keys):
             at = leaf.tensors()[0].device

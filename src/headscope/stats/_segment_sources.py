@@ -31,7 +31,7 @@ def as_wholes(argument: str, value: Any, expected: str) -> Tensor:
     if isinstance(value, Tensor):
         check_layout(argument, value)
     try:
-        every: Tensor = torch.as_tensor(value).detach()
+        every = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{argument}: got {kind(value)}, {expected} ({error})") from error
     if every.dtype not in _INTEGERS and every.numel():
