@@ -98,6 +98,36 @@ def test_values_are_those_of_a_function_to_the_bit(path: Path) -> None:
     assert count == 4 * 7 * len(loaded.names), "no value is missing"
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"])
+def test_defaults_of_torch_change_no_value(default: torch.dtype | str, tmp_path: Path) -> None:
+    model = MultiHeadAttention(14, 2)
+    xs = [torch.randn(3, 13, 14) for _ in range(3)]
+
+    def values_of(name: str) -> dict[str, Tensor]:
+        history = History(tmp_path / name)
+        with watch(model, log=history):
+            for x in xs:
+                model(x)
+        loaded = History.load(tmp_path / name)
+        assert all(each[name].dtype == torch.float32 for each in (history, loaded) for name in loaded.names)
+        assert all(torch.equal(*(x[name].nan_to_num(-1.0) for x in (history, loaded))) for name in loaded.names)
+        return {name: loaded[name].nan_to_num(-1.0) for name in loaded.names}
+
+    expected = values_of("usual")
+    usual = torch.get_default_dtype()
+    try:
+        if isinstance(default, str):
+            with torch.device(default):
+                got = values_of("other")
+        else:
+            torch.set_default_dtype(default)
+            got = values_of("other")
+    finally:
+        torch.set_default_dtype(usual)
+    assert [*got] == [*expected]
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
 def test_layers_of_unlike_heads_and_dropped_layers_are_nan(path: Path) -> None:
     model, history = Two(), History(path)
     with watch(model, log=history):

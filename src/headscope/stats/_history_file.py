@@ -104,12 +104,14 @@ def save_history(path: Path, history: StoredHistory) -> None:
     place = {layer: n for n, layer in enumerate(layers)}
     what = list(dict.fromkeys(each[3] for each in history.alarms))
     tensors = {
-        "steps": torch.tensor(history.steps, dtype=torch.int64),
+        "steps": torch.tensor(history.steps, dtype=torch.int64, device="cpu"),
         "values": history.values.contiguous(),
         "alarms": torch.tensor(
-            [(each[0], place[each[1]], each[2], what.index(each[3])) for each in history.alarms], dtype=torch.int64
+            [(each[0], place[each[1]], each[2], what.index(each[3])) for each in history.alarms],
+            dtype=torch.int64,
+            device="cpu",
         ).view(-1, 4),
-        "numbers": torch.tensor([each[4:] for each in history.alarms], dtype=torch.float64).view(-1, 3),
+        "numbers": torch.tensor([each[4:] for each in history.alarms], dtype=torch.float64, device="cpu").view(-1, 3),
     }
     entry = {
         "version": HISTORY_VERSION,
@@ -197,7 +199,7 @@ def _read_alarms(header: Mapping[str, Any], places: Tensor, numbers: Tensor) -> 
     layers, what = read_list(header, "layers", str), read_list(header, "what", str)
     if places.ndim != 2 or places.shape[1] != 4 or numbers.shape != (len(places), 3):
         raise ValueError(f"alarms: got {list(places.shape)} and {list(numbers.shape)}, expected [n, 4] and [n, 3]")
-    most = torch.tensor([2**62, len(layers) - 1, 2**31, len(what) - 1])
+    most = torch.tensor([2**62, len(layers) - 1, 2**31, len(what) - 1], device="cpu")
     if bool((places < 0).any()) or bool((places > most).any()) or bool(numbers.isnan().any()):
         raise ValueError("alarms: hold numbers outside the possible range")
     return tuple(

@@ -130,7 +130,7 @@ class Worker:
     def _run(self, batch: list[_Window], state: _State) -> None:
         """Run and observe a batch of windows of one length."""
         subject = self._subject
-        ids = torch.tensor([window.ids for window in batch])
+        ids = torch.tensor([window.ids for window in batch], device="cpu")
         moved = ids.to(subject.device)
         paired = {"tokens": "inputs"} if subject.paired else {}
         what = replace(self._settings.what, keep_rows=True, **({} if subject.paired else {"tokens": ids}))

@@ -209,7 +209,7 @@ class AcrossRanks:
         sizes = [each.shape[1] for each in tensors]
         device = tensors[0].device if tensors else torch.device("cpu")
         flat = [each.detach().to(device, torch.float64).flatten() for each in tensors]
-        host, arrived = to_host(torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64))
+        host, arrived = to_host(torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64, device=device))
         return _Mine(2 * number + self._is_training(), columns, firsts, sizes, host, arrived)
 
     def _span(self, layer: str, heads: int) -> tuple[int, int]:
@@ -257,7 +257,7 @@ class _Sums:
         self.columns = columns
         means, maxima = (sum(each.heads for each in columns.values() if each.largest is kind) for kind in (False, True))
         sizes = [ranks, ranks, 2 * means, ranks * maxima]
-        self.buffer = torch.zeros(sum(sizes), dtype=torch.float64)
+        self.buffer = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
         self.passes, self.unknown, flat, largest = self.buffer.split(sizes)
         self.means, self.largest = flat.view(2, means), largest.view(ranks, maxima)
         self._starts: dict[Name, int] = {}
@@ -287,7 +287,7 @@ class _Sums:
             start = self._starts[name]
             values.append((largest if column.largest else means)[start : start + column.heads])
         heads = [column.heads for column in self.columns.values()]
-        return Reduced(number, [*self.columns], heads, torch.cat(values) if values else torch.empty(0))
+        return Reduced(number, [*self.columns], heads, torch.cat(values) if values else self.buffer.new_empty(0))
 
 
 class _Pending:

@@ -146,11 +146,12 @@ def _gap(call: InterceptedCall, b: int, i: int) -> Tensor | None:
     if call.q_pos is not None or call.k_pos is not None:
         return None
     leaves = () if mask is None else mask.at(queries, keys).leaves()
-    offsets = {tuple(torch.as_tensor(leaf.offset).reshape(-1).tolist()) for leaf in leaves if isinstance(leaf, Band)}
+    bands = [leaf.offset for leaf in leaves if isinstance(leaf, Band)]
+    offsets = {tuple(torch.as_tensor(offset, device="cpu").reshape(-1).tolist()) for offset in bands}
     if len(offsets) > 1:
         return None
     offset = next(iter(offsets), (keys - queries,))
-    return torch.arange(keys).double() - (i + offset[b if len(offset) > 1 else 0])
+    return torch.arange(keys, dtype=torch.float64, device="cpu") - (i + offset[b if len(offset) > 1 else 0])
 
 
 def entry(x: Tensor, lead: tuple[int, ...], b: int) -> Tensor:
@@ -172,7 +173,7 @@ def _bias_row(call: InterceptedCall, lead: tuple[int, ...], at: tuple[int, int, 
     """Return what is added to the logits of a row, [K], which broadcasts from [B, H, Q, K]."""
     keys = call.k.shape[-2]
     if call.bias is None:
-        return torch.zeros(keys, dtype=torch.float64)
+        return torch.zeros(keys, dtype=torch.float64, device="cpu")
     b, h, i = at
     bias = call.bias[(None,) * max(0, 3 - call.bias.ndim)]
     bias = bias.detach()[b if bias.shape[0] > 1 else 0] if bias.ndim == 4 else entry(bias, lead, b)
@@ -188,7 +189,7 @@ def _visible_keys(call: InterceptedCall, lead: tuple[int, ...], at: tuple[int, i
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
     mask = as_mask(mask)
     if mask is None:
-        return torch.ones(keys, dtype=torch.bool)
+        return torch.ones(keys, dtype=torch.bool, device="cpu")
     b, h, i = (torch.tensor(n, device=call.q.device) for n in at)
     j = torch.arange(keys, device=call.q.device)
     return (

@@ -206,7 +206,7 @@ class History:
                 return self._of_layer(layer, self._known(name))[:, head].clone()
             name = self._known(at)
             most = max(self.heads.values())
-            whole_table = torch.full((len(self._table.steps), len(self.heads), most), math.nan)
+            whole_table = self._table.values.new_full((len(self._table.steps), len(self.heads), most), math.nan)
             for n, (layer, heads) in enumerate(self.heads.items()):
                 whole_table[:, n, :heads] = self._of_layer(layer, name)
             return whole_table
@@ -226,7 +226,9 @@ class History:
 
     def _of_layer(self, layer: str, name: str) -> Tensor:
         column = self._table.column(layer, name)
-        return torch.full((len(self._table.steps), self.heads[layer]), math.nan) if column is None else column
+        if column is not None:
+            return column
+        return self._table.values.new_full((len(self._table.steps), self.heads[layer]), math.nan)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON: undefined and infinite values are None."""

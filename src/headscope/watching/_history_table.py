@@ -34,10 +34,10 @@ class HistoryTable:
         self._columns: dict[tuple[str, str], tuple[int, int]] = {}  # layer and quantity -> start, number of heads
         self._heads: dict[str, int] = {}
         self._last_names: list[Name] = []  # of the last step, and where its values go
-        self._last_places = torch.empty(0, dtype=torch.int64)
+        self._last_places = torch.empty(0, dtype=torch.int64, device="cpu")
         self.steps: list[int] = []
         self.observed, self.stride = 0, 1
-        self._buffer = torch.empty(0, 0)
+        self._buffer = torch.empty(0, 0, dtype=torch.float32, device="cpu")
         if stored is not None:
             self._add_columns(stored.columns)
             self.steps, self._buffer = list(stored.steps), stored.values
@@ -84,8 +84,8 @@ class HistoryTable:
         if list(names) != self._last_names:
             self._add_columns(names)
             self._last_names = list(names)
-            ranges = [torch.arange(heads) + self._columns[layer, name][0] for layer, name, heads in names]
-            self._last_places = torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+            places = [self._columns[layer, name][0] + head for layer, name, heads in names for head in range(heads)]
+            self._last_places = torch.tensor(places, dtype=torch.int64, device="cpu")
         if self._has_tail:
             self.steps.pop()
         row = len(self.steps)
@@ -114,7 +114,7 @@ class HistoryTable:
     def _grow(self, rows: int) -> None:
         if rows > len(self._buffer):
             most = max(rows, min(2 * rows, self._most_rows + 1))
-            more = torch.empty(most - len(self._buffer), self._buffer.shape[1])
+            more = self._buffer.new_empty(most - len(self._buffer), self._buffer.shape[1])
             self._buffer = torch.cat([self._buffer, more])
 
     def _add_columns(self, names: Sequence[Name]) -> None:
@@ -129,5 +129,5 @@ class HistoryTable:
                 self._columns[layer, quantity] = (end, heads)
                 end += heads
         if end > width:
-            more = torch.full((len(self._buffer), end - width), math.nan)
+            more = self._buffer.new_full((len(self._buffer), end - width), math.nan)
             self._buffer = torch.cat([self._buffer, more], 1)
