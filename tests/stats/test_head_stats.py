@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pickle
+import re
 import sys
 import types
 from dataclasses import replace
@@ -282,9 +283,27 @@ def test_indexing() -> None:
             stats[at]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def test_quantities_that_need_tokens_say_so() -> None:
-    with pytest.raises(KeyError, match=r"induction: is neither .*; it needs the option tokens="):
-        observe(*tensors(1))["induction"]
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("induction", "the option tokens="),
+        ("recall_kl", "the option selected="),
+        ("second_weight", 'the option extra=("second_weight",)'),
+        ("window_3", "the option windows=(3,)"),
+        ("streaming_2.5", "the option windows=(2.5,)"),
+        ("value_norm", "the values v of the call"),
+    ],
+)
+def test_quantities_that_are_not_always_measured_say_what_they_need(name: str, needed: str) -> None:
+    q, k, _ = tensors(1)
+    with pytest.raises(KeyError, match=rf"{name}: is neither .*; it needs {re.escape(needed)}"):
+        observe(q, k)[name]
+
+
+def test_a_name_that_begins_like_a_quantity_needs_no_option() -> None:
+    with pytest.raises(KeyError) as error:
+        observe(*tensors(1))["window_attention"]
+    assert "it needs" not in str(error.value)
 
 
 def test_histograms_hold_every_row_in_its_bin() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -201,9 +202,18 @@ def _option_needed(name: str) -> str:
     """Return what measures a quantity that is absent."""
     if name.startswith("segments"):
         return "; the weight between segments is in stats[layer].segments[query_segment, key_segment]"
-    selected = {"recall", "recall_kl", "largest_selected"}
-    option = "tokens" if name in ("induction", "duplicate") else "selected" if name in selected else None
-    return "" if option is None else f"; it needs the option {option}="
+    if found := re.fullmatch(r"(?:window|streaming)_(\d+(?:\.\d+)?)", name):
+        return f"; it needs the option windows=({found[1]},)"
+    return f"; it needs {_NEEDED[name]}" if name in _NEEDED else ""
+
+
+_NEEDED = {
+    **dict.fromkeys(("duplicate", "induction"), "the option tokens="),
+    **dict.fromkeys(("recall", "recall_kl", "largest_selected"), "the option selected="),
+    "second_weight": 'the option extra=("second_weight",)',
+    "value_norm": "the values v of the call",
+}
+"""What a quantity needs that is not always measured."""
 
 
 for _class in (Summary, Column):
