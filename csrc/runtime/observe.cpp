@@ -176,15 +176,17 @@ void sum_between_segments(const SegmentExchange& x, std::int64_t b, std::int64_t
         const double mass = rows.mass[n], even = rows.even[n];
         if (segment < 0 || !(even > 0)) continue;  // rows that are not counted have no mass
         const double uneven = even < 1 ? rows.uneven[n] / (1 - even) : 0;
-        const double visible = std::round(1 / even);  // even is 1 / visible, to the precision of the rows
+        // `even` is rounded. With whole numbers the variance is 0, and not below, for a segment with all visible keys.
+        const double visible = std::round(1 / even), per_key = mass / visible;
+        const double per_pair = uneven / (visible * visible);
         const std::int32_t* __restrict keys =
             x.keys + b * x.batch_stride + head * x.head_stride + (first + n) * x.row_stride;
         double* __restrict means = x.means + (head * size + segment) * size;
         double* __restrict variances = x.variances + (head * size + segment) * size;
         for (std::int64_t y = 0; y < size; y++) {
-            const double share = std::min(keys[y] / visible, 1.0);  // 1 if all are of the segment, to the bit
-            means[y] += mass * share;
-            variances[y] += uneven * (share - share * share);
+            const double inside = keys[y];
+            means[y] += per_key * inside;
+            variances[y] += per_pair * (inside * std::max(visible - inside, 0.0));
         }
     }
 }
