@@ -17,7 +17,8 @@ import headscope
 from headscope import Observe, attend, masks, observe
 from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs
-from headscope.stats import HeadStats, merge
+from headscope.stats import HeadStats, HeadWeights, merge
+from headscope.stats._head_weights import sequences
 from support import oracle, oracle_weights
 from support.attention_fuzz import Case, cases
 
@@ -133,8 +134,10 @@ def test_weights_are_those_of_float64_in_many_calls(chosen: Chosen) -> None:
     check(chosen)
 
 
-def call(queries: int = 11, keys: int = 13, heads: int = 6, kv_heads: int = 3, batch: int = 2) -> tuple[Tensor, ...]:
-    random = torch.Generator().manual_seed(queries + keys)
+def call(
+    queries: int = 11, keys: int = 13, heads: int = 6, kv_heads: int = 3, batch: int = 2, seed: int = 0
+) -> tuple[Tensor, ...]:
+    random = torch.Generator().manual_seed(queries + keys + 1000 * seed)
     sizes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
     return tuple(torch.randn(batch, *size, 8, generator=random) for size in sizes)
 
@@ -331,14 +334,14 @@ def test_merging_refuses_other_heads_and_parts_without_weights() -> None:
 
 
 def test_weights_are_saved_loaded_copied_and_moved(tmp_path: Any) -> None:
-    parts, _ = steps([5, 1, 1])
+    parts, last = (several := steps([5, 1, 1, 1])[0])[:3], several[3]
     stats = merge(*parts)
     loaded = HeadStats.load(stats.save(tmp_path / "stats.safetensors"))
     for other in (loaded, copy.deepcopy(stats), stats.to("cpu"), HeadStats.load(loaded.save(tmp_path / "again"))):
         assert torch.equal(other.weights[2], stats.weights[2])
         assert torch.equal(other.weights_rows, stats.weights_rows)
         assert [run.length for run in other.weights_runs] == [5, 1, 1]
-    assert merge(loaded, *steps([5, 1, 1, 1])[0][3:]).weights[1].shape == (2, 8, 8)
+    assert merge(loaded, last).weights[1].shape == (2, 8, 8)
     moved = stats.to("meta").parts["0"].weights[0]
     assert (moved.p.device.type, moved.queries.device.type, moved.place.device.type) == ("meta", "meta", "meta")
 
@@ -349,3 +352,51 @@ def test_the_dictionary_names_heads_and_sizes() -> None:
     assert entry["weights"] == {"heads": [1, 2], "shapes": [[2, 5, 5], [2, 1, 6]]}
     q, k, v = call()
     assert "weights" not in observe(q, k, v).to_dict()["layers"]["0"]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_steps_of_two_texts_in_turns_are_not_joined(batch: int) -> None:
+    """They stand at the positions that follow each other, but the keys before them are not the same."""
+    texts = [[x[:batch] for x in call(8, 8, 4, 2, seed)] for seed in (1, 2)]
+    what = Observe(weights=[1])
+
+    def step(text: int, start: int, stop: int) -> HeadStats:
+        q, k, v = texts[text]
+        return observe(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], mask=masks.causal(), what=what)
+
+    turns = merge(*(step(text, *at) for at in ((0, 5), (5, 6), (6, 7), (7, 8)) for text in (0, 1)))
+    shapes = [(5, 5), (5, 5), (1, 6), (1, 6), (1, 7), (1, 7), (1, 8), (1, 8)]
+    assert [p.shape[1:] for p in turns.weights_of(1)] == shapes
+    after = merge(step(0, 0, 5), step(0, 5, 6), step(1, 6, 7), step(1, 7, 8))
+    assert [p.shape[1:] for p in after.weights_of(1)] == [(6, 6), (2, 8)]
+
+
+def test_steps_of_a_beam_search_are_joined_where_it_moves_the_entries() -> None:
+    q, k, v = call(8, 8, 4, 2)
+    parts: list[HeadStats] = []
+    for start, stop in ((0, 5), (5, 6), (6, 7), (7, 8)):
+        cut = (q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop])
+        parts.append(observe(*cut, mask=masks.causal(), what=Observe(weights=[1])))
+        q, k, v = (x[[1, 1]] if start == 5 else x[[1, 0]] for x in (q, k, v))
+    assert [p.shape for p in merge(*parts).weights_of(1)] == [(2, 8, 8)]
+
+
+def test_steps_of_files_without_keys_are_joined_by_their_positions() -> None:
+    runs = [part.weights_runs[0] for part in steps([5, 1, 1])[0]]
+    earlier = [HeadWeights(run.heads, run.queries, run.p, run.length, run.place) for run in runs]
+    for several in (runs, earlier, [runs[0], *earlier[1:]]):
+        assert [p.shape[1:] for p, _ in sequences(several, 1)] == [(7, 7)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_keys_that_differ_by_a_bit_are_not_of_one_sequence(dtype: torch.dtype, tmp_path: Any) -> None:
+    q, k, v = (x.to(dtype) for x in call(8, 8, 4, 4))
+    first = observe(q[:, :, :5], k[:, :, :5], v[:, :, :5], mask=masks.causal(), what=Observe(weights=[1]))
+    loaded = HeadStats.load(first.save(tmp_path / "first"))
+    for changed in (False, True):
+        if changed:
+            k[:, 0, 4, 7] = torch.nextafter(k[:, 0, 4, 7], k.new_tensor(9.0))
+        step = observe(q[:, :, 5:6], k[:, :, :6], v[:, :, :6], mask=masks.causal(), what=Observe(weights=[1]))
+        shapes = [(5, 5), (1, 6)] if changed else [(6, 6)]
+        for before in (first, loaded):
+            assert [p.shape[1:] for p in merge(before, step).weights_of(1)] == shapes

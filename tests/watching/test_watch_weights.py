@@ -346,3 +346,32 @@ def test_repeated_weights_are_saved_and_merged(repeated: list[Any], tmp_path: Pa
             for p, wanted in zip(got, expected, strict=True):
                 torch.testing.assert_close(p, wanted, rtol=1e-4, atol=1e-6)
         repeated.clear()
+
+
+def test_a_layer_that_runs_twice_a_pass_does_not_mix_its_texts() -> None:
+    """Steps of the two places of the layer stand at positions that follow each other, with other keys."""
+    torch.manual_seed(0)
+    layer = nn.Module()
+    layer.attention = Cached()
+    caches: list[dict[str, Tensor]] = [{}, {}]
+    with torch.no_grad(), watch(layer, weights={"attention": [1]}, unseen="ignore") as recording:
+        for length in (4, 1, 1, 1):
+            for cache in caches:
+                layer.attention(torch.randn(1, length, 16), cache)
+    shapes = [p.shape[1:] for p in recording.weights("attention", 1)]
+    assert shapes == [(4, 4), (4, 4), (1, 5), (1, 5), (1, 6), (1, 6), (1, 7), (1, 7)]
+
+
+class Cached(nn.Module):
+    """Attention with a cache of keys, as of a layer that a model shares between two depths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).movedim(-3, 0).transpose(-2, -3)
+        k, v = (torch.cat([cache[name], new], -2) if name in cache else new for name, new in (("k", k), ("v", v)))
+        cache |= {"k": k, "v": v}
+        seen = torch.ones(q.shape[-2], k.shape[-2]).tril(k.shape[-2] - q.shape[-2]).bool()
+        return nn.functional.scaled_dot_product_attention(q, k, v, seen)

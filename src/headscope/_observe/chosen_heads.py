@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headscope._attend.blocks import block_sizes, slices, visible_keys
+from headscope._attend.call import Call
 from headscope._attend.interface import Inputs, accumulate_dtype
 from headscope._observe import inputs as observe_inputs
 from headscope._observe.aggregate import LayerStats, layer_stats, tiles_of
@@ -23,6 +24,7 @@ from headscope._observe.placement import find_first_key
 from headscope._observe.result import Observed
 from headscope._observe.scene import Scene, sample
 from headscope._observe.visibility import visible_block, visible_rows
+from headscope._support.hashing import hash_numbers
 from headscope._support.logits import cap_logits, scaled_products
 from headscope.masks import Dense
 from headscope.stats import HeadWeights, Observe
@@ -32,8 +34,6 @@ MASKED = 2
 """How many times smaller a block is with a mask: fewer rows have fewer keys that only some of them see."""
 MOST_RETAINED = 1 << 18
 """Numbers of masks that are retained for further calls of the same sizes: 1 MiB of float32."""
-_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
-_FACTOR = 0x1E3779B97F4A7C15  # near the golden ratio, as in Fibonacci hashing (Knuth 1998, section 6.4)
 
 
 def check_chosen(request: Request) -> None:
@@ -90,7 +90,10 @@ class RepeatedWeights:
         call, nothing = scene.call, torch.empty(0, device="cpu")
         self._heads, self._whole = tuple(what.weights), scene.whole
         self._queries = _indices(scene.rows, nothing.device)
-        self._place = None if _places_among_keys(scene) is None else _place(scene, None, self._queries)
+        self._place = self._ends = None  # of cross-attention: they depend on the keys
+        if _places_among_keys(scene) is not None:
+            self._place = _place(scene, None, self._queries)
+            self._ends = _find_ends(self._place, call) if call.keys else None
         blocks = _blocks(scene, self._heads)
         few = sum(part.tile.numel() for _, hidden in blocks for part in hidden or ()) <= MOST_RETAINED
         self._blocks = blocks if few else None
@@ -99,12 +102,14 @@ class RepeatedWeights:
 
     def of(self, q: Tensor, k: Tensor) -> HeadWeights:
         """Return the weights of a call with these queries and keys, [B, H, Q, D] and [B, Hkv, K, D]."""
+        call = self._scene.call
         with torch.no_grad():
             rows = q if self._whole else q.index_select(2, self._queries)
             scene = replace(self._scene, q=rows, inputs=Inputs(q, k, k[..., :0], None, None))
             place = _place(scene, None, self._queries) if self._place is None else self._place
+            ends = k.new_empty(len(k), 2, 0) if self._ends is None else k[:, 0].index_select(1, self._ends)
             p = _weights(scene, self._heads, self._blocks or _blocks(scene, self._heads))
-        return HeadWeights(self._heads, self._queries, p, scene.call.queries, place)
+        return HeadWeights(self._heads, self._queries, p, call.queries, place, ends)
 
 
 def _sees(scene: Scene) -> Tensor:
@@ -139,7 +144,8 @@ def _chosen_weights(request: Request, scene: Scene) -> HeadWeights:
     heads = tuple(request.what.weights)
     queries = _indices(rows, scene.q.device)
     place = _place(scene, picked, queries)
-    return HeadWeights(heads, queries, _weights(scene, heads, _blocks(scene, heads)), scene.call.queries, place)
+    p, ends = _weights(scene, heads, _blocks(scene, heads)), _end_keys(scene, place)
+    return HeadWeights(heads, queries, p, scene.call.queries, place, ends)
 
 
 def _indices(rows: Sequence[int], device: torch.device) -> Tensor:
@@ -171,7 +177,7 @@ def _place(scene: Scene, picked: Sequence[int] | None, queries: Tensor) -> Tenso
         keys = scene.inputs.k
         if keys.numel():
             some = torch.tensor(sample(SAMPLE, keys.shape[2]), device=device)
-            place[3] = _checksum(keys.index_select(2, some))
+            place[3] = hash_numbers(keys.index_select(2, some).flatten())
         return place
     at = at[:1] if picked is None else at[:1, picked]  # of the first batch entry
     if at.numel() and scene.call.keys:
@@ -183,10 +189,20 @@ def _place(scene: Scene, picked: Sequence[int] | None, queries: Tensor) -> Tenso
     return place
 
 
-def _checksum(x: Tensor) -> Tensor:
-    """Return a sum of the bits of all numbers, each times an odd 64-bit number that depends on its place; int64 []."""
-    words = x.contiguous().view(_WORDS[x.element_size()]).flatten().long()
-    return (words * (torch.arange(1, 2 * len(words), 2, device=x.device) * _FACTOR)).sum()
+def _find_ends(place: Tensor, call: Call) -> Tensor:
+    """Return which keys ``HeadWeights.ends`` are; the nearest ones for places without a key.
+
+    They stay on the device, for which the call would wait.
+    """
+    return torch.stack([place[0] - 1, place[0] + (call.queries - 1)]).clamp(0, call.keys - 1)
+
+
+def _end_keys(scene: Scene, place: Tensor) -> Tensor:
+    """Return ``HeadWeights.ends`` of a call."""
+    keys = scene.inputs.k
+    if _places_among_keys(scene) is None or not keys.numel():
+        return keys.new_empty(len(keys), 2, 0)
+    return keys[:, 0].index_select(1, _find_ends(place, scene.call))
 
 
 def _weights(scene: Scene, heads: Sequence[int], blocks: Sequence[tuple[_Block, list[_Hidden] | None]]) -> Tensor:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from headscope._support.arguments import kind, number, whole
+from headscope._support.hashing import hash_numbers
 
 __all__ = ["CALL_GIB", "HeadWeights"]
 
@@ -32,6 +34,8 @@ class HeadWeights:
         length: the number of queries of the run, Q.
         place: int64 [4]: the least and the largest place of query 0 among the keys according to its rows, the position
             of key 0, and in cross-attention a checksum of the keys.
+        ends: of each batch entry the key before the first query and that of the last query, of one key/value head,
+            [B, 2, D]; in a file a hash of each, int64 [B, 2, 1]. Empty if unknown, as in files of earlier versions.
 
     Examples:
         >>> import torch
@@ -47,6 +51,7 @@ class HeadWeights:
     p: Tensor
     length: int
     place: Tensor
+    ends: Tensor = field(default_factory=partial(torch.empty, 0, 2, 0, device="cpu"))
 
     NOWHERE: ClassVar[int] = -(2**62)
     """In place of the place of query 0, if the queries are not at places among the keys."""
@@ -72,26 +77,44 @@ HeadWeights.__module__ = "headscope.stats"  # its public path
 
 @dataclass(frozen=True)
 class _Run:
-    """The place of a run: ``start`` is the position of its first query, None in cross-attention or if unknown."""
+    """The place of a run.
+
+    Attributes:
+        start: the position of its first query; None in cross-attention, or if unknown.
+        first_key: the position of its first key.
+        source: a checksum of its keys, in cross-attention.
+        sizes: B and K.
+        length: the number of its queries.
+        before, last: hashes of the keys before the first query, and of the last one, in all batch entries; empty if
+            unknown.
+    """
 
     start: int | None
     first_key: int
     source: int
-    sizes: tuple[int, int]  # B, K
+    sizes: tuple[int, int]
     length: int
+    before: frozenset[int]
+    last: frozenset[int]
 
     @staticmethod
     def of(run: HeadWeights) -> _Run:
         least, most, first_key, source = run.place.tolist()
         start = least + first_key if least == most != HeadWeights.NOWHERE else None
-        return _Run(start, first_key, source, (run.p.shape[0], run.p.shape[3]), run.length)
+        batch, keys = run.p.shape[0], run.p.shape[3]
+        both = [frozenset(each) for each in hash_ends(run.ends)[..., 0].mT.tolist()] if run.ends.numel() else []
+        places = (least - 1, least + run.length - 1)
+        ends = [both[n] if both and 0 <= at < keys else frozenset[int]() for n, at in enumerate(places)]
+        return _Run(start, first_key, source, (batch, keys), run.length, *ends)
 
     def continues(self, before: _Run) -> bool:
         """Return whether the queries of this run continue those of the run before it."""
         if self.sizes[0] != before.sizes[0]:
             return False
         if self.start is not None and before.start is not None:
-            return self.start == before.start + before.length
+            follows = self.start == before.start + before.length
+            # a beam search moves the batch entries, so each continues some entry of the run before
+            return follows and (not self.before or not before.last or self.before <= before.last)
         if self.start is not None or before.start is not None or not self.source:
             return False
         return self.length == 1 and (self.source, self.sizes) == (before.source, before.sizes)
@@ -101,8 +124,8 @@ def sequences(runs: Sequence[HeadWeights], head: int) -> list[tuple[Tensor, Tens
     """Return the weights [B, R, K] of one head, and the query of each row [R], of each sequence.
 
     Successive runs are joined if the queries of a run continue those of the one before: in self-attention if they begin
-    at the position after its last query, as with a key/value cache; in cross-attention if the run has one query and the
-    same keys. The weights are 0 for keys that a run did not have.
+    at the position after its last query, and the key there is the same, as with a key/value cache; in cross-attention
+    if the run has one query and the same keys. The weights are 0 for keys that a run did not have.
     """
     groups: list[list[tuple[HeadWeights, _Run]]] = []
     for run in runs:
@@ -203,7 +226,14 @@ def check_weights(under: str, run: HeadWeights, heads: int) -> HeadWeights:
     return run
 
 
+def hash_ends(ends: Tensor) -> Tensor:
+    """Return a hash of each key of ``HeadWeights.ends``, int64 [B, 2, 1]; they are stored so."""
+    return ends if ends.dtype == torch.int64 else hash_numbers(ends)[..., None]
+
+
 def store_weights(runs: Iterable[HeadWeights], under: str, tensors: dict[str, Tensor]) -> None:
     """Store the tensors of all runs."""
     for n, run in enumerate(runs):
         tensors |= {f"{under}/weights/{n}/{what}": getattr(run, what) for what in ("queries", "p", "place")}
+        if run.ends.numel():
+            tensors[f"{under}/weights/{n}/ends"] = hash_ends(run.ends)

@@ -69,7 +69,7 @@ _QK: dict[str, Axes] = {
 }  # fmt: skip
 _KINDS = {"rest": ("BOOL",), "spans": ("I64",)}  # by their safetensors names
 _FLOATING = ("F64", "F32", "F16", "BF16")
-_WHOLE = ("rows", "broken", "count", "histogram", "eligible", "argmax", "at", "queries", "top_keys", "place")
+_WHOLE = ("rows", "broken", "count", "histogram", "eligible", "argmax", "at", "queries", "top_keys", "place", "ends")
 _FIGURES = (torch.float32, torch.float64)
 _DTYPES = {"counted": torch.bool, **dict.fromkeys(_WHOLE, torch.int64)}  # all others are of ``_FIGURES``
 _PAIRS = {"top_keys": "top_weights", "top_weights": "top_keys"}
@@ -396,13 +396,17 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
         **numbers, rows=rows, broken=broken, moments=moments, **parts, kept=retained,
         tiles=dict(zip(runs, tiles, strict=True)), lengths=lengths,
         first=None if read_value(entry, "first", int, NoneType) is None else read_whole(entry, "first", 1, math.inf),
-        weights=_read_weights(read_list(entry, "weights", list), under, read, numbers),
+        weights=_read_weights(read_list(entry, "weights", list), under, tensors, read, numbers),
         nulls=_read_nulls(entry, read),
     )  # fmt: skip
 
 
 def _read_weights(
-    entries: list[list[Any]], under: str, read: Callable[..., Tensor], numbers: dict[str, int]
+    entries: list[list[Any]],
+    under: str,
+    tensors: Mapping[str, Tensor],
+    read: Callable[..., Tensor],
+    numbers: dict[str, int],
 ) -> tuple[HeadWeights, ...]:
     """Read the weights of chosen heads: of each run its number of queries, and its heads."""
     if len(entries) not in (0, numbers["runs"]):
@@ -413,7 +417,9 @@ def _read_weights(
         b, r, k = (f"{axis} of weights {n}" for axis in "BRK")
         at = f"weights/{n}"
         queries = read(f"{at}/queries", r, within=(0, length))
-        run = HeadWeights(tuple(heads), queries, read(f"{at}/p", b, len(heads), r, k), length, read(f"{at}/place", 4))
+        p, place = read(f"{at}/p", b, len(heads), r, k), read(f"{at}/place", 4)
+        ends = [read(f"{at}/ends", b, 2, 1)] if f"{under}/{at}/ends" in tensors else []  # not in those of before
+        run = HeadWeights(tuple(heads), queries, p, length, place, *ends)
         runs.append(check_weights(f"{under}/{at}", run, numbers["heads"]))
     if len({run.heads for run in runs}) > 1:
         raise ValueError(f"weights: got runs of different heads, expected those of {list(runs[0].heads)}")
