@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import event, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import headscope
@@ -19,120 +17,12 @@ from headscope._attend import prepare
 from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs, native_observer
 from headscope.masks import Band, Mask
-from headscope.stats import HeadStats, Observe, Segments
+from headscope.stats import HeadStats
 from support import oracle, oracle_null, oracle_observe, oracle_segments, oracle_selection
-from support.attention_fuzz import Case, cases
-from support.selections import Drawn, selections
+from support.attention_fuzz import Case
+from support.observed import Observed, observations, sizes_of
 
 BEYOND = 1e30  # Σ p² of a row whose weight went to the sink underflows in float32: its effective_keys are not compared
-
-
-@dataclass(repr=False)
-class Observed:
-    """One observation, and what the oracle has to be told of it."""
-
-    case: Case
-    kind: str
-    q_pos: Tensor | None
-    k_pos: Tensor | None
-    what: Observe
-    lse: str
-    values: bool
-    block: int
-    selection: Drawn | None
-
-    def __repr__(self) -> str:
-        return f"Observed({vars(self)})"
-
-
-# ---------------------------------------------------------------- drawing
-
-
-def _sizes(case: Case) -> tuple[tuple[int, ...], int, int, int]:
-    lead = torch.broadcast_shapes(case.q.shape[:-3], case.k.shape[:-3], case.v.shape[:-3])
-    return tuple(lead), case.q.shape[-3], case.q.shape[-2], case.k.shape[-2]
-
-
-@st.composite
-def observations(draw: st.DrawFn) -> Observed:
-    case = draw(cases())
-    random = torch.Generator().manual_seed(draw(st.integers(0, 2**31 - 1)))
-    lead, heads, queries, keys = _sizes(case)
-    batch = math.prod(lead)
-    q_pos, k_pos = _positions(draw, batch, queries, keys, random)
-    tokens = None
-    if draw(st.booleans()):
-        tokens = torch.randint(3, draw(st.sampled_from(((keys,), (batch, keys)))), generator=random)
-    rows: Any = draw(st.sampled_from((None, None, "sample", "mask")))
-    if rows == "sample":
-        rows = draw(st.integers(1, queries + 2))
-    elif rows == "mask":
-        shape = draw(st.sampled_from(((queries,), (heads, queries), (*lead, heads, queries), (*lead, 1, queries))))
-        rows = torch.rand(shape, generator=random) < 0.6
-    kind = draw(st.sampled_from(("self", "self", "cross")))
-    selection = draw(st.none() | selections(case))
-    what = Observe(
-        rows=rows,
-        map=draw(st.none() | st.integers(1, 6)),
-        edges=draw(st.sampled_from((0, 1, 4, 200))),
-        top=draw(st.sampled_from((0, 1, 3, 20))),
-        windows=draw(st.sampled_from(((), (0,), (1, 2.5)))),
-        first=draw(st.sampled_from((1, 1, 2, 30))),
-        tokens=tokens,
-        keep_rows=True,
-        keep_qk=draw(st.booleans()),
-        segments=_segments(draw, batch, queries, keys, kind, random),
-        received_max=draw(st.booleans()),
-        selected=None if selection is None else selection.selected,
-    )
-    return Observed(
-        case,
-        kind,
-        q_pos,
-        k_pos,
-        what,
-        draw(st.sampled_from(("none", "own", "other"))),
-        draw(st.booleans()),
-        draw(st.sampled_from((1 << 19, 1, 10, 64))),
-        selection,
-    )
-
-
-def _segments(
-    draw: st.DrawFn, batch: int, queries: int, keys: int, kind: str, random: torch.Generator
-) -> Segments | None:
-    size = draw(st.sampled_from((0, 1, 3, 64)))
-    if not size:
-        return None
-
-    def ids(length: int) -> Tensor:
-        runs = torch.randint(1, 4, (length,), generator=random)  # of equal ids, or none
-        shape = draw(st.sampled_from(((length,), (batch, length))))
-        drawn = torch.randint(-1, size, shape, generator=random)
-        return drawn.repeat_interleave(runs, -1)[..., :length] if draw(st.booleans()) else drawn
-
-    asks = kind == "cross" or draw(st.integers(0, 3)) == 0
-    return Segments([f"s{n}" for n in range(size)], ids(keys), ids(queries) if asks else None)
-
-
-def _positions(
-    draw: st.DrawFn, batch: int, queries: int, keys: int, random: torch.Generator
-) -> tuple[Tensor | None, Tensor | None]:
-    kind = draw(st.sampled_from(("default", "default", "keys", "both", "grid", "each", "queries")))
-    if kind == "default":
-        return None, None
-    if kind == "queries":
-        return torch.randint(-1, keys + 2, (queries,), generator=random), None
-    if kind == "keys" and queries <= keys:
-        return None, torch.randperm(keys + 2, generator=random)[:keys]
-    made = []
-    for length in (queries, keys):
-        shape = {"both": (length,), "keys": (length,), "grid": (length, 2), "each": (batch, length, 1)}[kind]
-        at = torch.randint(4, shape, generator=random).double()
-        lost = torch.rand(length, generator=random) < draw(st.sampled_from((0.0, 0.3)))
-        at[(slice(None), lost) if kind == "each" else lost] = math.nan
-        made.append(at)
-    return made[0], made[1]
 
 
 # ---------------------------------------------------------------- what should come out
@@ -160,7 +50,7 @@ def _places(given: Tensor | None, batch: int, default: Sequence[Sequence[oracle_
 def asked(seen: Observed, weights: oracle.Attended, visible: Tensor) -> oracle_observe.Asked:
     """The same observation of other weights, as the oracle takes it."""
     case, what = seen.case, seen.what
-    lead, heads, queries, keys = _sizes(case)
+    lead, heads, queries, keys = sizes_of(case)
     batch = math.prod(lead)
     line = _line(case, batch, queries, keys)
     k_at = _places(seen.k_pos, batch, [[(float(j),) for j in range(keys)]] * batch)
@@ -253,7 +143,7 @@ def check(seen: Observed) -> HeadStats:
         exact, plain = (_normalised(x, lse) for x in (exact, plain))
     given = case.tensors()
     if not seen.values:  # and with them their leading axes
-        given = {**given, "v": None, "q": case.q.expand(*_sizes(case)[0], *case.q.shape[-3:])}
+        given = {**given, "v": None, "q": case.q.expand(*sizes_of(case)[0], *case.q.shape[-3:])}
     with blocks_of(seen.block):
         if seen.q_pos is None and seen.k_pos is not None and seen.kind == "self":
             event("positions of keys alone")
@@ -299,7 +189,7 @@ def compare(
             compare_rows(name, values, truth[..., picked], theirs[..., picked], floor)
             compare_heads(name, got, truth, 1e-5 if seen.lse != "other" else 3e-5)  # twice over in 1 / Σ p²
     compare_nulls(got, oracle_null.nulls(asked(seen, exact, visible)), 1e-5 if seen.lse != "other" else 6e-5)
-    _, _, queries, keys = _sizes(seen.case)
+    _, _, queries, keys = sizes_of(seen.case)
     before = _before(seen)
     torch.testing.assert_close(got.received[:, before:], wanted.received, rtol=1e-5, atol=2e-6)
     assert torch.equal(got.eligible[:, before:], wanted.eligible)
@@ -315,7 +205,7 @@ def compare(
     compare_edges(seen, got, wanted, p)
     compare_top(kept, wanted, p, visible.reshape(p.shape), seen.what.top)
     if seen.what.keep_qk and not p.isnan().any():
-        lead, heads, *_ = _sizes(seen.case)
+        lead, heads, *_ = sizes_of(seen.case)
         tile = got.tile(queries // 3, queries, keys // 4, keys)
         assert tile.shape == (*lead, heads, queries - queries // 3, keys - keys // 4)
         wide = p[:, :, queries // 3 :, keys // 4 :].reshape(tile.shape)

@@ -1,4 +1,4 @@
-"""Hashes of tensors, which tell whether numbers are the same to the bit."""
+"""Hashes and bytes of tensors, which tell whether numbers are the same to the bit."""
 
 from __future__ import annotations
 
@@ -21,3 +21,18 @@ def hash_numbers(x: Tensor) -> Tensor:
     """
     words = x.detach().contiguous().view(_WORDS[x.element_size()]).long()
     return (words * (torch.arange(1, 2 * words.shape[-1], 2, device=x.device) * _FACTOR)).sum(-1)
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU; without a copy, if it is contiguous.
+
+    A tensor of one number counts as contiguous whatever its strides are, and then has no view as bytes.
+
+    Examples:
+        >>> import torch
+        >>> from headscope._support.hashing import bytes_of
+        >>> bytes_of(torch.tensor([[1, 2, 3]], dtype=torch.uint8)[:, ::3]).tobytes()
+        b'\\x01'
+    """
+    numbers = x.detach().contiguous()
+    return numbers.as_strided((numbers.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -12,9 +12,9 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from headscope._support.hashing import bytes_of
 from headscope.stats._header import (
     CHECKSUMS,
     STATISTICS,
@@ -36,7 +36,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def store_checksums(tensors: Mapping[str, Tensor], entries: Mapping[str, str]) -> dict[str, str]:
     """Return the entry of the header that holds the checksums of contiguous tensors and of the other entries."""
     names = sorted(tensors)
-    checksums = [zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data) for name in names]
+    checksums = [zlib.crc32(bytes_of(tensors[name])) for name in names]
     kinds = [(_DTYPE_NAMES[tensors[name].dtype], tensors[name].shape) for name in names]
     description = _description_checksum(names, kinds, checksums, entries)
     return {CHECKSUMS: json.dumps({"version": _VERSION, "description": description, "tensors": checksums})}

@@ -413,7 +413,7 @@ def _read_weights(
         raise ValueError(f"weights: got {len(entries)} entries for {numbers['runs']} runs")
     runs: list[HeadWeights] = []
     for n, numbers_of_run in enumerate(entries):
-        length, *heads = read_wholes({"weights": numbers_of_run}, "weights", numbers["of"])
+        length, *heads = read_wholes({"weights": numbers_of_run}, "weights", 2**40)  # heads: checked below
         b, r, k = (f"{axis} of weights {n}" for axis in "BRK")
         at = f"weights/{n}"
         queries = read(f"{at}/queries", r, within=(0, length))

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from headscope._support.hashing import bytes_of
 from headscope.examples import TextExample, load_example
 from headscope.survey._corpus import SurveyError
 
@@ -124,7 +125,7 @@ def digest_of_model(subject: Subject) -> str:
         if not isinstance(x, Tensor):
             continue
         digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
-        digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(bytes_of(x.cpu()))
     return digest.hexdigest()
 
 
