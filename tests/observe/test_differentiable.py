@@ -22,7 +22,7 @@ from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs, native_gradients
 from headscope.stats import DifferentiableStats, HeadStats
 from support import oracle, oracle_differentiable
-from support.attention_fuzz import Case, cases
+from support.attention_fuzz import Case, cases, sizes_of
 from support.native_targets import run
 from support.tolerance import assert_as_accurate
 
@@ -47,11 +47,6 @@ class Asked:
 
     def __repr__(self) -> str:
         return f"Asked({vars(self)})"
-
-
-def sizes_of(case: Case) -> tuple[tuple[int, ...], int, int, int]:
-    lead = torch.broadcast_shapes(case.q.shape[:-3], case.k.shape[:-3], case.v.shape[:-3])
-    return tuple(lead), case.q.shape[-3], case.q.shape[-2], case.k.shape[-2]
 
 
 @st.composite

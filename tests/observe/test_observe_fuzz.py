@@ -19,8 +19,8 @@ from headscope._observe import inputs, native_observer
 from headscope.masks import Band, Mask
 from headscope.stats import HeadStats
 from support import oracle, oracle_null, oracle_observe, oracle_segments, oracle_selection
-from support.attention_fuzz import Case
-from support.observed import Observed, observations, sizes_of
+from support.attention_fuzz import Case, sizes_of
+from support.observed import Observed, observations
 
 BEYOND = 1e30  # Σ p² of a row whose weight went to the sink underflows in float32: its effective_keys are not compared
 
@@ -141,9 +141,7 @@ def check(seen: Observed) -> HeadStats:
     if seen.lse == "other":  # of some other softmax: to be taken as it stands
         lse = (exact.lse + 0.7).to(wide["q"].dtype)
         exact, plain = (_normalised(x, lse) for x in (exact, plain))
-    given = case.tensors()
-    if not seen.values:  # and with them their leading axes
-        given = {**given, "v": None, "q": case.q.expand(*sizes_of(case)[0], *case.q.shape[-3:])}
+    given = seen.tensors()
     with blocks_of(seen.block):
         if seen.q_pos is None and seen.k_pos is not None and seen.kind == "self":
             event("positions of keys alone")

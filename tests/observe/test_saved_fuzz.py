@@ -27,12 +27,8 @@ def check(seen: Observed, heads: tuple[int, ...], exact: bool) -> HeadStats:
     """A file gives the same numbers, and saved once more the same bytes; also of two runs."""
     case = seen.case
     what = replace(seen.what, weights=tuple(head for head in heads if head < case.q.shape[-3]))
-    given = case.tensors()
-    if not seen.values:  # and with them their leading axes
-        lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (case.q, case.k, case.v)))
-        given = {**given, "v": None, "q": case.q.expand(*lead, *case.q.shape[-3:])}
     stats = headscope.observe(
-        **given, mask=case.mask, **case.numbers, q_pos=seen.q_pos, k_pos=seen.k_pos, kind=seen.kind, what=what
+        **seen.tensors(), mask=case.mask, **case.numbers, q_pos=seen.q_pos, k_pos=seen.k_pos, kind=seen.kind, what=what
     )
     qk = what.keep_qk and case.mask is None
     with tempfile.TemporaryDirectory() as folder:

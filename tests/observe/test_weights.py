@@ -20,7 +20,7 @@ from headscope._observe import inputs
 from headscope.stats import HeadStats, HeadWeights, merge
 from headscope.stats._head_weights import sequences
 from support import oracle, oracle_weights
-from support.attention_fuzz import Case, cases
+from support.attention_fuzz import Case, cases, sizes_of
 
 ONLY = {"row_stats": False, "received": False}
 RELATIVE, ABSOLUTE = 1e-5, 1e-7
@@ -40,11 +40,6 @@ class Chosen:
 
     def __repr__(self) -> str:
         return f"Chosen({vars(self)})"
-
-
-def sizes_of(case: Case) -> tuple[tuple[int, ...], int, int, int]:
-    lead = torch.broadcast_shapes(case.q.shape[:-3], case.k.shape[:-3], case.v.shape[:-3])
-    return tuple(lead), case.q.shape[-3], case.q.shape[-2], case.k.shape[-2]
 
 
 @st.composite

@@ -66,6 +66,12 @@ class Case:
         return {name: x for name in NAMES if (x := getattr(self, name)) is not None}
 
 
+def sizes_of(case: Case) -> tuple[tuple[int, ...], int, int, int]:
+    """Return leading axes, heads, queries and keys."""
+    lead = torch.broadcast_shapes(case.q.shape[:-3], case.k.shape[:-3], case.v.shape[:-3])
+    return tuple(lead), case.q.shape[-3], case.q.shape[-2], case.k.shape[-2]
+
+
 @st.composite
 def mask_trees(draw: st.DrawFn, sizes: tuple[int, int, int, int], random: torch.Generator) -> Any:
     """A mask and the predicate it should come to."""

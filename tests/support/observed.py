@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headscope.stats import Observe, Segments
-from support.attention_fuzz import Case, cases
+from support.attention_fuzz import Case, cases, sizes_of
 from support.selections import Drawn, selections
 
 
@@ -32,10 +32,12 @@ class Observed:
     def __repr__(self) -> str:
         return f"Observed({vars(self)})"
 
-
-def sizes_of(case: Case) -> tuple[tuple[int, ...], int, int, int]:
-    lead = torch.broadcast_shapes(case.q.shape[:-3], case.k.shape[:-3], case.v.shape[:-3])
-    return tuple(lead), case.q.shape[-3], case.q.shape[-2], case.k.shape[-2]
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Return the tensors of the call; without values, q has their leading axes."""
+        given = self.case.tensors()
+        if self.values:
+            return {**given}
+        return {**given, "v": None, "q": self.case.q.expand(*sizes_of(self.case)[0], *self.case.q.shape[-3:])}
 
 
 @st.composite

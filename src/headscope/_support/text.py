@@ -24,4 +24,4 @@ def count_places(piece: str, text: str) -> int:
         >>> count_places("aa", "aaa"), count_places("", "aaa")
         (2, 0)
     """
-    return len(re.findall(f"(?={re.escape(piece)})", text)) if piece else 0
+    return sum(1 for _ in re.finditer(f"(?={re.escape(piece)})", text)) if piece else 0

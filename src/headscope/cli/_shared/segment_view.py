@@ -196,12 +196,13 @@ def _headings(heads: list[HighestHead]) -> tuple[str, ...]:
 
 
 def _list_highest(heads: list[HighestHead], short: Mapping[str, str]) -> list[tuple[str, ...]]:
+    knows_chance, has_sink = _knows_chance(heads), _has_sink(heads)
     cells: list[tuple[str, ...]] = []
     for each in heads:
         numbers = [each.mean]
-        if each.chance is not None and _knows_chance(heads):
+        if each.chance is not None and knows_chance:
             numbers.append(each.chance)
-        if each.without_first is not None and _has_sink(heads):
+        if each.without_first is not None and has_sink:
             numbers.append(each.without_first)
         cells.append((each.query, each.key, short[each.layer], str(each.head), *map(_decimal, numbers)))
     return cells
