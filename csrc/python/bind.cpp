@@ -338,6 +338,7 @@ void bind_observation(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // at exit, Python does not destroy what a patched class of torch, say, still holds
     bind_targets(m);
     bind_attention(m);
     bind_linear(m);

@@ -15,6 +15,7 @@ from headscope import MultiHeadAttention, Observe, watch
 from headscope._intercept import error_of, function_mode
 from headscope.watching import WatchError, _watch
 from support.families import build
+from support.forking import run_program
 
 
 class Layer(nn.Module):
@@ -371,3 +372,23 @@ def test_tokens_in_another_order_have_no_positions_in_any_pass() -> None:
         model(x)
         model(x)
     assert seen.kinds == {"inner": "cross"}
+
+
+HELD_AT_EXIT = """
+import torch
+from headscope import watch
+model, x = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval(), torch.zeros(1, 4, 8)
+with torch.no_grad():
+    for _ in range(3):
+        with watch(model) as recording:
+            model(x)
+before = torch.nn.MultiheadAttention.forward
+def forward(self, *args, **kwargs):
+    return recording, before(self, *args, **kwargs)
+torch.nn.MultiheadAttention.forward = forward  # Python never destroys this class, nor what it holds
+"""
+
+
+def test_a_recording_that_lives_at_exit_is_not_reported_as_a_leak() -> None:
+    done = run_program(HELD_AT_EXIT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
