@@ -24,8 +24,14 @@ MOST_BYTES = 12e9
 
 UNWATCHED, EVERYTHING, DEFAULTS, SAMPLE = "unwatched", "everything", "defaults", "rows=256"
 ACCELERATED = "accelerate"
+TOGETHER = 16  # forward passes within one watch, where opening it counts
+DEFAULTS_TOGETHER, ACCELERATED_TOGETHER = f"defaults, {TOGETHER} passes", f"accelerate, {TOGETHER} passes"
+SHORT = 512  # tokens; opening a watch takes less than 0.5 % of a longer pass
 EAGER, DENSE = "eager weights", "eager, statistics"
-COMPETITORS = (UNWATCHED, EVERYTHING, DEFAULTS, SAMPLE, ACCELERATED, EAGER, DENSE)
+COMPETITORS = (
+    UNWATCHED, EVERYTHING, DEFAULTS, SAMPLE, ACCELERATED, DEFAULTS_TOGETHER, ACCELERATED_TOGETHER, EAGER, DENSE,
+)  # fmt: skip
+PASSES = dict.fromkeys((DEFAULTS_TOGETHER, ACCELERATED_TOGETHER), TOGETHER)
 ALL = Observe(map=64, edges=32)
 
 
@@ -144,11 +150,12 @@ def dense_statistics(p: Tensor) -> dict[str, Tensor]:
 
 
 def competitors(subject: Subject, length: int) -> tuple[dict[str, Run], dict[str, str]]:
-    """Who takes part, and why somebody does not. A watch is opened, and closed, for each forward pass."""
+    """Who takes part, and why somebody does not. A watch is opened, and closed, for so many forward passes."""
 
-    def watched(what: Observe, accelerate: bool = False) -> headscope.Recording:
+    def watched(what: Observe, accelerate: bool = False, passes: int = 1) -> headscope.Recording:
         with headscope.watch(subject.model, what=what, accelerate=accelerate) as seen:
-            subject.run()
+            for _ in range(passes):
+                subject.run()
         return seen
 
     def measured() -> list[dict[str, Tensor]]:
@@ -162,14 +169,18 @@ def competitors(subject: Subject, length: int) -> tuple[dict[str, Run], dict[str
         DEFAULTS: lambda: watched(Observe()),
         SAMPLE: lambda: watched(Observe(rows=256)),
         ACCELERATED: lambda: watched(Observe(), accelerate=True),
+        DEFAULTS_TOGETHER: lambda: watched(Observe(), passes=TOGETHER),
+        ACCELERATED_TOGETHER: lambda: watched(Observe(), accelerate=True, passes=TOGETHER),
         EAGER: subject.weights,
         DENSE: measured,
     }
+    absent: dict[str, str] = {}
+    if length > SHORT:
+        absent |= dict.fromkeys(PASSES, "as one pass")
     needed = subject.eager_bytes(length)
-    if needed <= MOST_BYTES:
-        return runs, {}
-    why = f"does not fit: {needed / 1e9:.0f} GB"
-    return {name: run for name, run in runs.items() if name not in (EAGER, DENSE)}, {EAGER: why, DENSE: why}
+    if needed > MOST_BYTES:
+        absent |= dict.fromkeys((EAGER, DENSE), f"does not fit: {needed / 1e9:.0f} GB")
+    return {name: run for name, run in runs.items() if name not in absent}, absent
 
 
 def measure(case: Case, seconds: float, least: int) -> Row:
@@ -179,7 +190,7 @@ def measure(case: Case, seconds: float, least: int) -> Row:
         runs, absent = competitors(subject, case.length)
         if EAGER in runs:
             check(subject)
-        return Row(KIND, case.name, interleave(runs, seconds, least), absent=absent)
+        return Row(KIND, case.name, interleave(runs, seconds, least, PASSES), absent=absent)
 
 
 def check(subject: Subject) -> None:

@@ -111,7 +111,8 @@ MODELS_TEXT = """## Watching a model
 `text` is the shipped model (6 layers, 8 heads of 16); its context is 256 tokens, and for longer texts its table of
 positions is repeated: the work is that of the model, what it predicts is not. `Llama` is one of transformers with
 random weights (4 layers, 8 heads of 64, 4 key/value heads). Each time a watch is opened, one forward pass runs, and it
-is closed. `everything`: all rows, received, 64 x 64 map, 32 edges; `eager weights`: every layer's weights are returned
+is closed; `16 passes`: sixteen run within it, and the time, opening and closing included, is that of one of them.
+`everything`: all rows, received, 64 x 64 map, 32 edges; `eager weights`: every layer's weights are returned
 (`output_attentions=True`, `need_weights=True`) and nothing is computed of them; `eager, statistics`: most of the same
 figures computed of them in torch. In brackets: times the unwatched model."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -55,8 +55,17 @@ class Row:
         return Row(**{name: saved[name] for name in ("kind", "name", "seconds", "figures", "absent")})
 
 
-def interleave(runs: dict[str, Run], seconds: float, least: int) -> dict[str, list[float]]:
-    """Seconds of one call each, in rounds, for about so many seconds and at least so many rounds."""
+def interleave(
+    runs: dict[str, Run], seconds: float, least: int, parts: Mapping[str, int] | None = None
+) -> dict[str, list[float]]:
+    """Seconds of one call each, in rounds, for about so many seconds and at least so many rounds.
+
+    Args:
+        runs: the competitors, by name.
+        seconds, least: of all rounds together, and how many rounds.
+        parts: of how many equal parts a call consists, of which the time is that of one; by default 1.
+    """
+    parts = parts or {}
     calls: dict[str, int] = {}
     for name, run in runs.items():
         first = _time(run, 1)  # not counted: it warms up
@@ -65,7 +74,7 @@ def interleave(runs: dict[str, Run], seconds: float, least: int) -> dict[str, li
     started, rounds = time.perf_counter(), 0
     while rounds < least or time.perf_counter() - started < seconds:
         for name, run in runs.items():
-            times[name].append(_time(run, calls[name]))
+            times[name].append(_time(run, calls[name]) / parts.get(name, 1))
         rounds += 1
     return times
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,18 @@ def test_competitors_take_turns() -> None:
     rounds = "".join(said).lstrip("a").lstrip("b")  # the turns of the first round, and what warmed up, come before
     assert len(rounds) > 0
     assert {name: len(each) for name, each in times.items()} == {"a": 2, "b": 2}
+
+
+def test_of_a_call_in_parts_the_time_is_that_of_one() -> None:
+    times = timing.interleave({"one": lambda: time.sleep(0.02), "four": lambda: time.sleep(0.02)}, 1e-9, 2, {"four": 4})
+    assert min(times["one"]) >= 0.02
+    assert 0.005 <= min(times["four"]) < 0.02
+
+
+def test_opening_a_watch_is_shared_by_short_passes_only() -> None:
+    _, absent = models.competitors(models.text_example(8), models.SHORT + 1)
+    assert absent == dict.fromkeys(models.PASSES, "as one pass")
+    assert {*models.PASSES} < {*models.COMPETITORS}
 
 
 def test_the_tables() -> None:
