@@ -23,8 +23,8 @@ from headscope._observe import attend_and_observe, native_observer, scene, steps
 from headscope._observe.inputs import Continued
 from headscope._observe.native_observer import borders_of
 from headscope.masks import Dense, Documents, KeyLengths, Mask, Prefix, causal, window
-from headscope.stats import HeadStats
-from headscope.stats._layer import Moments, Packed, histogram_edges
+from headscope.stats import HeadStats, histogram_edges
+from headscope.stats._layer import Moments, Packed
 from support.native_targets import TARGETS, run
 from support.paths import TESTS
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
+from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
+from headscope.stats._moments import Moments
 from headscope.stats._origin import Origin
 from headscope.stats._quantities import MAY_BE_INFINITE, quantity_of
 from headscope.stats._segment_mass import SegmentMass

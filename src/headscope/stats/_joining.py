@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from headscope.stats._head_weights import HeadWeights
-from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
+from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
+from headscope.stats._moments import Moments
 from headscope.stats._nulls import Nulls
 from headscope.stats._origin import LayerOrigin, Origin, joined
 from headscope.stats._segment_mass import SegmentMass

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope.stats._layer import LayerStats, Moments, wide
+from headscope.stats._layer import LayerStats
+from headscope.stats._moments import Moments
+from headscope.stats._part import wide
 from headscope.stats._quantities import histogram_edges, quantity_names
 
 _OF_SELF = ("positions", "line")  # requirements that cross-attention does not meet

@@ -47,7 +47,8 @@ from headscope.stats._header import (
     read_wholes,
 )
 from headscope.stats._kept_weights import KeptWeights, weights_of
-from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
+from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
+from headscope.stats._moments import Moments
 from headscope.stats._nulls import Nulls, check_nulls
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges

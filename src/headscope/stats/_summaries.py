@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from headscope._support.arguments import as_whole, kind
-from headscope.stats._layer import LayerStats, Moments, histogram_edges
+from headscope.stats._layer import LayerStats
+from headscope.stats._moments import Moments
 from headscope.stats._nulls import Null
+from headscope.stats._quantities import histogram_edges
 
 __all__ = ["Column", "Summary", "layer_at", "names_of", "null_of", "stack_columns", "summaries_of", "summary_of"]
 
