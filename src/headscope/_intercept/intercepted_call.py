@@ -198,7 +198,8 @@ def measure(call: InterceptedCall, what: Observe) -> Measured:
     late = call.late or _forgotten(call) > 0
     if call.has_logits and call.is_visibility_known and not call.beside and not late:
         parts = stats.parts
-        return Measured(partial(parts.__getitem__, "0"), repetition_of(parts))
+        part = parts if callable(parts) else partial(parts.__getitem__, "0")
+        return Measured(part, repetition_of(parts))
     part = _corrected(stats.parts["0"], call, late)
     return Measured(lambda: part)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,32 +21,46 @@ from headscope._observe.segment_nulls import sum_segment_nulls
 from headscope.stats import HeadWeights, Observe, SegmentMass
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments, Nulls
 
+LayerOf = Callable[[], LayerStats]
+"""Returns the layer of one call, or of several."""
+
 
 class LazyLayer(Mapping[str, LayerStats]):
-    """The layer of one call, built on first access.
+    """The layer of one call, or of several alike ones, built on first access. As a function it returns this layer.
 
     Attributes:
         ready: the observation.
         what: its options.
-        weights: those of its chosen heads.
+        memory: the results, for ``Ready.observed``.
+        weights: those of chosen heads, of each call.
+        runs: the number of calls.
     """
 
-    def __init__(self, ready: Ready, what: Observe, memory: Tensor, weights: tuple[HeadWeights, ...] = ()) -> None:
+    def __init__(
+        self, ready: Ready, what: Observe, memory: Tensor, weights: tuple[HeadWeights, ...] = (), runs: int = 1
+    ) -> None:
         self.ready = ready
         self.what = what
+        self.memory = memory
         self.weights = weights
-        self._layer: LayerStats | Tensor = memory
+        self.runs = runs
+        self._layer: LayerStats | None = None
+
+    def __call__(self) -> LayerStats:
+        layer = self._layer
+        if layer is None:
+            ready, observed = self.ready, self.ready.observed(self.memory)
+            layer = layer_stats(ready.call, self.what, ready, observed, None, nulls=ready.exchange is not None)
+            if self.runs > 1 or self.weights:
+                looked_at, of = (self.runs * count for count in (layer.looked_at, layer.of))
+                layer = replace(layer, runs=self.runs, looked_at=looked_at, of=of, weights=self.weights)
+            self._layer = layer
+        return layer
 
     def __getitem__(self, name: str) -> LayerStats:
         if name != "0":
             raise KeyError(name)
-        layer = self._layer
-        if isinstance(layer, Tensor):
-            ready, observed = self.ready, self.ready.observed(layer)
-            nulls = ready.exchange is not None
-            layer = layer_stats(ready.call, self.what, ready, observed, None, nulls=nulls)
-            self._layer = layer = replace(layer, weights=self.weights) if self.weights else layer
-        return layer
+        return self()
 
     def __iter__(self) -> Iterator[str]:
         return iter(("0",))

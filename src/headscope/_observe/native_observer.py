@@ -105,6 +105,10 @@ class _Part(NamedTuple):
         storage: Any = memory.untyped_storage()[self.offset : self.offset + self.bytes]
         return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage).view(self.shape)
 
+    def of_each(self, memories: Tensor) -> Tensor:
+        """Return a view of the results of several calls, [R, bytes] -> [R, …]."""
+        return memories[:, self.offset : self.offset + self.bytes].view(self.dtype).view(-1, *self.shape)
+
 
 class Ready:
     """An observation described once, for any tensors of the same sizes, dtypes and strides.
@@ -248,10 +252,15 @@ class Ready:
         """``observer`` of this observation."""
         return observer(self)
 
+    @cached_property
+    def results(self) -> dict[str, _Part]:
+        """The places of the results that stay, in the memory of a call."""
+        return {name: part for name, part in self.parts.items() if part.offset < self.size}
+
     def observed(self, memory: Tensor) -> Observed:
         """Return the results, as views of their memory."""
         call, reductions = self.call, self.reductions
-        at = {name: part.of(memory) for name, part in self.parts.items() if part.offset < self.size}
+        at = {name: part.of(memory) for name, part in self.results.items()}
         moments: Mapping[str, Moments] = {}
         if "whole" in at:
             moments = MomentsTable(self.names, Packed(at["whole"], at["numbers"]))
@@ -274,6 +283,12 @@ class Ready:
             Nulls(self.names, at["nulls"]) if "nulls" in at else None,
             at.get("segment_nulls"),
         )
+
+
+def pool_moments(whole: Tensor, numbers: Tensor, into: Tensor) -> None:
+    """Write the numbers of the moments of several calls together, [R, …] -> those of one; see ``Packed``."""
+    pooled = Packed(whole, numbers).moments().pooled()
+    torch.stack([pooled.mean, pooled.M2, pooled.min, pooled.max], out=into)
 
 
 Attending = tuple[Tensor, Tensor]

@@ -130,20 +130,16 @@ def attend_request(request: Request) -> Result | None:
         if ready is None:
             return None
         into = native_observer.attending(request.call)
-        observed = native_observer.observe_natively(ready, request.inputs, into)
-        if observed is None:
+        memory = native_observer.observe_into_memory(ready, request.inputs, into)
+        if memory is None:
             return None
-        if isinstance(known, Scene):
-            observed = with_selection(observed, known, request.what.keep_rows)
-        repeats = _is_simple(request) and request.has_place and not request.what.weights
-        if repeats and repeater_of(request.prepared, request.what) is None:
-            _prepared_observations.add((request.prepared, id(request.what)), _repeat(ready, request.what))
+        if not isinstance(known, Scene):
+            if request.has_place and not request.what.weights and repeater_of(request.prepared, request.what) is None:
+                _prepared_observations.add((request.prepared, id(request.what)), _repeat(ready, request.what))
+            return *into, HeadStats(LazyLayer(ready, request.what, memory, _weights_again(request, ready)))
+        observed = with_selection(ready.observed(memory), known, request.what.keep_rows)
         layer = layer_stats(request.call, request.what, known, observed, tiles_of(request, known))
-        if isinstance(known, Scene):
-            layer = with_weights(layer, request, known)
-        else:
-            layer = replace(layer, weights=_weights_again(request, known))
-        return *into, HeadStats({"0": layer})
+        return *into, HeadStats({"0": with_weights(layer, request, known)})
 
 
 def _weights_again(request: Request, ready: Ready) -> tuple[HeadWeights, ...]:
@@ -176,7 +172,10 @@ def _repeat(ready: Ready, what: Observe) -> Callable[[Tensor, Tensor, Tensor], R
 
 
 def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
-    """Return the inputs of a request, and its description for the native kernels if they support it."""
+    """Return the inputs of a request, and its description for the native kernels if they support it.
+
+    If the description is all that a request needs, it is returned as the inputs, too.
+    """
     if _is_simple(request):
         ready = _prepared_observations.get(_key(request))
         if ready is not None:
@@ -190,6 +189,7 @@ def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
         _exchanges.add(key, ready.exchange)
     if _is_simple(request):
         _prepared_observations.add(_key(request), ready)
+        return ready, ready
     return scene, ready
 
 

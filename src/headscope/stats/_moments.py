@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -66,9 +67,33 @@ class Moments(Part):
         least = torch.fmin(self.min, other.min)  # NaN only if both are
         return Moments(count, mean, M2, least, torch.fmax(self.max, other.max), self.histogram + other.histogram)
 
+    def pooled(self) -> Moments:
+        """Return the moments of the rows of all runs, over which the first axis of these goes.
+
+        They are those of ``merge``, run by run, to the bit, in a fraction of the time.
+        """
+        none = self.count == 0
+        if not torch.equal(none.any(0), none.all(0)):
+            runs = zip(*(getattr(self, each.name).unbind() for each in fields(self)), strict=True)
+            return reduce(Moments.merge, (Moments(*run) for run in runs))
+        until = self.count.cumsum(0)
+        shares = self.count.to(self.mean.dtype) / until
+        mean, *others = self.mean.unbind()
+        aparts: list[Tensor] = []
+        for other, share in zip(others, shares[1:].unbind(), strict=True):
+            apart = other - mean
+            mean = mean + apart * share
+            aparts.append(apart)
+        squares, *others = self.M2.unbind()
+        if others:
+            between = torch.stack(aparts).square() * until[:-1] * shares[1:]
+            for other, added in zip(others, between.unbind(), strict=True):
+                squares = squares + other + added
+        return Moments(until[-1], mean, squares, self.min.amin(0), self.max.amax(0), self.histogram.sum(0))
+
 
 class Packed(NamedTuple):
-    """Moments of N names and H heads in two tensors.
+    """Moments of N names and H heads in two tensors; of several runs, with an axis of these before the others.
 
     Attributes:
         whole: count [N, H], then the histogram [N, H, bins]; int64, flat.
@@ -86,10 +111,12 @@ class Packed(NamedTuple):
 
     def moments(self) -> Moments:
         """Return views of them."""
-        _, names, heads = self.numbers.shape
-        mean, M2, least, largest = self.numbers.unbind()
-        count, histogram = self.whole[: names * heads], self.whole[names * heads :]
-        return Moments(count.view(names, heads), mean, M2, least, largest, histogram.view(names, heads, -1))
+        *runs, _, names, heads = self.numbers.shape
+        mean, M2, least, largest = self.numbers.unbind(-3)
+        count, histogram = self.whole[..., : names * heads], self.whole[..., names * heads :]
+        return Moments(
+            count.view(*runs, names, heads), mean, M2, least, largest, histogram.view(*runs, names, heads, -1)
+        )
 
 
 class MomentsTable(Part, Mapping[str, Moments]):

@@ -172,7 +172,7 @@ class Pass:
         if part is None:
             return False
         self.observed.add(name)
-        self._record(name, frame.calls, found, partial(part.__getitem__, "0"))
+        self._record(name, frame.calls, found, part)
         return True
 
     def attend_again(self, frame: Frame, name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
@@ -189,7 +189,7 @@ class Pass:
             return None
         out, part = result
         self.observed.add(name)
-        self._record(name, frame.calls, found, partial(part.__getitem__, "0"))
+        self._record(name, frame.calls, found, part)
         return out
 
     def _again(self, name: str, again: Repetition, run: Callable[[Repetition], Result | None]) -> Result | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from headscope._analysis.answers import short_layers
 from headscope._intercept import Kind, LayerOrigin, WatchError, find_other_layers
+from headscope._observe import pooled
 from headscope._support.text import visible
 from headscope.comparing import Comparison, Thresholds, compare
 from headscope.report import viewer
@@ -68,7 +69,7 @@ class Recording:
         self._passes = (0, 0)  # those that ``_about`` does not count yet, and how many of them were observed
         self._new: dict[str, tuple[Kind, LayerOrigin]] = {}  # layers that it does not have yet
         self._parts: dict[str, LayerStats] = dict(stats.parts)
-        self._pending: dict[str, list[Callable[[], LayerStats]]] = {}
+        self._pending: dict[str, list[Callable[[], LayerStats]]] = {}  # not yet in ``_parts``, in order
         self._order: dict[str, tuple[int, int]] = {}
         self._alarms = alarms  # of a file, or of the original of a copy
         self._monitor: Monitor | None = None
@@ -106,10 +107,11 @@ class Recording:
             WatchError: nothing has been recorded yet.
         """
         with self._lock:
-            if not self._all():
+            layers = self._all()
+            if not layers:
                 raise WatchError("watch: nothing recorded yet; run the model inside the `with` block")
-            names = sorted(self._parts, key=lambda name: self._order.get(name, (0, 0)))
-            return HeadStats({name: self._parts[name] for name in names}, self.about.origin)
+            names = sorted(layers, key=lambda name: self._order.get(name, (0, 0)))
+            return HeadStats({name: layers[name] for name in names}, self.about.origin)
 
     def __getitem__(self, at: Any) -> Summary | Column | HeadStats | dict[str, Summary]:
         return self.stats[at]
@@ -363,10 +365,14 @@ class Recording:
         """Return layer -> all of its calls, merged."""
         for name in list(self._pending):
             self._fold(name)
-        return dict(self._parts)
+        return self._parts | {name: waiting[0]() for name, waiting in self._pending.items()}
 
     def _fold(self, name: str) -> None:
-        """Merge the waiting calls of a layer."""
+        """Merge the waiting calls of a layer; if all are alike, they wait as one."""
+        if name not in self._parts:  # else these would be a sum of their own
+            self._pending[name] = pooled(self._pending[name])
+            if len(self._pending[name]) == 1:
+                return
         parts = [part() for part in self._pending[name]]
         if name in self._parts:
             parts.insert(0, self._parts[name])
