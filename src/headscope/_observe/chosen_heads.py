@@ -6,6 +6,7 @@ lse takes part, the block is normalised as in ``block_weights``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -97,19 +98,31 @@ class RepeatedWeights:
         blocks = _blocks(scene, self._heads)
         few = sum(part.tile.numel() for _, hidden in blocks for part in hidden or ()) <= MOST_RETAINED
         self._blocks = blocks if few else None
+        shape = (call.batch, len(self._heads), len(scene.rows), call.keys)
+        self._whole_block = blocks[0] if len(blocks) == 1 and few and blocks[0][0].is_whole(shape) else None
         self._scene = replace(scene, q=nothing, inputs=Inputs(nothing, nothing, nothing, None, None))
         self.size = what.check_weights((call.batch, call.queries, call.keys), accumulate_dtype(call.dtype))
 
     def of(self, q: Tensor, k: Tensor) -> HeadWeights:
         """Return the weights of a call with these queries and keys, [B, H, Q, D] and [B, Hkv, K, D]."""
-        call = self._scene.call
         with torch.no_grad():
             rows = q if self._whole else q.index_select(2, self._queries)
-            scene = replace(self._scene, q=rows, inputs=Inputs(q, k, k[..., :0], None, None))
-            place = _place(scene, None, self._queries) if self._place is None else self._place
+            p = self._at_once(rows, k)
+            if p is None or self._place is None:
+                scene = replace(self._scene, q=rows, inputs=Inputs(q, k, k[..., :0], None, None))
+                p = _weights(scene, self._heads, self._blocks or _blocks(scene, self._heads)) if p is None else p
+                place = _place(scene, None, self._queries) if self._place is None else self._place
+            else:
+                place = self._place
             ends = k.new_empty(len(k), 2, 0) if self._ends is None else k[:, 0].index_select(1, self._ends)
-            p = _weights(scene, self._heads, self._blocks or _blocks(scene, self._heads))
-        return HeadWeights(self._heads, self._queries, p, call.queries, place, ends)
+        return HeadWeights(self._heads, self._queries, p, self._scene.call.queries, place, ends)
+
+    def _at_once(self, rows: Tensor, k: Tensor) -> Tensor | None:
+        """Return the weights if they are one block of finite rows: each further line takes as long as their softmax."""
+        block, hidden = self._whole_block or (None, None)
+        if block is None or hidden is None:
+            return None
+        return _softmax(self._scene.call, *_cut(self._scene.call, block, rows, k), None, hidden)
 
 
 def _sees(scene: Scene) -> Tensor:
@@ -337,19 +350,27 @@ def _as_index(heads: Sequence[int]) -> slice | list[int]:
 
 def _block(scene: Scene, block: _Block, hidden: list[_Hidden] | None) -> Tensor:
     """Return the weights of a block, [b, heads, i, j]; ``hidden``: None = by the careful path."""
-    call, dtype = scene.call, accumulate_dtype(scene.call.dtype)
-    q = scene.q[block.b, _as_index(block.heads), block.r].to(dtype)
-    k = scene.inputs.k[block.b, _as_index([head // call.group for head in block.heads]), block.j].to(dtype)
+    q, k = _cut(scene.call, block, scene.q, scene.inputs.k)
     bias = _bias(scene.inputs.bias, block)
-    if hidden is not None:
-        s = cap_logits(scaled_products(q, k, call.scale, call.softcap), call.softcap)
-        if bias is not None:
-            s += bias.to(dtype)
-        for columns, tile in hidden:  # adding is many times faster than filling, but NaN and infinity survive it
-            s[..., columns] += tile
-        if bool(s.amax(-1).isfinite().all()):
-            return torch.softmax(s, -1)
-    return _careful_block(scene, block, q, k, bias)
+    p = None if hidden is None else _softmax(scene.call, q, k, bias, hidden)
+    return _careful_block(scene, block, q, k, bias) if p is None else p
+
+
+def _cut(call: Call, block: _Block, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the queries and keys of a block, of q [B, H, R, D] and k [B, Hkv, K, D]."""
+    dtype, key_heads = accumulate_dtype(call.dtype), [head // call.group for head in block.heads]
+    return q[block.b, _as_index(block.heads), block.r].to(dtype), k[block.b, _as_index(key_heads), block.j].to(dtype)
+
+
+def _softmax(call: Call, q: Tensor, k: Tensor, bias: Tensor | None, hidden: list[_Hidden]) -> Tensor | None:
+    """Return the weights of a block; None: a row is empty or not finite."""
+    s = cap_logits(scaled_products(q, k, call.scale, call.softcap), call.softcap)
+    if bias is not None:
+        s += bias.to(s.dtype)
+    for columns, tile in hidden:  # adding is many times faster than filling, but NaN and infinity survive it
+        s[..., columns] += tile
+    p = torch.softmax(s, -1, out=s)  # in place: another tensor of this size costs its pages
+    return None if math.isnan(p[..., 0].amax()) else p  # such a row is NaN in every column
 
 
 def _careful_block(scene: Scene, block: _Block, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
