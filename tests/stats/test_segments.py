@@ -145,6 +145,13 @@ def test_rows_that_end_in_a_newline() -> None:
     assert made.ids.tolist() == [0, 0, -1, 0, 0, -1]
 
 
+def test_only_tiles_have_newlines() -> None:
+    """As in LLaVA-NeXT: the whole image comes first, without them."""
+    made = Segments.from_image_tokens([7] * 4 + [7] * 6, 7, [(2, 2), (2, 2)], newlines=[False, True])
+    assert made.ids.tolist() == [0, 0, 0, 0, 1, 1, -1, 1, 1, -1]
+    assert made._images == (("image 0", 2, (0, 2)), ("image 1", 2, (4, 7)))
+
+
 def test_images_of_different_sizes_have_parts_of_their_own() -> None:
     ids = [7, 7, 1, 7, 7, 7, 7, 7, 7]
     made = Segments.from_image_tokens(ids, 7, torch.tensor([[1, 2], [3, 2]]), parts=[(1, 1), (3, 1)])
@@ -256,7 +263,17 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "text for newlines": (
         lambda: Segments.from_image_tokens([7, 7], 7, (1, 1), newlines="yes"),  # type: ignore[arg-type]
         TypeError,
-        "newlines: got str, expected True or False",
+        "newlines: got str, expected True or False, or a list with one for each image",
+    ),
+    "numbers for newlines": (
+        lambda: Segments.from_image_tokens([7, 7], 7, [(1, 1), (1, 1)], newlines=[0, 1]),  # type: ignore[list-item]
+        TypeError,
+        "newlines: got int, expected True or False for each image",
+    ),
+    "too few newlines": (
+        lambda: Segments.from_image_tokens([7, 7], 7, [(1, 1), (1, 1)], newlines=[True]),
+        ValueError,
+        "newlines: got 1, expected True or False, or one for each of 2 images",
     ),
     "a pair without its first key": (
         lambda: Segments(["a", "b", "b/without_first"], [0]),

@@ -185,7 +185,7 @@ def image_segments(
     image_token: int,
     grid: Span | Sequence[Span] | Tensor,
     parts: Span | Sequence[Span],
-    newlines: bool,
+    newlines: bool | Sequence[bool],
     names: Collection[str] | None,
 ) -> tuple[tuple[str, ...], Tensor, tuple[ImageRows, ...]]:
     """Return the names of the regions of all images, the region of each token, and the places of their patches.
@@ -196,7 +196,6 @@ def image_segments(
         TypeError, ValueError: see ``Segments.from_image_tokens``.
     """
     tokens = as_wholes("ids", ids, "expected whole numbers [K]")
-    check_type("newlines", newlines, bool, "True or False")
     if tokens.ndim == 2 and len(tokens) == 1:
         tokens = tokens[0]
     if tokens.ndim != 1:
@@ -208,26 +207,26 @@ def image_segments(
     if len(every_regions) != len(grids):
         raise ValueError(f"parts: got {len(every_regions)} pairs, expected one, or one for each of {len(grids)} images")
     where = (tokens == whole("image_token", image_token, 0)).nonzero()[:, 0]
-    sizes = [rows * (columns + newlines) for rows, columns in grids]
+    widths = [columns + more for (_, columns), more in zip(grids, _newlines(newlines, len(grids)), strict=True)]
+    sizes = [rows * width for (rows, _), width in zip(grids, widths, strict=True)]
     if sum(sizes) != len(where):
-        shown = " + ".join(f"{rows} x {columns + newlines}" for rows, columns in grids) or "none"
+        shown = " + ".join(f"{rows} x {width}" for (rows, _), width in zip(grids, widths, strict=True)) or "none"
         raise ValueError(
             f"grid: {shown} = {sum(sizes):,} tokens, the sequence has {len(where):,} with id {image_token}; expected "
-            "rows and columns after the model has merged patches, one grid for each image"
+            "rows and columns after the model has merged patches, one grid for each image; newlines=, if rows end in "
+            "one more image token"
         )
     labels = _image_names(names, len(grids))
-    _check_runs(where, grids, labels, newlines)
+    _check_runs(where, grids, labels, widths)
     every: list[str] = []
     pieces: list[Tensor] = []
-    for label, (rows, columns), regions in zip(labels, grids, every_regions, strict=True):
+    for label, (rows, columns), width, regions in zip(labels, grids, widths, every_regions, strict=True):
         if rows < regions[0] or columns < regions[1]:
             raise ValueError(f"parts: got {regions}, expected at most {rows} x {columns}, the grid of {label!r}")
         down = torch.arange(rows, device="cpu") * regions[0] // rows
         across = torch.arange(columns, device="cpu") * regions[1] // columns
         region = down[:, None] * regions[1] + across + len(every)  # [rows, columns]
-        if newlines:
-            region = torch.nn.functional.pad(region, (0, 1), value=-1)
-        pieces.append(region.flatten())
+        pieces.append(torch.nn.functional.pad(region, (0, width - columns), value=-1).flatten())
         if regions == (1, 1):
             every.append(label)
         else:
@@ -237,27 +236,37 @@ def image_segments(
         places[where] = torch.cat(pieces)
     images: list[ImageRows] = []
     begin = 0
-    for label, (rows, columns) in zip(labels, grids, strict=True):
-        width = columns + newlines
+    for label, (rows, columns), width in zip(labels, grids, widths, strict=True):
         images.append((label, columns, tuple(where[begin : begin + rows * width : width].tolist())))
         begin += rows * width
     return tuple(every), places, tuple(images)
 
 
-def _check_runs(where: Tensor, grids: Sequence[Span], labels: Sequence[str], newlines: bool) -> None:
+def _newlines(newlines: bool | Sequence[bool], count: int) -> list[bool]:
+    """Return whether the rows of each image end in one more token."""
+    each = [newlines] * count if isinstance(newlines, bool) else newlines
+    if isinstance(each, str) or not isinstance(cast("object", each), Sequence):
+        raise TypeError(f"newlines: got {kind(newlines)}, expected True or False, or a list with one for each image")
+    for one in each:
+        check_type("newlines", one, bool, "True or False for each image")
+    if len(each) != count:
+        raise ValueError(f"newlines: got {len(each)}, expected True or False, or one for each of {count} images")
+    return list(each)
+
+
+def _check_runs(where: Tensor, grids: Sequence[Span], labels: Sequence[str], widths: Sequence[int]) -> None:
     """Check that each image lies in one run of image tokens, or has a run for each of its rows.
 
     Args:
         where: the places of the image tokens, in order.
         grids, labels: rows and columns of each image, and its name.
-        newlines: whether each row has one more token.
+        widths: the number of tokens of a row of each.
 
     Raises:
         ValueError: another token interrupts an image elsewhere.
     """
     begin = 0
-    for label, (rows, columns) in zip(labels, grids, strict=True):
-        width = columns + newlines
+    for label, (rows, columns), width in zip(labels, grids, widths, strict=True):
         places = where[begin : begin + rows * width]
         begin += rows * width
         ends = (places.diff() > 1).nonzero()[:, 0] + 1  # tokens of the image before an interruption

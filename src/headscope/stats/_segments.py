@@ -261,8 +261,8 @@ class Segments:
     @staticmethod
     def from_image_tokens(
         ids: Tensor | Sequence[int], image_token: int, grid: Span | Sequence[Span] | Tensor, *,
-        parts: Span | Sequence[Span] = (1, 1), newlines: bool = False, names: Collection[str] | None = None,
-        text: str | None = "text",
+        parts: Span | Sequence[Span] = (1, 1), newlines: bool | Sequence[bool] = False,
+        names: Collection[str] | None = None, text: str | None = "text",
     ) -> Segments:  # fmt: skip
         """Return segments of the images in the prompt of a vision-language model, by the id of their tokens.
 
@@ -273,7 +273,8 @@ class Segments:
                 their order.
             parts: into how many rows and columns of regions each image is divided, each of them a segment; or a list
                 with one pair for each image.
-            newlines: whether each row of patches ends in one more image token, which belongs to no segment.
+            newlines: whether each row of patches ends in one more image token, which belongs to no segment; or a list
+                with one for each image.
             names: of the images; by default "image", or "image 0", "image 1", … A region is "image 0 [row, column]".
             text: the name of a segment with all other tokens; None = they belong to none.
 

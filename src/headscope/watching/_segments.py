@@ -57,12 +57,12 @@ def _padded(ids: Tensor, length: int) -> Tensor:
 
 
 def warn_of_unsegmented(reasons: Mapping[str, str]) -> None:
-    """Warn of the layers whose calls do not fit the segments."""
+    """Warn of the layers with calls that do not fit the segments."""
     texts = [f"{layer} {reason}" for layer, reason in reasons.items()]
     more = f"; and {len(texts) - MOST_NAMED:,} more" if len(texts) > MOST_NAMED else ""
     warnings.warn(
-        f"watch: segments: these layers have none, because the ids do not fit: {'; '.join(texts[:MOST_NAMED])}{more}. "
-        "Select the layers that fit with layers=",
+        f"watch: segments: these calls have none, because the ids do not fit: {'; '.join(texts[:MOST_NAMED])}{more}. "
+        "Pass an id for each token, generated ones included, or select the layers that fit with layers=",
         WatchWarning,
         stacklevel=user_stacklevel(),
     )
