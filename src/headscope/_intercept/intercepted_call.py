@@ -212,7 +212,7 @@ def _corrected(part: LayerStats, call: InterceptedCall, late: bool) -> LayerStat
         part = _without(part, {"lse", "max_logit"})
     if not call.is_visibility_known:
         part = _without_first(replace(_without(part, BY_VISIBILITY), eligible=None))
-    return _without_first(part) if late else part
+    return _behind_first(part) if late else part
 
 
 def check_values(call: InterceptedCall) -> None:
@@ -253,14 +253,24 @@ def _without_first(part: LayerStats) -> LayerStats:
     return _without(part, {name for name in part.moments if name == "first" or name.startswith("streaming_")})
 
 
+def _behind_first(part: LayerStats) -> LayerStats:
+    """Return the statistics of rows that do not see the first keys: segments have no weight on these."""
+    part = _without_first(part)
+    masses = part.segments
+    if masses is None or masses.first_sum is None:
+        return part
+    return replace(part, segments=replace(masses, first_sum=torch.zeros_like(masses.first_sum)))
+
+
 def _without(part: LayerStats, dropped: set[str]) -> LayerStats:
-    """Remove quantities."""
+    """Remove quantities, and what chance gives for them."""
     moments = {name: each for name, each in part.moments.items() if name not in dropped}
+    nulls = None if part.nulls is None else part.nulls.without(dropped)
     rows = tuple(
         replace(each, values={name: rows for name, rows in each.values.items() if name not in dropped})
         for each in part.kept
     )
-    return replace(part, moments=moments, kept=rows)
+    return replace(part, moments=moments, kept=rows, nulls=nulls)
 
 
 def rounded(call: InterceptedCall, *, bias: bool) -> InterceptedCall:

@@ -6,7 +6,7 @@ suffice for the mean and the standard deviation of a head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple, Protocol
@@ -56,6 +56,13 @@ class Nulls(Part):
             return None
         total, variance = self.sums[:, self.names.index(name)]
         return Null(total / count, variance.sqrt() / count)
+
+    def without(self, dropped: Collection[str]) -> Nulls:
+        """Return the same without some quantities."""
+        places = [n for n, name in enumerate(self.names) if name not in dropped]
+        if len(places) == len(self.names):
+            return self
+        return Nulls(tuple(self.names[n] for n in places), self.sums[:, places])
 
     def compact(self) -> Nulls:
         """Return the same with only the quantities that have a null."""
