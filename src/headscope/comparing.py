@@ -15,7 +15,7 @@ import torch
 
 from headscope._analysis.answers import Answer, Basis, HasStats, decimal, plural, stats_of, without_rows
 from headscope._analysis.distances import segment_means, segment_notes, variation_of_heads
-from headscope._support.arguments import kind
+from headscope._support.arguments import check_type, kind
 from headscope._support.text import visible
 from headscope.stats import quantity_of
 from headscope.stats._origin import check_comparable
@@ -265,6 +265,7 @@ def compare(
         [1]
     """
     limits = Thresholds() if thresholds is None else thresholds
+    check_type("thresholds", limits, Thresholds, "Thresholds")
     old, new = stats_of(before, "before"), stats_of(after, "after")
     shared = [layer for layer in old.parts if layer in new.parts]
     check_comparable(
@@ -305,8 +306,7 @@ def _missing(layer: str, part: LayerStats, other: LayerStats | None) -> Iterator
 def _heads(layer: str, old: LayerStats, new: LayerStats, limits: Thresholds) -> Iterator[HeadChange]:
     count = min(old.heads, new.heads)
     places = _same_places(old, new)
-    maps = _maps(old, new, count) if places else None
-    received = _received(old, new, count) if places else None
+    maps, received = (_maps(old, new, count), _received(old, new, count)) if places else (None, None)
     for head in range(count):
         changes = tuple(
             _change(name, old.moments[name], new.moments[name], head, limits)
@@ -347,7 +347,7 @@ def _change(name: str, old: Moments, new: Moments, head: int, limits: Thresholds
 def _between_segments(old: LayerStats, new: LayerStats, head: int, limits: Thresholds) -> tuple[Change, ...]:
     """Return the change of the weight between each two segments; without spread, because single rows are not known."""
     changes: list[Change] = []
-    for name, before, after, rows in segment_means(old.segments, new.segments, head):
+    for name, before, after, rows in segment_means(old, new, head):
         size = abs(after - before) / limits.share
         changes.append(Change(name, before, after, after - before, math.nan, math.nan, rows, size, size >= 1))
     return tuple(changes)

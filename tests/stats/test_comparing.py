@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headscope import HeadStats, Observe, observe
+from headscope import HeadStats, Observe, Segments, observe
 from headscope.comparing import Comparison, Thresholds, compare
 from headscope.masks import causal
 
@@ -293,3 +293,32 @@ def test_maps_of_two_lengths_are_compared_only_where_each_bin_has_tokens() -> No
             "Maps are not compared where the lengths differ and a text is shorter than the map has bins" in found.notes
         )
     assert {head.map for head in compare(short, short).heads} == {0.0}
+
+
+def halves(first: int, second: int, keys: int = 1) -> HeadStats:
+    ids = [first] * (T // 2) + [second] * (T - T // 2)
+    return stats_of(*tensors(), what=Observe(first=keys, segments=Segments(["a", "b", "c"], ids)))
+
+
+def test_segments_that_one_side_only_has_rows_of_are_named() -> None:
+    found = compare(halves(0, 1), halves(1, 1))
+    assert found.notes == ("No row after is in a",)
+    assert compare(halves(2, 2), halves(0, 1)).notes == ("No row before is in a, b", "No row after is in c")
+    assert compare(halves(0, 1), halves(0, 1)).notes == ()
+
+
+def test_segments_without_other_first_keys_are_not_compared() -> None:
+    found = compare(halves(0, 1), halves(0, 1, keys=4))
+    names = {change.name for change in found.heads[0].changes}
+    assert "segments/b/a" in names
+    assert not any(name.endswith("without_first") for name in names)
+    assert not found.differs
+    assert found.notes == ("Different first keys: 1 before, 4 after",)
+    one = compare(halves(0, 1), halves(0, 1)).heads[0].changes
+    assert any(change.name.endswith("without_first") for change in one)
+
+
+def test_other_thresholds_are_refused() -> None:
+    wrong: Any = {"share": 0.02}
+    with pytest.raises(TypeError, match="thresholds: got dict, expected Thresholds"):
+        compare(halves(0, 1), halves(0, 1), wrong)

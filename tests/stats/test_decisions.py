@@ -411,3 +411,17 @@ def test_windows_wider_than_any_integer_have_patterns(grid: bool) -> None:
     stats = observe(q, k, what=Observe(windows=(1e99,)), **positions)
     assert patterns(stats).local == {"0": 1e99}
     assert streaming_heads(stats).to_dict()
+
+
+def test_arguments_that_are_no_numbers_are_refused() -> None:
+    q = torch.randn(1, 2, 9, 8)
+    stats = observe(q, q, what=Observe(windows=(2,), map=3))
+    wrong: Any = "0.9"
+    with pytest.raises(TypeError, match="keep: got str, expected a number"):
+        streaming_heads(stats, wrong)
+    with pytest.raises(TypeError, match="threshold: got bool, expected a number"):
+        near_duplicates(stats, threshold=True)
+    answer = streaming_heads(stats)
+    assert answer.table(limit=1).row_count == 1
+    with pytest.raises(ValueError, match="limit: got -1, expected a whole number from 0"):
+        answer.table(limit=-1)

@@ -184,6 +184,12 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no pair": (lambda: Segments.from_spans({"a": (1, 2, 3)}, 5), TypeError, r"expected \(start, stop\)"),
     "id without a name": (lambda: Segments(["a"], [0, 1]), ValueError, "ids: got 1, expected -1"),
     "id below -1": (lambda: Segments(["a"], [-2]), ValueError, "ids: got -2"),
+    "a set of names": (lambda: Segments({"a", "b"}, [0, 1]), TypeError, "names: got set, expected .* in a list"),
+    "a set of names of images": (
+        lambda: Segments.from_image_tokens([7, 7], 7, [(1, 1), (1, 1)], names={"a", "b"}),
+        TypeError,
+        "names: got set, expected a list with one for each of 2 images",
+    ),
     "65 names": (lambda: Segments([str(n) for n in range(65)], [64]), ValueError, "names: got 65, expected 1 to 64"),
     "a name twice": (lambda: Segments(["a", "a"], [0]), ValueError, "different names"),
     "pairs of one name": (lambda: Segments(["a", "a/a", "a/a/a"], [0]), ValueError, "pairs differ"),
@@ -258,7 +264,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "text for names": (
         lambda: Segments.from_image_tokens([7, 7], 7, [(1, 1), (1, 1)], names="ab"),
         TypeError,
-        "names: got str, expected one for each of 2 images",
+        "names: got str, expected a list with one for each of 2 images",
     ),
     "text for newlines": (
         lambda: Segments.from_image_tokens([7, 7], 7, (1, 1), newlines="yes"),  # type: ignore[arg-type]
@@ -857,6 +863,8 @@ def test_pieces_of_a_text_are_segments() -> None:
     refused: list[tuple[Any, type[Exception], str]] = [
         ({"user": "Paris is big."}, ValueError, r"parts: 'user' is the name of a message, too"),
         ({"a": "is"}, ValueError, r"parts: 'a': the text has 'is' 4 times"),
+        ({"a": "<user>"}, ValueError, r"parts: 'a': '<user>' is in no message, or in two"),
+        ({"a": CHAT[0]["content"] + "<user>"}, ValueError, r"parts: 'a': '.*<user>' is in no message, or in two"),
         ({"a": (0, 3)}, TypeError, r"parts: 'a': got tuple, expected a piece of the text"),
         (["a"], TypeError, r"parts: got list, expected a mapping"),
     ]

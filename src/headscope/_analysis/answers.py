@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headscope._support.arguments import whole
 from headscope._support.jsonable import plain
 from headscope._support.text import visible
 from headscope.stats import HeadStats
@@ -159,7 +160,7 @@ def as_table(columns: Sequence[str], cells: Sequence[Sequence[str]], caption: st
     from rich.table import Table
     from rich.text import Text
 
-    shown = cells[:limit]
+    shown = cells if limit is None else cells[: whole("limit", limit, 0)]
     left = len(cells) - len(shown)
     text = f"{left:,} more lines. {caption}" if left else caption
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")

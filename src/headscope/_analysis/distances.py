@@ -96,15 +96,18 @@ class PairMeans(NamedTuple):
     rows: tuple[int, int]
 
 
-def segment_means(old: SegmentMass | None, new: SegmentMass | None, head: int) -> Iterator[PairMeans]:
+def segment_means(old: LayerStats, new: LayerStats, head: int) -> Iterator[PairMeans]:
     """Yield the means of each pair of segments of a head, if both have the same segments.
 
-    Then those without the first keys, of the segments that have one in both.
+    Then those without the first keys, of the segments that have one in both, if both have as many first keys.
     """
-    if old is None or new is None or old.names != new.names:
+    if old.segments is None or new.segments is None or old.segments.names != new.segments.names:
         return
-    after = new.pairs() | new.pairs_without_first()
-    for name, (mean, count) in (old.pairs() | old.pairs_without_first()).items():
+    before, after = old.segments.pairs(), new.segments.pairs()
+    if old.first == new.first or old.first is None or new.first is None:
+        before |= old.segments.pairs_without_first()
+        after |= new.segments.pairs_without_first()
+    for name, (mean, count) in before.items():
         if name not in after:
             continue
         later, later_count = after[name]
@@ -112,6 +115,16 @@ def segment_means(old: SegmentMass | None, new: SegmentMass | None, head: int) -
 
 
 def segment_notes(shared: Iterable[tuple[SegmentMass | None, SegmentMass | None]]) -> list[str]:
-    """Describe the segments that differ, so their weights are not compared."""
-    pairs = dict.fromkeys((a.names, b.names) for a, b in shared if a is not None and b is not None)
-    return [f"Different segments: {', '.join(old)} before, {', '.join(new)} after" for old, new in pairs if old != new]
+    """Describe the segments that differ, so their weights are not compared, or have rows on one side only."""
+    both = [(a, b) for a, b in shared if a is not None and b is not None]
+    pairs = dict.fromkeys((a.names, b.names) for a, b in both)
+    notes = [f"Different segments: {', '.join(old)} before, {', '.join(new)} after" for old, new in pairs if old != new]
+    for when, (one, other) in {"before": (0, 1), "after": (1, 0)}.items():
+        names: dict[str, None] = {}
+        for pair in both:
+            if pair[0].names == pair[1].names:
+                some = [mass.count.sum(0) > 0 for mass in pair]
+                names |= dict.fromkeys(name for n, name in enumerate(pair[0].names) if some[other][n] > some[one][n])
+        if names:
+            notes.append(f"No row {when} is in {', '.join(names)}")
+    return notes

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headscope._analysis.answers import Basis, Decision, HasStats, decimal, plural, stats_of
 from headscope._analysis.distances import PROFILE, bins_of, distributions, largest_gap, mass_of, profiles, variation
+from headscope._support.arguments import number
 from headscope._support.jsonable import plain
 from headscope._support.text import visible
 from headscope.stats import HeadStats
@@ -128,6 +129,7 @@ def near_duplicates(stats: HeadStats | HasStats, threshold: float = 0.1) -> Near
         threshold: the largest distance of near-duplicates, from 0 to 1.
 
     Raises:
+        TypeError: threshold is not a number.
         ValueError: threshold is out of range, no layer has a map and ``received``, or maps have different bins.
 
     Examples:
@@ -139,7 +141,7 @@ def near_duplicates(stats: HeadStats | HasStats, threshold: float = 0.1) -> Near
         >>> [(pair.head, pair.other_head) for pair in answer.pairs]
         [(0, 1)]
     """
-    if not 0 <= threshold <= 1:
+    if not 0 <= number("threshold", threshold) <= 1:
         raise ValueError(f"threshold: got {threshold}, expected 0 to 1")
     observed = stats_of(stats)
     parts = {

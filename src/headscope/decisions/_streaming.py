@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headscope._analysis.answers import Basis, Decision, HasStats, share, stats_of
+from headscope._support.arguments import number
 from headscope.stats import HeadStats, histogram_edges
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def streaming_heads(stats: HeadStats | HasStats, keep: float = 0.95) -> Streamin
             an edge of the histogram; between edges it is that of the next edge above.
 
     Raises:
+        TypeError: keep is not a number.
         ValueError: keep is out of range, or no window was observed.
 
     Examples:
@@ -129,7 +131,7 @@ def streaming_heads(stats: HeadStats | HasStats, keep: float = 0.95) -> Streamin
         >>> [head.window for head in answer.heads]
         [1.0, None]
     """
-    if not 0 < keep < 1:
+    if not 0 < number("keep", keep) < 1:
         raise ValueError(f"keep: got {keep}, expected a share above 0 and below 1")
     observed = stats_of(stats)
     parts = {layer: part for layer, part in observed.parts.items() if _windows(part)}

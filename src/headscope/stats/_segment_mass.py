@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -150,7 +151,7 @@ class SegmentMass(Part):
         return slice(None), self.names.index(query), self.names.index(key)
 
     def __getitem__(self, pair: tuple[str, str]) -> Tensor:
-        if isinstance(pair, str) or len(pair) != 2:
+        if not isinstance(cast("object", pair), tuple) or len(pair) != 2:
             raise KeyError(f"{pair}: expected two names, of the query's segment and of the key's")
         return self.mean[self.index(*pair)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -280,8 +280,8 @@ def _check_runs(where: Tensor, grids: Sequence[Span], labels: Sequence[str], wid
 def _image_names(names: Collection[str] | None, count: int) -> list[str]:
     if names is None:
         return ["image"] if count == 1 else [f"image {n}" for n in range(count)]
-    if isinstance(names, str) or not isinstance(cast("object", names), Collection):
-        raise TypeError(f"names: got {kind(names)}, expected one for each of {count} images")
+    if isinstance(names, (str, Set)) or not isinstance(cast("object", names), Collection):  # sets: any order
+        raise TypeError(f"names: got {kind(names)}, expected a list with one for each of {count} images")
     if len(names) != count:
         raise ValueError(f"names: got {len(names)}, expected one for each of {count} images")
     return list(names)

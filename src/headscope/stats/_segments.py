@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import Any, cast
 
@@ -254,6 +254,13 @@ class Segments:
         pieces = {} if parts is None else with_places(parts, text, "parts")
         if twice := [name for name in pieces if name in named]:
             raise ValueError(f"parts: {twice[0]!r} is the name of a message, too; expected different names")
+        inside = [each for texts in spans for each in texts]
+        for name, [(start, stop)] in pieces.items():
+            if not any(first <= start and stop <= last for first, last in inside):
+                raise ValueError(
+                    f"parts: {name!r}: {text[start:stop][:40]!r} is in no message, or in two; expected a piece of one: "
+                    "tokens of the template belong to no segment"
+                )
         taken = [piece for each in pieces.values() for piece in each]
         rest = {name: without(each, taken, text) for name, each in zip(named, spans, strict=True)}
         return Segments.from_offsets({**{name: each for name, each in rest.items() if each}, **pieces}, offsets)
@@ -299,8 +306,8 @@ class Segments:
 
 def _checked_names(names: Collection[str]) -> tuple[str, ...]:
     expected = f"expected 1 to {MOST_SEGMENTS} different names"
-    if isinstance(names, (str, Tensor)) or not isinstance(cast("object", names), Collection):
-        raise TypeError(f"names: got {kind(names)}, {expected}")
+    if isinstance(names, (str, Tensor, Set)) or not isinstance(cast("object", names), Collection):  # sets: any order
+        raise TypeError(f"names: got {kind(names)}, {expected} in a list")
     every = tuple(names)
     for name in every:
         if not isinstance(cast("object", name), str):
