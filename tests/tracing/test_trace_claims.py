@@ -346,3 +346,18 @@ def test_learned_tokens_before_others_are_one_input() -> None:
     steps, _ = run(Registers())
     assert steps.row("input").axes == {"B": 2, "Q": 10, "E": 24}
     assert "context" not in [row.step for row in steps.rows]
+
+
+@pytest.mark.parametrize("order", [lambda y: y.roll(1, 2), lambda y: y.flip(2), lambda y: y.flip(0)])
+def test_outputs_in_another_order_than_their_positions_are_not_confirmed(order: Callable[[Tensor], Tensor]) -> None:
+    """A module may restore their order later, so this is no error either."""
+    plain, joined = (
+        [row for row in run(attend)[0].rows if row.invariant and "own heads" in row.invariant]
+        for attend in (
+            lambda q, k, v: scores_of(q, k).softmax(-1) @ v,
+            lambda q, k, v: order(scores_of(q, k).softmax(-1) @ v),
+        )
+    )
+    assert [row.held for row in plain] == [True]
+    assert [row.held for row in joined] == [None]
+    assert "another order than the positions" in str(joined[0].invariant)
