@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headscope import Observe, Recording, watch
+from headscope import Observe, Recording, Segments, watch
 
 HEADS, WIDTH, TOKENS = 3, 7, 11
 Attend = Callable[[Tensor], Tensor]
@@ -139,3 +139,32 @@ def test_what_depends_on_unknown_masks_is_left_out(attend: Attend, tmp_path: Pat
     recording.save(tmp_path / "seen.safetensors")
     assert Recording.load(tmp_path / "seen.safetensors").names == recording.names
     recording.save_html(tmp_path / "seen.html")
+
+
+def test_what_chance_gives_depends_on_the_mask(tmp_path: Path) -> None:
+    """So it is unknown, as are the first keys, which may be padding; the sums of segments are known."""
+    torch.manual_seed(3)
+    parts = Observe(segments=Segments.from_spans({"a": (0, 4), "b": (4, TOKENS)}, TOKENS))
+    found: list[Recording] = []
+    for attend in (windows_of_weights, causal_exponentials):
+        model, x = Layer(attend), torch.randn(2, TOKENS, HEADS * WIDTH)
+        with torch.no_grad(), watch(model, what=parts) as recording:
+            for _ in range(2):
+                model(x)
+        found.append(recording)
+        p = model.weights.double()
+        mass = recording.stats.parts["Layer"].segments
+        assert mass is not None
+        torch.testing.assert_close(mass["b", "a"], p[:, :, 4:, :4].sum(-1).mean((0, 2)), rtol=1e-5, atol=1e-7)
+        loaded = Recording.load(recording.save(tmp_path / f"{len(found)}.safetensors"))
+        assert loaded.to_dict() == recording.to_dict()
+    unknown, known = (each.stats.parts["Layer"].segments for each in found)
+    assert unknown is not None
+    assert known is not None
+    assert unknown.null is None
+    assert found[0].stats["distance"].null is None
+    with pytest.raises(ValueError, match="a weight of 0 may be that of a masked key"):
+        unknown.without_first()
+    assert known.null is not None
+    assert found[1].stats["distance"].null is not None
+    assert known.without_first().shape == (HEADS, 2, 2)

@@ -211,7 +211,9 @@ def _corrected(part: LayerStats, call: InterceptedCall, late: bool) -> LayerStat
     if not call.has_logits:
         part = _without(part, {"lse", "max_logit"})
     if not call.is_visibility_known:
-        part = _without_first(replace(_without(part, BY_VISIBILITY), eligible=None))
+        masses = part.segments and replace(part.segments, first_sum=None, null_sums=None)
+        part = replace(_without(part, BY_VISIBILITY), eligible=None, nulls=None, segments=masses)
+        return _without_first(part)
     return _behind_first(part) if late else part
 
 

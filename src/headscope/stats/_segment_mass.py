@@ -35,10 +35,10 @@ class SegmentMass(Part):
         spans: (segment, start, stop) of the keys, in order: segment n has the keys from start up to stop. Empty where
             batch entries or calls differ.
         images: of each image in the prompt its name, columns of patches, and the first key of each row of patches.
-        first_sum: the part of ``sum`` on the first keys, those of the row quantity ``first``; None in files of earlier
-            versions.
+        first_sum: the part of ``sum`` on the first keys, those of the row quantity ``first``; None if it is unknown,
+            see ``first``.
         null_sums: the sums of what chance gives, and of its variance, over the counted rows, [2, H, S, S]; None without
-            row quantities, and in files of earlier versions.
+            row quantities, in files of earlier versions, and where a weight of 0 may be that of a masked key.
 
     Examples:
         >>> import torch
@@ -75,12 +75,12 @@ class SegmentMass(Part):
         """The part of ``mean`` on the first keys, [H, S, S]: the attention sink, in the segment that holds it.
 
         Raises:
-            ValueError: the statistics are from a file of an earlier version, which lacks it.
+            ValueError: it is unknown, as in files of earlier versions, and where a weight of 0 may be a masked one.
         """
         if self.first_sum is None:
             raise ValueError(
-                "segments: the weight on the first keys is unknown, because the file is of an earlier version; observe "
-                "again"
+                "segments: the weight on the first keys is unknown, because the file is of an earlier version, or a "
+                "weight of 0 may be that of a masked key; observe again, or mask the scores before the softmax"
             )
         return self.first_sum / self.count[..., None]
 
