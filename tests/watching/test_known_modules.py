@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from headscope import MultiHeadAttention, Observe, watch
 from headscope._intercept import error_of, function_mode
-from headscope.watching import WatchError, _watch
+from headscope.watching import WatchError, _earlier_calls
 from support.families import build
 from support.forking import run_program
 
@@ -284,7 +284,7 @@ def test_outputs_are_compared_again_only_if_weights_or_calls_change(monkeypatch:
         compared.append(call)
         return error_of(call)
 
-    monkeypatch.setattr(_watch, "error_of", note)
+    monkeypatch.setattr(_earlier_calls, "error_of", note)
     model = llama()
     counts: list[int] = []
     for ids, change in ((IDS, None), (IDS, None), (IDS, 1.5), (IDS, None), (IDS[:, :5], None), (IDS[:, :5], None)):

@@ -31,6 +31,7 @@ from headscope._observe import Repetition
 from headscope.stats import Observe
 from headscope.stats._layer import LayerStats, equally_segmented
 from headscope.watching._chosen_heads import ChosenHeads
+from headscope.watching._earlier_calls import EarlierCalls
 from headscope.watching._known_modules import Described, KnownModules
 from headscope.watching._monitor import Monitor
 from headscope.watching._options import Options
@@ -55,21 +56,10 @@ class Watching(Protocol):
     verifier: Verifier
     chosen_heads: ChosenHeads
     known: KnownModules
+    earlier: EarlierCalls
 
     def follows(self, name: str) -> bool:
         """Return whether the operations of a module are followed."""
-        ...
-
-    def compare(self, name: str, layer: str, call: InterceptedCall) -> None:
-        """Compare a layer's first output with the output of its call by definition."""
-        ...
-
-    def repeated(self, name: str, layer: str, like: Hashable | None) -> Described | None:
-        """Return the description of an earlier call that was like this one, if there was one."""
-        ...
-
-    def remember(self, name: str, layer: str, like: Hashable, described: Described, call: InterceptedCall) -> None:
-        """Remember the description of a call for others that are like it."""
         ...
 
     def tokens_of(self, call: InterceptedCall) -> Ids | None:
@@ -165,7 +155,7 @@ class Pass:
         To describe a call takes longer than to measure a short one.
         """
         layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
-        found = self.watch.repeated(name, layer, frame.like)
+        found = self.watch.earlier.repeated(name, layer, frame.like)
         if found is None or found.again is None:
             return False
         part = self._again(name, found.again, lambda again: again.observe(q, k, v))
@@ -181,7 +171,7 @@ class Pass:
         To measure a short call after attending takes twice as long.
         """
         layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
-        found = self.watch.repeated(name, layer, frame.like)
+        found = self.watch.earlier.repeated(name, layer, frame.like)
         if found is None or found.again is None or not found.natively:
             return None
         result = self._again(name, found.again, lambda again: again.attend(q, k, v))
@@ -234,7 +224,7 @@ class Pass:
             kind = kind_of_call(name, call, watch.options.kinds, before)
             if call.may_be_heads:
                 self.may_be_heads.add(name)
-            watch.compare(name, layer, call)
+            watch.earlier.compare(name, layer, call)
             if kind == "self":
                 call = standing(call)
                 tokens = watch.tokens_of(call)
@@ -255,7 +245,7 @@ class Pass:
         widths = q.shape[-1], 0 if call.v is None else call.v.shape[-1]
         described = Described(kind, call.q.shape[-3], widths, measured.again, call.natively)
         if like is not None:
-            watch.remember(name, layer, like, described, call)
+            watch.earlier.remember(name, layer, like, described, call)
         return partial(self._record, name, number, described, measured.part)
 
     def _record(self, name: str, number: int, described: Described, part: Callable[[], LayerStats]) -> None:

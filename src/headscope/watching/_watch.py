@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -27,7 +27,6 @@ from headscope._intercept import (
     describe_modules,
     describe_passes,
     describe_unrecorded,
-    error_of,
     find_compiled,
     find_unobserved,
     match_modules,
@@ -43,12 +42,13 @@ from headscope._support.user_line import user_stacklevel
 from headscope.stats import HeadStats, Observe
 from headscope.watching._about import about_of
 from headscope.watching._chosen_heads import RECORDING_GIB, ChosenHeads, check_chosen_heads
-from headscope.watching._known_modules import Described, KnownModules, repeated_options
+from headscope.watching._earlier_calls import EarlierCalls
+from headscope.watching._known_modules import KnownModules
 from headscope.watching._model_ranks import ranks_together
 from headscope.watching._monitor import Limits
 from headscope.watching._options import Options, check, texts_of
 from headscope.watching._pass import Again, Pass
-from headscope.watching._problems import check_rule, nothing_observed, warn_of_batch, warn_of_unknown_ids
+from headscope.watching._problems import nothing_observed, warn_of_batch, warn_of_unknown_ids
 from headscope.watching._recording import Recording
 from headscope.watching._segments import warn_of_unsegmented
 from headscope.watching._targets import make_monitor
@@ -204,11 +204,9 @@ class Watch:
         self._once_more: set[str] = set()  # the outermost module of the last pass, if it is followed in the next one
         self.known = KnownModules(self.modules)
         self.plain = self.known.plain
+        self.earlier = EarlierCalls(self.known, self.chosen, self.chosen_heads, options)
         self._written: set[str] = set()  # modules in which these have found attention
         self._refused: set[str] = set()  # modules with an attention that could not be recorded
-        self._errors: dict[str, tuple[Tensor, float]] = {}
-        self._repeats = repeated_options(options)
-        self._equal: set[str] = set()  # layers whose outputs an earlier watch has compared
         self._warned: set[str] = set()
         self._taken_for_batches: set[str] = set()
         self._unsegmented: set[str] = set()  # layers that a warning has named because they do not fit the segments
@@ -254,11 +252,7 @@ class Watch:
             )
 
     def _check(self) -> None:
-        for layer in self._errors:
-            try:
-                self._judge(layer)
-            except WatchError as problem:
-                raise WatchError(f"watch: layer {layer}: {problem}") from problem
+        self.earlier.judge()
         recording = self.recording
         if recording._parts or recording._pending:
             texts = recording._about.texts  # as ``recording.texts``, without the passes and layers that it has to add
@@ -307,52 +301,6 @@ class Watch:
     def follows(self, name: str) -> bool:
         """Return whether the operations of a module are followed."""
         return name in self._followed or name in self._once_more or name not in self.known.followed
-
-    def compare(self, name: str, layer: str, call: InterceptedCall) -> None:
-        """Compare a layer's first output with the output of its call by definition.
-
-        If the call was misinterpreted (a model with its own rule), the result is an error instead of a wrong statistic.
-        On a device it is read when the watch ends, so no step waits for it. Another watch does not compare a like call
-        of the same module, with the same weights, again.
-        """
-        if layer in self._errors or layer in self._equal:
-            return
-        if self.known.was_compared(name, layer, call):
-            self._equal.add(layer)
-            return
-        error = error_of(call if call.own is None else call.own())
-        if error is None:
-            return
-        self._errors[layer] = error
-        if error[0].device.type == "cpu":
-            self._judge(layer)
-            self.known.note_compared(name, layer, call)
-
-    def repeated(self, name: str, layer: str, like: Hashable | None) -> Described | None:
-        """Return the description of an earlier call that was like this one, and compared; None = there was none."""
-        if self._repeats is None or name not in self.chosen:
-            return None
-        found = self.known.repeated(name, (layer, like, self.chosen_heads.heads(name), self._repeats))
-        if found is None:
-            return None
-        if layer not in self._errors and layer not in self._equal:
-            if found[1] is None or found[1] != self.known.weights_of(name):
-                return None
-            self._equal.add(layer)
-        return found[0]
-
-    def remember(self, name: str, layer: str, like: Hashable, described: Described, call: InterceptedCall) -> None:
-        """Remember the description of a call for others that are like it, if nothing else determines it."""
-        compared = layer in self._errors or layer in self._equal or (call.out is None and call.own is None)
-        known = call.kind is not None or call.q.shape[-2] == call.k.shape[-2]  # whatever came before it
-        if self._repeats is None or described.again is None or not compared or not known:
-            return
-        if call.v is not None and call.q.shape[0] == call.k.shape[0] == call.v.shape[0]:
-            self.known.remember(name, (layer, like, self.chosen_heads.heads(name), self._repeats), described)
-
-    def _judge(self, layer: str) -> None:
-        error, most = self._errors[layer]
-        check_rule(float(error), most)
 
     def end(self, forward: Pass, *, finished: bool) -> None:
         """End a forward pass; not finished = by an exception.
