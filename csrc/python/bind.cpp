@@ -318,6 +318,15 @@ void bind_observation(nb::module_& m) {
         if (separate_edges) find_edges(with_values, x.stats, list, threads);
         return true;
     });
+    // Writes the results of several calls together to the memory of those of one with as many keys as any of them.
+    m.def("pool_into", [](const Observation& together, Address into,
+                          const std::vector<std::tuple<const Observation*, Address>>& several) {
+        nb::gil_scoped_release unlocked;
+        std::vector<Results> results;
+        for (const auto& [observation, memory] : several)
+            results.push_back(results_in(*observation, reinterpret_cast<char*>(memory)));
+        pool_results(results_in(together, reinterpret_cast<char*>(into)), results);
+    });
     // The moments that `observe_into` computes of row quantities, of any values [names, B, H, rows]; for tests.
     m.def("moments", [](Address values, bool wide, std::array<std::int64_t, 4> sizes, std::array<Address, 2> borders,
                         Address counts, Address numbers, int threads) {
@@ -330,8 +339,8 @@ void bind_observation(nb::module_& m) {
         x.borders_per_name = std::int64_t(borders[1]);
         auto* const whole = reinterpret_cast<std::int64_t*>(counts);
         nb::gil_scoped_release unlocked;
-        compute_moments(PlacedObservation::moments_at(x, whole, reinterpret_cast<double*>(numbers)),
-                        reinterpret_cast<const void*>(values), wide, threads);
+        compute_moments(moments_at(x, whole, reinterpret_cast<double*>(numbers)), reinterpret_cast<const void*>(values),
+                        wide, threads);
     });
 }
 

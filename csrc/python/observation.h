@@ -6,6 +6,7 @@
 
 #include "../interface/attention.h"
 #include "../runtime/observe.h"
+#include "../runtime/pool.h"
 
 namespace headscope {
 
@@ -52,6 +53,40 @@ struct Observation {
     Exchange exchange;                // without the addresses of its sums
 };
 
+inline Moments moments_at(const Observation& x, std::int64_t* whole, double* number) {
+    const std::int64_t n = x.names * x.call.heads;
+    return {x.names, x.call.batch, x.call.heads,   x.rows,         x.borders, x.borders_per_name, whole, whole + n,
+            number,  number + n,   number + 2 * n, number + 3 * n, {}};
+}
+// Counts [names, H] and histograms [names, H, bins] lie in MOMENTS_WHOLE; mean, M2, min and max [4, names, H] in
+// MOMENTS_NUMBERS; the sums of nulls [2, names, H] in NULL_SUMS, those of segments [2, H, S, S] in SEGMENT_NULLS.
+template <class AddressOf>
+Moments moments_of(const Observation& x, AddressOf address_of) {
+    Moments m = moments_at(x, reinterpret_cast<std::int64_t*>(address_of(MOMENTS_WHOLE)),
+                           reinterpret_cast<double*>(address_of(MOMENTS_NUMBERS)));
+    m.exchange = x.exchange;
+    m.exchange.means = reinterpret_cast<double*>(address_of(NULL_SUMS));
+    m.exchange.variances = m.exchange.means + x.names * x.call.heads;
+    SegmentExchange& between = m.exchange.between;
+    between.means = reinterpret_cast<double*>(address_of(SEGMENT_NULLS));
+    between.variances = between.means + x.call.heads * between.segments * between.segments;
+    return m;
+}
+
+// The results of a call with row quantities, and without a map or edges.
+inline Results results_in(const Observation& x, char* memory) {
+    const auto address_of = [&](Place place) { return x.places[place] < 0 ? nullptr : memory + x.places[place]; };
+    const auto numbers_of = [&](Place place) { return reinterpret_cast<double*>(address_of(place)); };
+    const auto counts_of = [&](Place place) { return reinterpret_cast<std::int64_t*>(address_of(place)); };
+    Results results{x.call.heads, x.call.keys, x.stats.segments, {}, moments_of(x, address_of)};
+    results.columns.received = numbers_of(RECEIVED);
+    results.columns.eligible = counts_of(ELIGIBLE);
+    results.columns.received_max = numbers_of(RECEIVED_MAX);
+    results.columns.segment_sum = numbers_of(SEGMENT_SUM);
+    results.columns.segment_count = counts_of(SEGMENT_COUNT);
+    return results;
+}
+
 // An observation with the addresses of its outputs.
 class PlacedObservation {
 public:
@@ -93,23 +128,8 @@ public:
         assign_address(list.at, EDGE_AT);
         return list;
     }
-    // Counts [names, H] and histograms [names, H, bins] lie in MOMENTS_WHOLE; mean, M2, min and max [4, names, H] in
-    // MOMENTS_NUMBERS; the sums of nulls [2, names, H] in NULL_SUMS, those of segments [2, H, S, S] in SEGMENT_NULLS.
     Moments moments() const {
-        Moments m = moments_at(all, reinterpret_cast<std::int64_t*>(address_of(MOMENTS_WHOLE)),
-                               reinterpret_cast<double*>(address_of(MOMENTS_NUMBERS)));
-        m.exchange = all.exchange;
-        assign_address(m.exchange.means, NULL_SUMS);
-        m.exchange.variances = m.exchange.means + all.names * call.heads;
-        SegmentExchange& between = m.exchange.between;
-        assign_address(between.means, SEGMENT_NULLS);
-        between.variances = between.means + call.heads * between.segments * between.segments;
-        return m;
-    }
-    static Moments moments_at(const Observation& x, std::int64_t* whole, double* number) {
-        const std::int64_t n = x.names * x.call.heads;
-        return {x.names, x.call.batch, x.call.heads,   x.rows,         x.borders, x.borders_per_name, whole, whole + n,
-                number,  number + n,   number + 2 * n, number + 3 * n, {}};
+        return moments_of(all, [this](Place place) { return address_of(place); });
     }
 
 private:

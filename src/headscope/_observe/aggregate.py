@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,35 +25,52 @@ LayerOf = Callable[[], LayerStats]
 """Returns the layer of one call, or of several."""
 
 
+class Counts(NamedTuple):
+    """How much a layer was observed; see ``LayerStats``."""
+
+    runs: int
+    looked_at: int
+    of: int
+    lengths: tuple[int, int] | None
+
+
 class LazyLayer(Mapping[str, LayerStats]):
     """The layer of one call, or of several alike ones, built on first access. As a function it returns this layer.
 
     Attributes:
-        ready: the observation.
+        ready: the observation; of several calls, that with the most keys; ``Ready.light`` is enough.
         what: its options.
         memory: the results, for ``Ready.observed``.
         weights: those of chosen heads, of each call.
-        runs: the number of calls.
+        again: the observation, to measure further calls.
     """
 
     def __init__(
-        self, ready: Ready, what: Observe, memory: Tensor, weights: tuple[HeadWeights, ...] = (), runs: int = 1
-    ) -> None:
+        self, ready: Ready, what: Observe, memory: Tensor, weights: tuple[HeadWeights, ...] = (),
+        counts: Counts | None = None, again: Ready | None = None,
+    ) -> None:  # fmt: skip
         self.ready = ready
         self.what = what
         self.memory = memory
         self.weights = weights
-        self.runs = runs
+        self.again = again
+        self._counts = counts
         self._layer: LayerStats | None = None
+
+    @property
+    def counts(self) -> Counts:
+        """How much was observed."""
+        if self._counts is None:
+            self._counts = _counts(self.ready.call, self.what, self.ready)
+        return self._counts
 
     def __call__(self) -> LayerStats:
         layer = self._layer
         if layer is None:
             ready, observed = self.ready, self.ready.observed(self.memory)
             layer = layer_stats(ready.call, self.what, ready, observed, None, nulls=ready.exchange is not None)
-            if self.runs > 1 or self.weights:
-                looked_at, of = (self.runs * count for count in (layer.looked_at, layer.of))
-                layer = replace(layer, runs=self.runs, looked_at=looked_at, of=of, weights=self.weights)
+            if self._counts is not None or self.weights:
+                layer = replace(layer, **self.counts._asdict(), weights=self.weights)
             self._layer = layer
         return layer
 
@@ -77,7 +94,7 @@ def layer_stats(
     *, nulls: bool = True,
 ) -> LayerStats:  # fmt: skip
     """Return the statistics of one call as one layer of one run; ``nulls``: with what chance gives."""
-    looked_at = call.queries if not isinstance(what.rows, int) else min(what.rows, call.queries)
+    counts = _counts(call, what, known)
     moments = observed.moments
     if moments is None:
         moments = {name: Moments.of(name, rows) for name, rows in observed.rows.items() if name != "argmax"}
@@ -93,9 +110,7 @@ def layer_stats(
         rows = observed.counted.sum((0, 2))
     return LayerStats(
         heads=call.heads,
-        runs=1,
-        looked_at=call.batch * looked_at,
-        of=call.batch * call.queries,
+        **counts._asdict(),
         rows=rows,
         broken=observed.broken,
         moments=moments,
@@ -105,12 +120,17 @@ def layer_stats(
         edges=_placed_edges(observed.edges, known.whole_sequence.start),
         kept=_kept_rows(what, known, observed),
         tiles={} if tiles is None else {0: tiles},
-        lengths=known.whole_sequence[1:],
         first=what.first if what.row_stats else None,
         segments=masses,
         received_max=None if maxima is None else _filed(maxima, known.first_key, math.nan),
         nulls=of_rows,
     )
+
+
+def _counts(call: Call, what: Observe, known: Scene | Ready) -> Counts:
+    """Return how much one call observes."""
+    looked_at = call.queries if not isinstance(what.rows, int) else min(what.rows, call.queries)
+    return Counts(1, call.batch * looked_at, call.batch * call.queries, known.whole_sequence[1:])
 
 
 def _nulls(what: Observe, known: Scene | Ready, observed: Observed) -> tuple[Nulls | None, Tensor | None]:

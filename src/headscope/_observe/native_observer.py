@@ -9,7 +9,8 @@ can contain them are recomputed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -105,10 +106,6 @@ class _Part(NamedTuple):
         storage: Any = memory.untyped_storage()[self.offset : self.offset + self.bytes]
         return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage).view(self.shape)
 
-    def of_each(self, memories: Tensor) -> Tensor:
-        """Return a view of the results of several calls, [R, bytes] -> [R, …]."""
-        return memories[:, self.offset : self.offset + self.bytes].view(self.dtype).view(-1, *self.shape)
-
 
 class Ready:
     """An observation described once, for any tensors of the same sizes, dtypes and strides.
@@ -120,6 +117,7 @@ class Ready:
         rows: as in ``Scene``.
         first_key, whole_sequence: likewise.
         exchange: what the nulls of the rows depend on; None without nulls.
+        form: that of the results: equal for calls that differ in their numbers of queries and keys, without segments.
     """
 
     def __init__(self, what: Observe, scene: Scene, nulls: bool = True, exchange: Exchange | None = None) -> None:
@@ -141,7 +139,20 @@ class Ready:
         if self.reductions.rows and nulls and exchange is None:
             exchange = to_exchange(self.reductions, scene, self.names, lambda even: _measure(what, even))
         self.exchange = exchange
+        self.form = self.reductions, self.names, call.heads, self.dtype, self.first_key, exchange is None
         self.observation, self.held = self._to_observation(scene, edges, room, exchange)
+        self._has_mask = scene.plan is not None and scene.plan.rest is not None  # a tensor, perhaps with all pairs
+        self._light: Ready | None = None
+
+    @property
+    def light(self) -> Ready:
+        """The same for its results only: without the tensor of a mask, which a recording is not to hold."""
+        if not self._has_mask:
+            return self
+        if self._light is None:
+            self._light = copy(self)
+            self._light.held, self._light._has_mask = None, False
+        return self._light
 
     def _laid_out(self) -> tuple[dict[str, _Part], int, int]:
         """Return the places of the results; the bytes of results, and of scratch memory, which comes last."""
@@ -285,10 +296,17 @@ class Ready:
         )
 
 
-def pool_moments(whole: Tensor, numbers: Tensor, into: Tensor) -> None:
-    """Write the numbers of the moments of several calls together, [R, …] -> those of one; see ``Packed``."""
-    pooled = Packed(whole, numbers).moments().pooled()
-    torch.stack([pooled.mean, pooled.M2, pooled.min, pooled.max], out=into)
+def pool_results(ready: Ready, several: Sequence[tuple[Ready, Tensor]]) -> Tensor:
+    """Return the memory of the results of several calls together, as if one call had them all.
+
+    Args:
+        ready: the observation of one with as many keys as any of them.
+        several: the observations and results, of one ``Ready.form``.
+    """
+    together = torch.empty(ready.size, dtype=torch.uint8, device="cpu")
+    results = [(each.observation, memory.data_ptr()) for each, memory in several]
+    native.extension.pool_into(ready.observation, together.data_ptr(), results)
+    return together
 
 
 Attending = tuple[Tensor, Tensor]

@@ -1,5 +1,6 @@
 """Alike calls of a layer as one, before their statistics are built: to build and merge each takes many times as long.
 
+Calls are alike if they differ only in their numbers of queries and keys, such as the steps of a text that is generated.
 All numbers are those of ``LayerStats.merge``, call by call, to the bit.
 """
 
@@ -7,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from headscope._observe.aggregate import LayerOf, LazyLayer
-from headscope._observe.native_observer import Ready, pool_moments
+from headscope._observe.aggregate import Counts, LayerOf, LazyLayer
+from headscope._observe.native_observer import Ready, pool_results
 
 _POOLED = {
     "received", "eligible", "received_max", "segment_sum", "segment_count", "whole", "numbers", "nulls",
@@ -30,15 +28,15 @@ def pooled(layers: Sequence[LayerOf]) -> list[LayerOf]:
         return [*layers]
     alike = [first]
     for other in others:
-        if not isinstance(other, LazyLayer) or (other.ready, other.what) != (first.ready, first.what):
+        if not isinstance(other, LazyLayer) or other.what != first.what or not _are_alike(first.ready, other.ready):
             break
         alike.append(other)
     if len(alike) == 1:
         return [*layers]
-    memory = _pool(first.ready, [each.memory for each in alike])
+    ready = max((each.ready for each in alike), key=lambda each: each.call.keys)
     weights = tuple(run for each in alike for run in each.weights)
-    runs = sum(each.runs for each in alike)
-    return [LazyLayer(first.ready, first.what, memory, weights, runs), *layers[len(alike) :]]
+    memory = pool_results(ready, [(each.ready, each.memory) for each in alike])
+    return [LazyLayer(ready, first.what, memory, weights, _counts(alike)), *layers[len(alike) :]]
 
 
 def _can_pool(ready: Ready) -> bool:
@@ -49,21 +47,15 @@ def _can_pool(ready: Ready) -> bool:
     return ready.results.keys() <= _POOLED and (ready.segments is None or not ready.segments.holders)
 
 
-def _pool(ready: Ready, memories: Sequence[Tensor]) -> Tensor:
-    """Return the memory of the results of several calls together."""
-    together, several = torch.empty_like(memories[0]), torch.stack([*memories])
-    each = {name: part.of_each(several) for name, part in ready.results.items()}
-    for name, runs in each.items():
-        into = ready.results[name].of(together)
-        if name == "received_max":
-            torch.amax(runs, 0, out=into)
-        elif name == "numbers":
-            pool_moments(each["whole"], runs, into)
-        elif runs.dtype == torch.int64:
-            torch.sum(runs, 0, out=into)
-        else:
-            first, *others = runs.unbind()
-            into.copy_(first)
-            for other in others:
-                into.add_(other)
-    return together
+def _are_alike(a: Ready, b: Ready) -> bool:
+    """Return whether two observations have the same results, except of how many keys."""
+    if a is b:
+        return True
+    of_segments = a.segments is not None or b.segments is not None  # whose tokens may differ
+    return not of_segments and a.form == b.form
+
+
+def _counts(layers: Sequence[LazyLayer]) -> Counts:
+    """Return how much all observed."""
+    runs, looked_at, of, lengths = zip(*(each.counts for each in layers), strict=True)
+    return Counts(sum(runs), sum(looked_at), sum(of), lengths[0] if len({*lengths}) == 1 else None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from functools import reduce
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -66,30 +65,6 @@ class Moments(Part):
         M2 = _either(self, other, "M2", self.M2 + other.M2 + apart.square() * self.count * share)
         least = torch.fmin(self.min, other.min)  # NaN only if both are
         return Moments(count, mean, M2, least, torch.fmax(self.max, other.max), self.histogram + other.histogram)
-
-    def pooled(self) -> Moments:
-        """Return the moments of the rows of all runs, over which the first axis of these goes.
-
-        They are those of ``merge``, run by run, to the bit, in a fraction of the time.
-        """
-        none = self.count == 0
-        if not torch.equal(none.any(0), none.all(0)):
-            runs = zip(*(getattr(self, each.name).unbind() for each in fields(self)), strict=True)
-            return reduce(Moments.merge, (Moments(*run) for run in runs))
-        until = self.count.cumsum(0)
-        shares = self.count.to(self.mean.dtype) / until
-        mean, *others = self.mean.unbind()
-        aparts: list[Tensor] = []
-        for other, share in zip(others, shares[1:].unbind(), strict=True):
-            apart = other - mean
-            mean = mean + apart * share
-            aparts.append(apart)
-        squares, *others = self.M2.unbind()
-        if others:
-            between = torch.stack(aparts).square() * until[:-1] * shares[1:]
-            for other, added in zip(others, between.unbind(), strict=True):
-                squares = squares + other + added
-        return Moments(until[-1], mean, squares, self.min.amin(0), self.max.amax(0), self.histogram.sum(0))
 
 
 class Packed(NamedTuple):
