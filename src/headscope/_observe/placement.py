@@ -48,6 +48,9 @@ def to_frame(request: Request) -> Frame:
 def _build_frame(request: Request) -> Frame:
     call, inputs = request.call, request.inputs
     line, q_at, k_at = _positions_of(request)
+    if q_at is None and k_at is None and _sees_all(request):
+        first = torch.arange(min(request.what.first, call.keys), device=inputs.q.device)[None]
+        return Frame(line, None, None, first, None if request.kind == "cross" else _own_index(request), None)
     real = real_keys(call, request.plan, inputs.bias) if request.real is None else request.real
     real = real.expand(call.batch, call.keys).to(inputs.q.device)
     if request.rows_at is not None and request.kind == "self" and request.real is None:
@@ -58,6 +61,12 @@ def _build_frame(request: Request) -> Frame:
     own = _own_index(request) if q_at is None or k_at is None else _own_by_position(request, q_at, k_at, real)
     padding = (own >= 0) & ~real.gather(1, own.clamp_min(0).expand(call.batch, -1)) if call.keys else None  # [B, Q]
     return Frame(line, q_at, k_at, first, own, padding)
+
+
+def _sees_all(request: Request) -> bool:
+    """Return whether every key is visible to every query, so none is padding."""
+    quiet = all(x is None for x in (request.plan, request.inputs.bias, request.real, request.rows_at))
+    return quiet and min(request.call.queries, request.call.heads, request.call.keys) > 0
 
 
 def _with_keys_before(real: Tensor, request: Request, start: int) -> Tensor:
