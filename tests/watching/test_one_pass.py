@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import headscope
 from headscope import MultiHeadAttention, Observe, masks, watch
-from headscope._observe import Repetition
+from headscope._observe.steps import NativeRepetition
 from headscope.stats import merge
 from support.watched_models import SIZES, spread
 
@@ -21,14 +21,14 @@ Passes = list[bool]
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     """Whether each attempt to attend and measure in one pass succeeded."""
-    attend, results = Repetition.attend, Passes()
+    attend, results = NativeRepetition.attend, Passes()
 
-    def counted(self: Repetition, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def counted(self: NativeRepetition, q: Tensor, k: Tensor, v: Tensor) -> Any:
         result = attend(self, q, k, v)
         results.append(result is not None)
         return result
 
-    monkeypatch.setattr(Repetition, "attend", counted)
+    monkeypatch.setattr(NativeRepetition, "attend", counted)
     return results
 
 

@@ -1,5 +1,6 @@
 """Interception of the attention calls of a running model, and their description as headscope's own."""
 
+from headscope._intercept.alike import Like, ReadMask
 from headscope._intercept.call_positions import placed, standing
 from headscope._intercept.edits import Choose, Layout
 from headscope._intercept.frames import Frame, Unfollowed, running_frames, unobserved
@@ -54,9 +55,11 @@ __all__ = [
     "Kind",
     "LayerOrigin",
     "Layout",
+    "Like",
     "Measured",
     "ModuleTree",
     "Part",
+    "ReadMask",
     "Unfollowed",
     "WatchError",
     "WatchWarning",

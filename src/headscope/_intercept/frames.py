@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any, NamedTuple, Protocol
@@ -18,11 +18,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from headscope import nn_compat
 from headscope._dataflow import Follower
 from headscope._intercept import masks, softmax
+from headscope._intercept.alike import Like, ReadMask
 from headscope._intercept.intercepted_call import InterceptedCall, requires_gradient
-from headscope._support.fingerprint import Fingerprint
+from headscope._support.bounded import BoundedTable
 from headscope._support.torch_state import has_no_values
 from headscope.masks import Mask
 from headscope.module import MultiHeadAttention
+
+_MOST_MASKS = 8  # that are held while a module runs
 
 
 class Forward(Protocol):
@@ -162,7 +165,7 @@ class Frame:
     quiet = False
     under_mode = False
     calls_functions = False
-    like: Hashable | None = None
+    like: Like | None = None
     _arguments: Mapping[str, Any] | None = None
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -217,15 +220,20 @@ class Frame:
 
         On another device each layer splits again: comparing would wait.
         """
-        if not (mask.is_cpu and type(mask) in (Tensor, nn.Parameter)):
-            return masks.split(mask)
-        key = (id(mask), torch.is_grad_enabled() and mask.requires_grad)
-        entry = thread.masks.get(key)
-        if entry is None or not entry[1].matches(mask):
-            entry = thread.masks[key] = (mask, Fingerprint(mask), *masks.split(mask))
-        return entry[2:]
+        read = self.read(mask)
+        return masks.split(mask) if read is None else (read.visible, read.bias)
 
-    def see(self, call: Callable[[], InterceptedCall], qkv: QKV | None = None, like: Hashable | None = None) -> None:
+    def read(self, mask: Tensor) -> ReadMask | None:
+        """Return a mask as a layer before this one has read it, or as it is read now; None: not for others."""
+        if not (mask.is_cpu and type(mask) in (Tensor, nn.Parameter)):
+            return None
+        key = (id(mask), torch.is_grad_enabled() and mask.requires_grad)
+        read = thread.masks.get(key)
+        if read is None or not read.is_of(mask):
+            read = thread.masks.add(key, ReadMask.of(mask))
+        return read
+
+    def see(self, call: Callable[[], InterceptedCall], qkv: QKV | None = None, like: Like | None = None) -> None:
         """Pass an attention call to all watchers; it is built only if one requires it.
 
         Args:
@@ -240,7 +248,7 @@ class Frame:
                 with unobserved():
                     forward.see(self, name, call)
 
-    def attend_again(self, qkv: QKV, like: Hashable | None) -> Tensor | None:
+    def attend_again(self, qkv: QKV, like: Like | None) -> Tensor | None:
         """Attend by headscope's native kernels and pass the call to the watcher, in one pass over the weights.
 
         Returns the output [B, H, Q, Dv], to the bit that of attending alone; or None, and the call has to be made and
@@ -393,9 +401,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
         self.follower: Follower | None = None
-        # with the tensor, because ids are reused, and with its fingerprint
         self.written_masks: dict[tuple[torch.Size, torch.device], tuple[Tensor, Mask, Tensor]] = {}
-        self.masks: dict[Any, tuple[Tensor, Fingerprint, Mask | None, Tensor | None]] = {}
+        self.masks: BoundedTable[Any, ReadMask] = BoundedTable(_MOST_MASKS)  # of a whole generation, say
 
 
 thread = _Thread()

@@ -22,7 +22,8 @@ from headscope._attend import context
 from headscope._attend.attention import run_attention
 from headscope._dataflow import is_followed
 from headscope._intercept import frames, fused, intercepted_call, softmax, torch_modules
-from headscope._intercept.intercepted_call import InterceptedCall
+from headscope._intercept.alike import Like
+from headscope._intercept.intercepted_call import InterceptedCall, Kind
 from headscope.cache import Cache
 from headscope.masks import Band, Mask, ReversedBand, as_mask
 from headscope.module import MultiHeadAttention
@@ -66,12 +67,12 @@ def beneath() -> Generator[None]:
 
 def has_torch_function(relevant: Any) -> bool:
     """Return ``torch.overrides.has_torch_function`` as without headscope's mode."""
-    with _lifted() if is_on() else nullcontext():
+    with lifted() if is_on() else nullcontext():
         return _TORCH_HAS_FUNCTION(relevant)
 
 
 @contextmanager
-def _lifted() -> Generator[None]:
+def lifted() -> Generator[None]:
     """Remove headscope's mode; others stay, in their order."""
     above = _pop_through_ours()
     for mode in reversed(above):
@@ -132,7 +133,7 @@ def _sdpa(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return frame.scaled(out, -3, args[0] if args else kwargs["query"])  # [B, H, Q, Dv]
 
 
-def _like_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[frames.QKV | None, Any]:
+def _like_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[frames.QKV | None, Like | None]:
     """Return q, k and v of a call without a mask, and what else determines it; None: it has a mask, say."""
     arguments = {**dict(zip(intercepted_call.SDPA, args, strict=False)), **kwargs}
     q, k, v = map(arguments.get, intercepted_call.SDPA[:3])
@@ -141,7 +142,8 @@ def _like_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[frames.QK
     layout = intercepted_call.layout_of(q, k, v)
     if layout is None or q.shape[0] != k.shape[0] or q.shape[1] < k.shape[1] or k.shape[:2] != v.shape[:2]:
         return None, None
-    return (q, k, v), ("sdpa", layout, *map(arguments.get, ("is_causal", "scale", "enable_gqa")))
+    options = map(arguments.get, ("is_causal", "scale", "enable_gqa"))
+    return (q, k, v), Like(("sdpa", layout, *options), "self" if arguments.get("is_causal") else None)
 
 
 def _noted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -265,14 +267,17 @@ def attention_interceptor(
     frame = frames.innermost()
     if frame is None or frame.quiet or not frame.active:
         return run_attention(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
-    kind = None
+    kind: Kind | None = None
     if isinstance(frame.module, MultiHeadAttention):
         kind = "self" if frame.argument("context", 1) is None else "cross"
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
         kind = "self" if torch_modules.same(frame.argument("query", 0), frame.argument("key", 1)) else "cross"
     cache = frame.argument("cache", 2) if isinstance(frame.module, MultiHeadAttention) else None
-    simple = bias is None and sinks is None and not lse and cache is None and context.active is None
-    like = _like(q, k, v, mask, kind, scale, softcap, backend) if simple else None
+    before = cache.length if isinstance(cache, Cache) else 0
+    simple = bias is None and sinks is None and not lse and context.active is None
+    if cache is not None:  # and has not dropped a key
+        simple = simple and before + q.shape[-2] == k.shape[-2]
+    like = _like(q, k, v, mask, kind, scale, softcap, backend, before) if simple else None
     out, row_lse = None if dropout else frame.attend_again((q, k, v), like), None
     if out is None:
         with frame.quietly():  # the backend may be SDPA
@@ -296,7 +301,7 @@ def attention_interceptor(
     return scaled, row_lse
 
 
-def _like(q: Tensor, k: Tensor, v: Tensor, mask: Any, *options: Hashable) -> Hashable | None:
+def _like(q: Tensor, k: Tensor, v: Tensor, mask: Any, kind: Kind | None, *options: Hashable) -> Like | None:
     """Return what determines a call of these tensors only, except their numbers; None: the mask holds numbers."""
     if mask is not None and not (isinstance(mask, Mask) and mask.is_constant()):
         return None
@@ -305,7 +310,7 @@ def _like(q: Tensor, k: Tensor, v: Tensor, mask: Any, *options: Hashable) -> Has
     except TypeError:
         return None
     layout = intercepted_call.layout_of(q, k, v)
-    return None if layout is None else (layout, mask, *options)
+    return None if layout is None else Like((layout, mask, kind, *options), kind)
 
 
 def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None, out: Tensor | None) -> dict[str, Any]:

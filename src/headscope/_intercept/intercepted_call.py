@@ -193,7 +193,7 @@ def measure(call: InterceptedCall, what: Observe) -> Measured:
     if cross:
         positions = Positions(kind="cross", real=call.real if call.is_written else None)
     q, k, v, options = call.q, call.k, call.v, (call.scale, call.softcap, 0.0)
-    positions = replace(positions, with_native_pass=call.natively)
+    positions = replace(positions, with_native_pass=call.natively, repeats=True)
     stats = observe_call(q, k, v, call.mask, call.bias, call.sinks, *options, call.lse, what, positions)
     late = call.late or _forgotten(call) > 0
     if call.has_logits and call.is_visibility_known and not call.beside and not late:

@@ -156,8 +156,12 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if entries is None:
         return original(self, *args, **kwargs)
     stack = frames.thread.stack
-    if stack and _needs_no_frame(stack[-1], entries):  # most modules: before any other question
-        return original(self, *args, **kwargs)
+    if stack and not (around := stack[-1]).under_mode:  # most modules: before any other question, and in place
+        for watcher, name in entries:
+            if watcher not in around.forwards or name not in watcher.plain:
+                break
+        else:
+            return original(self, *args, **kwargs)
     if torch.compiler.is_compiling():
         raise intercepted_call.WatchError(intercepted_call.COMPILED)
     if CONTEXT_PARALLEL in sys.modules:
@@ -212,8 +216,19 @@ def _observes_functions(frame: Frame) -> bool:
     return False
 
 
+def _runs_without_mode(frame: Frame) -> bool:
+    """Return whether the mode is taken off for a module that is known not to attend by functions of its own.
+
+    A hook or a child that attends may be added to an ``nn.Sequential``.
+    """
+    return type(frame.module) is not nn.Sequential and frames.thread.follower is None and function_mode.is_on()
+
+
 def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
-    """Call a module with its frame on the stack, and under a function mode that observes SDPA, if it may attend."""
+    """Call a module with its frame on the stack, and under a function mode that observes SDPA, if it may attend.
+
+    Within a module that may, one that is known not to runs without the mode, through which each function takes longer.
+    """
     stack = frames.thread.stack
     begun = _enter(frame, entries)
     finished = False
@@ -223,6 +238,9 @@ def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries
         frame.under_mode = True
         if not function_mode.is_on():
             mode = function_mode.MODE if _len_torch_function_stack() == 0 else function_mode.beneath()
+    elif frame.under_mode and _runs_without_mode(frame):
+        frame.under_mode = False
+        mode = function_mode.lifted()
     if frames.thread.follower is None and written.is_to_be_followed(frame):
         follower = written.followed(frame)
     stack.append(frame)

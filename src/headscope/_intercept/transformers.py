@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope._intercept import frames, intercepted_call, masks, patching
+from headscope._intercept.alike import ABSENT, Like, attribute_of
 from headscope._intercept.frames import Frame
 from headscope._intercept.intercepted_call import InterceptedCall, Kind
 from headscope._intercept.module_names import is_cross, is_self
@@ -38,8 +39,8 @@ _KEYS = (
 )
 _SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")  # types of layers that pass the first keys
 _LEAD = ("module", "query", "key", "value", "attention_mask")
-_OTHER_TENSORS = ("attention_mask", "position_bias", "s_aux")
-_OTHER_INPUTS = (*_KEYS, "attention_mask", "merged_attention_mask", "layer_idx")
+_OTHER_TENSORS = ("position_bias", "s_aux")
+_OTHER_INPUTS = ("merged_attention_mask", "layer_idx")
 _OPTIONS = ("scaling", "softcap", "is_causal", "sliding_window", "dropout")
 _ATTRIBUTES = ("is_causal", "sliding_window", "is_cross_attention")
 ROWS = 16  # rows of the model's own function that are computed if headscope attends instead
@@ -147,28 +148,48 @@ def _attend(
     return result if out is result[0] else (out, result[1])
 
 
-def _like(attend: Function, name: str, frame: Frame, arguments: Mapping[str, Any]) -> Hashable | None:
-    """Return what ``described`` reads, except the numbers in q, k and v; None: those of other tensors, or a context.
+def _like(attend: Function, name: str, frame: Frame, arguments: Mapping[str, Any]) -> Like | None:
+    """Return what ``described`` reads, except the numbers in q, k and v; None: it reads those of other tensors, too.
 
-    A cache has to be empty before the call.
+    A cache has to hold as many positions as there are keys, and a mask to be the layer's argument.
     """
-    q, k, get = arguments["query"], arguments["key"], arguments.get
+    q, k, get, given = arguments["query"], arguments["key"], arguments.get, frame.arguments
     for each in _OTHER_TENSORS:  # loops: a generator for each takes as long as the rest
         if get(each) is not None:
             return None
-    present = frame.arguments.get
     for each in _OTHER_INPUTS:
-        if present(each) is not None:
+        if given.get(each) is not None:
             return None
     layout = intercepted_call.layout_of(q, k, arguments["value"])
-    if layout is None or q.shape[-2] != k.shape[-2]:
+    if layout is None or getattr(frame.module, "sinks", None) is not None:
         return None
-    total = _length(frame, q.shape[-2])
-    if total is not None and total != q.shape[-2]:
+    kind, total, queries, keys = None, None, q.shape[-2], k.shape[-2]
+    context = _first(given, _KEYS)
+    if context is not None or queries != keys:
+        kind = _kind(frame, queries, keys)
+        if "merged_attention_mask" in given:
+            return None
+    if kind != "cross":
+        total = _length(frame, queries)
+        if context is not None or not (total == keys if isinstance(total, int) else total is kind is None):
+            return None
+    options = [get(each, ABSENT) for each in _OPTIONS]
+    options += [attribute_of(frame.module, each) for each in _ATTRIBUTES]
+    late, mask = False, get("attention_mask")
+    if mask is not None or given.get("attention_mask") is not None:
+        if mask is not given.get("attention_mask") or not isinstance(mask, Tensor):
+            return None
+        if mask.ndim != 4 or mask.shape[-1] != keys or any(part in name for part in _UNREADABLE):
+            return None
+        mask, late = frame.read(mask), _late(frame, arguments, queries, total)
+        if mask is None or mask.bias is not None:
+            return None
+    parts = (attend, name, layout, total, *options, kind, late)
+    try:
+        hash(parts)
+    except TypeError:
         return None
-    own = vars(frame.module)
-    options = (*map(get, _OPTIONS), *map(own.get, _ATTRIBUTES))
-    return attend, name, layout, total, options
+    return Like(parts, kind, mask)
 
 
 def _called(attend: Function, request: Mapping[str, Any], finite: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -277,7 +298,7 @@ def _kind(frame: Frame, queries: int, keys: int) -> Kind | None:
     they no longer share an axis.
     """
     arguments = frame.arguments
-    if _merged(frame) is not None:
+    if _merged(arguments) is not None:
         return "self"
     own, other = _first(arguments, _QUERIES), _first(arguments, _KEYS)
     if other is not None:
@@ -322,10 +343,12 @@ def _layer(frame: Frame) -> int | None:
     return None if layer is None or layer < 0 else layer
 
 
-def _merged(frame: Frame) -> int | None:
+def _merged(arguments: Mapping[str, Any]) -> int | None:
     """Return the number of encoder keys that T5Gemma 2's decoder has appended to its own; None in every other layer."""
-    context = frame.arguments.get("encoder_hidden_states")
-    return context.shape[-2] if isinstance(context, Tensor) and "merged_attention_mask" in frame.arguments else None
+    if "merged_attention_mask" not in arguments:
+        return None
+    context = arguments.get("encoder_hidden_states")
+    return context.shape[-2] if isinstance(context, Tensor) else None
 
 
 def _real(frame: Frame, mask: Tensor | None) -> Tensor | None:
@@ -392,7 +415,7 @@ def _narrow(mask: Any, window: int) -> bool:
 
 def _beside(frame: Frame, mask: Tensor | None, keys: int) -> int:
     """Return the number of keys that a layer has appended to those of tokens, by the growth of its mask."""
-    if (merged := _merged(frame)) is not None:
+    if (merged := _merged(frame.arguments)) is not None:
         return merged
     layer_mask = frame.arguments.get("attention_mask")
     if mask is None or not isinstance(layer_mask, Tensor) or layer_mask.ndim != 4 or mask.shape[-1] != keys:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -51,6 +52,15 @@ def check_chosen(request: Request) -> None:
     what.check_weights((call.batch, call.queries, call.keys), accumulate_dtype(call.dtype))
 
 
+def can_choose(what: Observe, call: Call) -> bool:
+    """Return whether the chosen heads exist, and their weights are within the limit of one call."""
+    try:
+        what.check_weights((call.batch, call.queries, call.keys), accumulate_dtype(call.dtype))
+    except ValueError:
+        return False
+    return max(what.weights, default=0) < call.heads
+
+
 def measures_only_weights(what: Observe) -> bool:
     """Return whether the weights of chosen heads are all that is measured, so no pass over other heads is necessary."""
     others = (what.row_stats, what.received, what.map, what.edges, what.top)
@@ -80,6 +90,12 @@ def with_weights(layer: LayerStats, request: Request, scene: Scene) -> LayerStat
     return replace(layer, weights=(_chosen_weights(request, scene),)) if request.what.weights else layer
 
 
+def without_numbers(scene: Scene) -> Scene:
+    """Return a scene of a call on a CPU without its queries and keys, which are not to be held."""
+    nothing = torch.empty(0, device="cpu")
+    return replace(scene, q=nothing, inputs=Inputs(nothing, nothing, nothing, None, None))
+
+
 class RepeatedWeights:
     """The weights of chosen heads, described once for calls that differ in the numbers in q and k only.
 
@@ -91,6 +107,7 @@ class RepeatedWeights:
         call, nothing = scene.call, torch.empty(0, device="cpu")
         self._heads, self._whole = tuple(what.weights), scene.whole
         self._queries = _indices(scene.rows, nothing.device)
+        self._sample = _sample(call.keys, nothing.device)
         self._place = self._ends = None  # of cross-attention: they depend on the keys
         if _places_among_keys(scene) is not None:
             self._place = _place(scene, None, self._queries)
@@ -100,21 +117,42 @@ class RepeatedWeights:
         self._blocks = blocks if few else None
         shape = (call.batch, len(self._heads), len(scene.rows), call.keys)
         self._whole_block = blocks[0] if len(blocks) == 1 and few and blocks[0][0].is_whole(shape) else None
-        self._scene = replace(scene, q=nothing, inputs=Inputs(nothing, nothing, nothing, None, None))
+        self._scene = without_numbers(scene)
         self.size = what.check_weights((call.batch, call.queries, call.keys), accumulate_dtype(call.dtype))
+
+    def with_heads(self, what: Observe) -> RepeatedWeights | None:
+        """Return the same for other chosen heads; None: that is an error."""
+        heads = tuple(what.weights)
+        if not can_choose(what, self._scene.call):
+            return None
+        if len(heads) != len(self._heads) or _differs_by_head(self._scene):
+            return RepeatedWeights(what, self._scene)
+        other = copy(self)
+        other._heads = heads
+        if self._blocks is not None:
+            other._blocks = [(block._replace(heads=heads[block.n]), hidden) for block, hidden in self._blocks]
+            other._whole_block = None if self._whole_block is None else other._blocks[0]
+        return other
 
     def of(self, q: Tensor, k: Tensor) -> HeadWeights:
         """Return the weights of a call with these queries and keys, [B, H, Q, D] and [B, Hkv, K, D]."""
         with torch.no_grad():
             rows = q if self._whole else q.index_select(2, self._queries)
             p = self._at_once(rows, k)
-            if p is None or self._place is None:
+            if p is None:
                 scene = replace(self._scene, q=rows, inputs=Inputs(q, k, k[..., :0], None, None))
-                p = _weights(scene, self._heads, self._blocks or _blocks(scene, self._heads)) if p is None else p
-                place = _place(scene, None, self._queries) if self._place is None else self._place
-            else:
-                place = self._place
-            ends = k.new_empty(len(k), 2, 0) if self._ends is None else k[:, 0].index_select(1, self._ends)
+                p = _weights(scene, self._heads, self._blocks or _blocks(scene, self._heads))
+            return self._placed(p, k)
+
+    def of_finite(self, q: Tensor, k: Tensor) -> HeadWeights | None:
+        """Return the same; None: a row may be empty or not finite, or the weights are several blocks."""
+        with torch.no_grad():
+            p = self._at_once(q if self._whole else q.index_select(2, self._queries), k)
+            return None if p is None else self._placed(p, k)
+
+    def _placed(self, p: Tensor, k: Tensor) -> HeadWeights:
+        place = _nowhere(k, self._sample) if self._place is None else self._place
+        ends = k.new_empty(len(k), 2, 0) if self._ends is None else k[:, 0].index_select(1, self._ends)
         return HeadWeights(self._heads, self._queries, p, self._scene.call.queries, place, ends)
 
     def _at_once(self, rows: Tensor, k: Tensor) -> Tensor | None:
@@ -185,13 +223,9 @@ def _places_among_keys(scene: Scene) -> Tensor | None:
 def _place(scene: Scene, picked: Sequence[int] | None, queries: Tensor) -> Tensor:
     """Return ``HeadWeights.place``; ``picked``: the places of the queries among the rows of the request, None = all."""
     at, device = _places_among_keys(scene), scene.q.device
-    place = torch.tensor([HeadWeights.NOWHERE, HeadWeights.NOWHERE, 0, 0], device=device)
     if at is None:
-        keys = scene.inputs.k
-        if keys.numel():
-            some = torch.tensor(sample(SAMPLE, keys.shape[2]), device=device)
-            place[3] = hash_numbers(keys.index_select(2, some).flatten())
-        return place
+        return _nowhere(scene.inputs.k, _sample(scene.call.keys, device))
+    place = torch.tensor([HeadWeights.NOWHERE, HeadWeights.NOWHERE, 0, 0], device=device)
     at = at[:1] if picked is None else at[:1, picked]  # of the first batch entry
     if at.numel() and scene.call.keys:
         starts = at - queries
@@ -199,6 +233,19 @@ def _place(scene: Scene, picked: Sequence[int] | None, queries: Tensor) -> Tenso
             starts = starts.masked_fill(at < 0, HeadWeights.NOWHERE)
         place[0], place[1] = starts.min(), starts.max()
         place[2] = find_first_key(scene.k_at)
+    return place
+
+
+def _sample(keys: int, device: torch.device) -> Tensor:
+    """Return the keys of which a checksum is computed."""
+    return torch.tensor(list(sample(SAMPLE, keys)), dtype=torch.long, device=device)
+
+
+def _nowhere(keys: Tensor, some: Tensor) -> Tensor:
+    """Return ``HeadWeights.place`` of rows that are not among the keys, with a checksum of some of these."""
+    place = torch.tensor([HeadWeights.NOWHERE, HeadWeights.NOWHERE, 0, 0], device=keys.device)
+    if keys.numel():
+        place[3] = hash_numbers(keys.index_select(2, some).flatten())
     return place
 
 

@@ -101,6 +101,8 @@ class Request:
     """Whether to compute what chance gives: with a mask of tensors, half of the time of a short call."""
     in_whole_pass: bool = False
     """Whether a sample of rows is measured in a pass over all rows, of which the others do not count."""
+    repeats: bool = False
+    """Whether to retain what measures further calls like it: see ``repetition_of``."""
 
 
 def to_reductions(what: Observe) -> Reductions:

@@ -34,6 +34,7 @@ class Positions:
         real: which keys are not padding, boolean [B or 1, K]; None = those that are visible to some query.
         rows_at: the place of the first query in a whole sequence, and the number of its queries.
         with_native_pass: whether the native kernels attend in such calls, and may measure them in the same pass.
+        repeats: whether to retain what measures further calls like it.
     """
 
     q_pos: Tensor | None = None
@@ -42,6 +43,7 @@ class Positions:
     real: Tensor | None = None
     rows_at: tuple[int, int] | None = None
     with_native_pass: bool = False
+    repeats: bool = False
 
 
 SELF = Positions()
@@ -95,6 +97,7 @@ def to_request(
         has_place=False,
         rows_at=positions.rows_at,
         in_whole_pass=positions.with_native_pass and steps.shares_pass(what, prepared.call),
+        repeats=positions.repeats,
     )
 
 

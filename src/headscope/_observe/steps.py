@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +24,7 @@ from headscope._observe.chosen_heads import (
     measures_only_weights,
     observe_chosen,
     with_weights,
+    without_numbers,
 )
 from headscope._observe.exchange import Exchange
 from headscope._observe.inputs import Request, to_reductions
@@ -32,7 +34,7 @@ from headscope._observe.scene import Scene, build_scene
 from headscope._observe.selected_mass import with_selection
 from headscope._support.bounded import BoundedTable
 from headscope._support.precision import exact_products
-from headscope.stats import HeadStats, HeadWeights, Observe
+from headscope.stats import HeadStats, HeadWeights, LayerStats, Observe
 
 
 def observe_request(request: Request) -> HeadStats:
@@ -40,11 +42,17 @@ def observe_request(request: Request) -> HeadStats:
     with torch.no_grad(), full_precision(request.call), exact_products(request.call.device):
         check_chosen(request)
         if measures_only_weights(request.what):
-            return HeadStats({"0": observe_chosen(request, build_scene(request))})
+            scene = build_scene(request)
+            layer = observe_chosen(request, scene)
+            repeats = request.repeats and request.inputs.q.is_cpu and _is_simple(request)
+            again = None
+            if repeats and not layer.broken.any():  # a call like it has no such rows, either
+                again = ChosenRepetition(replace(layer, weights=()), request.what, scene)
+            return HeadStats(_ChosenLayer(layer, again))
         known, ready = _find_ready(request)
         memory = None if ready is None else native_observer.observe_into_memory(ready, request.inputs)
         if ready is not None and memory is not None and known is ready:
-            return HeadStats(LazyLayer(ready, request.what, memory, _weights_again(request, ready)))
+            return HeadStats(_lazy_layer(request, ready, memory))
         observed = None if ready is None or memory is None else ready.observed(memory)
         if observed is None:
             known = known if isinstance(known, Scene) else build_scene(request)
@@ -57,7 +65,7 @@ def observe_request(request: Request) -> HeadStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Repetition:
+class NativeRepetition:
     """An observation for calls that differ in the numbers in q, k and v only.
 
     Attributes:
@@ -75,6 +83,11 @@ class Repetition:
         """The size of the weights of one call, in bytes."""
         return 0 if self.weights is None else self.weights.size
 
+    def with_heads(self, what: Observe) -> NativeRepetition | None:
+        """Return the same for other chosen heads; None: that is not known."""
+        weights = None if self.weights is None else self.weights.with_heads(what)
+        return None if weights is None else NativeRepetition(self.ready, what, weights)
+
     def observe(self, q: Tensor, k: Tensor, v: Tensor) -> LazyLayer | None:
         """Return the statistics of such a call; None: a row with visible keys is not finite."""
         memory = self.ready.observe_again(q, k, v)
@@ -91,9 +104,65 @@ class Repetition:
         return None if done is None else (done[0], self._layer(done[2], q, k))
 
     def _layer(self, memory: Tensor, q: Tensor, k: Tensor) -> LazyLayer:
-        if self.weights is None:
-            return LazyLayer(self.ready, self.what, memory)
-        return LazyLayer(self.ready, self.what, memory, (self.weights.of(q, k),))
+        weights = () if self.weights is None else (self.weights.of(q, k),)
+        return LazyLayer(self.ready.light, self.what, memory, weights)
+
+
+class ChosenRepetition:
+    """An observation of nothing but the weights of chosen heads, for calls that differ in the numbers in q and k only.
+
+    Args:
+        like: the statistics of such a call.
+        what: the options.
+        scene: of such a call.
+    """
+
+    def __init__(self, like: LayerStats, what: Observe, scene: Scene) -> None:
+        self._like = like
+        self._what = what
+        self._scene = without_numbers(scene)
+
+    @cached_property
+    def _weights(self) -> RepeatedWeights:
+        return RepeatedWeights(self._what, self._scene)
+
+    def with_heads(self, what: Observe) -> ChosenRepetition | None:
+        """Return the same for other chosen heads; None: that is an error."""
+        weights = self._weights.with_heads(what)
+        if weights is None:
+            return None
+        other = ChosenRepetition(self._like, what, self._scene)
+        other._weights = weights
+        return other
+
+    @property
+    def size_of_weights(self) -> int:
+        """The size of the weights of one call, in bytes."""
+        return self._weights.size
+
+    def observe(self, q: Tensor, k: Tensor, _: Tensor) -> Callable[[], LayerStats] | None:
+        """Return the statistics of such a call; None: a row may be empty or not finite, or there are many rows."""
+        weights = self._weights.of_finite(q, k)
+        return None if weights is None else partial(replace, self._like, weights=(weights,))
+
+    def attend(self, *_: Tensor) -> None:
+        """Return None: attention is a pass of its own."""
+        return
+
+
+Repetition = NativeRepetition | ChosenRepetition
+"""An observation for calls like an earlier one."""
+
+
+class _ChosenLayer(dict[str, LayerStats]):
+    """The layer of a call of which only the weights of chosen heads were measured; ``again``: of calls like it."""
+
+    def __init__(self, layer: LayerStats, again: ChosenRepetition | None) -> None:
+        super().__init__({"0": layer})
+        self.again = again
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 def shares_pass(what: Observe, call: Call) -> bool:
@@ -111,10 +180,17 @@ def shares_pass(what: Observe, call: Call) -> bool:
 
 
 def repetition_of(parts: Mapping[str, Any]) -> Repetition | None:
-    """Return the observation of ``HeadStats.parts`` for calls like theirs; None: each has to be described."""
-    if not isinstance(parts, LazyLayer):
+    """Return the observation of ``HeadStats.parts`` for calls like theirs; None: each has to be described.
+
+    The parts then no longer hold it, nor the mask: a recording holds the parts.
+    """
+    if isinstance(parts, _ChosenLayer):
+        again, parts.again = parts.again, None
+        return again
+    if not isinstance(parts, LazyLayer) or parts.again is None:
         return None
-    return Repetition(parts.ready, parts.what, _repeated_weights.get(parts.ready))
+    ready, parts.again = parts.again, None
+    return NativeRepetition(ready, parts.what, _repeated_weights.get(ready))
 
 
 def attend_request(request: Request) -> Result | None:
@@ -134,12 +210,18 @@ def attend_request(request: Request) -> Result | None:
         if memory is None:
             return None
         if not isinstance(known, Scene):
-            if request.has_place and not request.what.weights and repeater_of(request.prepared, request.what) is None:
+            once = request.what.weights or not _is_repeatable(request)
+            if request.has_place and not once and repeater_of(request.prepared, request.what) is None:
                 _prepared_observations.add((request.prepared, id(request.what)), _repeat(ready, request.what))
-            return *into, HeadStats(LazyLayer(ready, request.what, memory, _weights_again(request, ready)))
+            return *into, HeadStats(_lazy_layer(request, ready, memory))
         observed = with_selection(ready.observed(memory), known, request.what.keep_rows)
         layer = layer_stats(request.call, request.what, known, observed, tiles_of(request, known))
         return *into, HeadStats({"0": with_weights(layer, request, known)})
+
+
+def _lazy_layer(request: Request, ready: Ready, memory: Tensor) -> LazyLayer:
+    weights = _weights_again(request, ready)
+    return LazyLayer(ready.light, request.what, memory, weights, again=ready if request.repeats else None)
 
 
 def _weights_again(request: Request, ready: Ready) -> tuple[HeadWeights, ...]:
@@ -176,38 +258,44 @@ def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
 
     If the description is all that a request needs, it is returned as the inputs, too.
     """
-    if _is_simple(request):
-        ready = _prepared_observations.get(_key(request))
+    simple, key = _is_simple(request), _key(request) if _is_repeatable(request) else None
+    if simple and key is not None:
+        ready = _prepared_observations.get(key)
         if ready is not None:
             return ready, ready
     scene = build_scene(request)
     if native_observer.refuses(to_reductions(request.what), scene):
         return build_scene(replace(request, in_whole_pass=False)) if request.in_whole_pass else scene, None
-    key = _key(request) if _are_rows_constant(request) else None
     ready = Ready(request.what, scene, request.nulls, None if key is None else _exchanges.get(key))
     if key is not None and ready.exchange is not None:
         _exchanges.add(key, ready.exchange)
-    if _is_simple(request):
-        _prepared_observations.add(_key(request), ready)
-        return ready, ready
-    return scene, ready
+    if not simple:
+        return scene, ready
+    if key is not None:
+        _prepared_observations.add(key, ready)
+    return ready, ready
 
 
 def _is_simple(request: Request) -> bool:
-    """Return whether q, k and v are the only tensors of a request."""
+    """Return whether q, k, v and a mask are the only tensors of a request."""
     quiet = request.lse is None and request.inputs.sinks is None and not request.what.keep_qk
-    return quiet and _are_rows_constant(request)
+    return quiet and _has_usual_rows(request)
 
 
-def _are_rows_constant(request: Request) -> bool:
+def _is_repeatable(request: Request) -> bool:
     """Return whether only sizes and options determine which keys the rows see, and where."""
-    what, mask = request.what, request.mask
+    return _has_usual_rows(request) and (request.mask is None or request.mask.is_constant())
+
+
+def _has_usual_rows(request: Request) -> bool:
+    """Return whether sizes, options and mask determine which keys the rows see, and where."""
+    what = request.what
     tensors = (
         *(request.q_pos, request.k_pos, request.real, request.rows_at),
         *(request.inputs.bias, what.tokens, what.selected),
     )
     quiet = all(x is None for x in tensors) and not isinstance(what.rows, Tensor)
-    return quiet and request.call.form == "plain" and (mask is None or mask.is_constant())
+    return quiet and request.call.form == "plain"
 
 
 def _key(request: Request) -> Any:

@@ -96,13 +96,17 @@ class ChosenHeads:
             ValueError: the weights of the recording would be larger than the limit.
         """
         heads = self.heads(name)
-        if heads not in self._options:
-            self._options[heads] = replace(self.what, weights=heads)
-        what = self._options[heads]
+        what = self.options_of(heads)
         if heads:
             self._reserve(what, call)
             self._recorded.add(name)
         return what
+
+    def options_of(self, heads: tuple[int, ...]) -> Observe:
+        """Return what to measure of calls with these chosen heads."""
+        if heads not in self._options:
+            self._options[heads] = replace(self.what, weights=heads)
+        return self._options[heads]
 
     def heads(self, name: str) -> tuple[int, ...]:
         """Return the chosen heads of a module."""

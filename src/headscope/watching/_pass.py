@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -16,6 +16,7 @@ from headscope._intercept import (
     InterceptedCall,
     LayerOrigin,
     Layout,
+    Like,
     Unfollowed,
     WatchError,
     by_product,
@@ -150,10 +151,13 @@ class Pass:
         self._measure(name, frame.calls, make, frame.like)()
 
     def repeat(self, frame: Frame, name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Measure an attention call as an earlier one that was like it; return whether there was one.
+        """Measure an attention call as an earlier one that was like it; return whether nothing is left to be done.
 
         To describe a call takes longer than to measure a short one.
         """
+        if name not in self.watch.chosen:
+            self._note_observed(name)
+            return True
         layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
         found = self.watch.earlier.repeated(name, layer, frame.like)
         if found is None or found.again is None:
@@ -206,7 +210,7 @@ class Pass:
         return self._measure(name, number, make)
 
     def _measure(
-        self, name: str, number: int, make: Callable[[], InterceptedCall], like: Hashable | None = None
+        self, name: str, number: int, make: Callable[[], InterceptedCall], like: Like | None = None
     ) -> Callable[[], None]:
         """Measure a call, the ``number``-th of its module from 1 on, and return a function that records it.
 

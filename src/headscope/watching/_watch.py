@@ -204,7 +204,7 @@ class Watch:
         self._once_more: set[str] = set()  # the outermost module of the last pass, if it is followed in the next one
         self.known = KnownModules(self.modules)
         self.plain = self.known.plain
-        self.earlier = EarlierCalls(self.known, self.chosen, self.chosen_heads, options)
+        self.earlier = EarlierCalls(self.known, self.chosen, self.chosen_heads, options, self.recording)
         self._written: set[str] = set()  # modules in which these have found attention
         self._refused: set[str] = set()  # modules with an attention that could not be recorded
         self._warned: set[str] = set()
