@@ -7,7 +7,8 @@
 The kinds of cases: `attention`, one call beside torch's SDPA and our own attending; `short`, what statistics add to a
 call of few tokens; `segments`, what segments add; `memory`, the peak of such a call in a fresh process; `long`, 131,072
 tokens on one head; `chosen heads`, the weights of ten of 144 heads beside those of all; `models`, whole models
-unwatched, watched, with eager weights. A run of some cases writes a file only where --out or --add says.
+unwatched, watched, with eager weights; `generation`, the same in steps of one token. A run of some cases writes a file
+only where --out or --add says.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from observe_parts import attention, details, models, report
+from observe_parts import attention, details, generation, models, report
 from observe_parts.report import Report
 from observe_parts.timing import Row
 
@@ -31,6 +32,7 @@ from headscope.cli import _benchmark
 HERE = Path(__file__).parent
 KINDS = (
     attention.TIME, attention.SHORT, details.SEGMENTS, attention.MEMORY, attention.LONG, details.CHOSEN, models.KIND,
+    generation.KIND,
 )  # fmt: skip
 
 Measure = Callable[[], Row]
@@ -52,6 +54,8 @@ def every(asked: argparse.Namespace) -> Iterator[tuple[str, str, Measure]]:
         yield details.CHOSEN, str(length), partial(details.measure_chosen, length, asked.seconds, asked.rounds)
     for case in models.cases():
         yield models.KIND, case.name, partial(models.measure, case, asked.seconds, asked.rounds)
+    for case in generation.cases():
+        yield generation.KIND, case.name, partial(generation.measure, case, asked.seconds, asked.rounds)
 
 
 def chosen(asked: argparse.Namespace) -> list[tuple[str, str, Measure]]:

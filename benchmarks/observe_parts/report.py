@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from observe_parts import attention, details, models
+from observe_parts import attention, details, generation, models
 from observe_parts.timing import Row
 
 OBSERVED = (*attention.WATCHED, attention.AFTER)
@@ -53,7 +53,8 @@ def every() -> list[tuple[str, str]]:
     found += [(attention.MEMORY, str(length)) for length in attention.MEMORY_LENGTHS]
     found += [(attention.LONG, case.name) for case in attention.cases((attention.LONG_LENGTH,))]
     found += [(details.CHOSEN, str(length)) for length in details.CHOSEN_LENGTHS]
-    return found + [(models.KIND, case.name) for case in models.cases()]
+    found += [(models.KIND, case.name) for case in models.cases()]
+    return found + [(generation.KIND, case.name) for case in generation.cases()]
 
 
 def told(machine: dict[str, Any]) -> str:
@@ -76,6 +77,7 @@ def markdown(report: Report) -> str:
         (attention.LONG, LONG_TEXT, long_table),
         (details.CHOSEN, CHOSEN_TEXT, chosen_table),
         (models.KIND, MODELS_TEXT, models_table),
+        (generation.KIND, GENERATION_TEXT, generation_table),
     ):
         if rows := report.of(kind):
             parts += [title, table(rows)]
@@ -115,6 +117,14 @@ is closed; `16 passes`: sixteen run within it, and the time, opening and closing
 `everything`: all rows, received, 64 x 64 map, 32 edges; `eager weights`: every layer's weights are returned
 (`output_attentions=True`, `need_weights=True`) and nothing is computed of them; `eager, statistics`: most of the same
 figures computed of them in torch. In brackets: times the unwatched model."""
+
+GENERATION_TEXT = """## Watching a model that generates
+
+A step of one token with a cache that has so many keys at first. `Llama` is the one above; four texts of other lengths
+are padded. `Whisper` has the sizes of Whisper base, six layers in the decoder, and 1500 frames of sound. Each time a
+watch is opened around 96 steps. `weights of a head`: those of one head of each layer, of Whisper's over the sound, and
+nothing else; `eager weights`: every layer returns its weights (`output_attentions=True`), and nothing is computed of
+them. In brackets: times the unwatched model."""
 
 
 def table_of(head: list[str], lines: list[list[str]]) -> str:
@@ -172,15 +182,24 @@ def long_table(rows: list[Row]) -> str:
 
 def models_table(rows: list[Row]) -> str:
     """Times, and how many times those of the unwatched model they are."""
+    return _over_unwatched("model, tokens", models.COMPETITORS, models.UNWATCHED, rows)
+
+
+def generation_table(rows: list[Row]) -> str:
+    """The same of a step."""
+    return _over_unwatched("model, keys", generation.COMPETITORS, generation.UNWATCHED, rows)
+
+
+def _over_unwatched(head: str, competitors: tuple[str, ...], unwatched: str, rows: list[Row]) -> str:
     lines: list[list[str]] = []
     for row in rows:
         cells = [row.name]
-        for name in models.COMPETITORS:
-            ratio = row.ratio(name, models.UNWATCHED)
+        for name in competitors:
+            ratio = row.ratio(name, unwatched)
             told = row.absent.get(name, "—") if ratio is None else f"{_ms(row.median(name))} ({ratio:.2f})"
-            cells.append(_ms(row.median(name)) if name == models.UNWATCHED else told)
+            cells.append(_ms(row.median(name)) if name == unwatched else told)
         lines.append(cells)
-    return table_of(["model, tokens", *(f"{name}, ms" for name in models.COMPETITORS)], lines)
+    return table_of([head, *(f"{name}, ms" for name in competitors)], lines)
 
 
 def _ms(seconds: float | None) -> str:

@@ -19,7 +19,7 @@ from support.paths import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
 
-from observe_parts import attention, details, models, report, timing
+from observe_parts import attention, details, generation, models, report, timing
 from observe_parts.timing import Row
 
 import observe as driver  # pyright: ignore[reportMissingImports]
@@ -35,7 +35,7 @@ def of(*rows: Row, command: str = "python benchmarks/observe.py") -> report.Repo
 
 def test_the_cases_are_those_of_the_issue() -> None:
     names = report.every()
-    assert len(names) == len(set(names)) == 6 + 8 + 4 + 6 + 2 + 4 + 8
+    assert len(names) == len(set(names)) == 6 + 8 + 4 + 6 + 2 + 4 + 8 + 6
     assert {("attention", "16384 causal"), ("memory", "32768"), ("long", "131072"), ("models", "Llama 8192")} < {*names}
     assert [case[:2] for case in driver.chosen(driver.parse([]))] == names
     some = driver.parse(["--only", "attention,models", "--cases", "1024*", "--cases", "text 128"])
@@ -249,3 +249,21 @@ def test_mistakes_end_with_2(arguments: list[str], message: str, capsys: pytest.
         driver.main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", [("Llama", 33), ("Llama, 4 padded texts", 33), ("Whisper", 24)])
+def test_generation_is_compared_with_eager_weights_before_it_is_timed(
+    case: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "STEPS", 3)
+    row = generation.measure(generation.Case(*case), seconds=1e-9, least=1)
+    assert tuple(row.seconds) == generation.COMPETITORS
+    table = report.generation_table([row])
+    assert table.splitlines()[-1].startswith(f"| {case[0]} {case[1]} | ")
+
+
+def test_another_head_is_not_taken_for_the_one_that_is_watched() -> None:
+    subject = generation.llama(9)
+    torch.nn.init.zeros_(subject.eager.model.layers[2].self_attn.q_proj.weight)
+    with torch.no_grad(), pytest.raises(AssertionError, match=r"model\.layers\.2"):
+        generation.check(subject)
