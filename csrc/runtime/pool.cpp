@@ -1,7 +1,6 @@
 #include "pool.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace headscope {
 namespace {

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -24,6 +23,7 @@ from headscope._intercept import frames
 from headscope.cache import GrowingCache, RollingCache
 from headscope.watching import WatchError, _pass
 from headscope.watching._earlier_calls import EarlierCalls
+from support.same_recordings import assert_same
 
 Generate = Callable[[], Any]
 SIZES: dict[str, Any] = {
@@ -205,14 +205,6 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(_pass.Pass, "_measure", noted)
     return found
-
-
-def assert_same(one: Recording, other: Recording, folder: Path) -> None:
-    assert one.to_dict()["layers"] == other.to_dict()["layers"]
-    files = [folder / "one", folder / "other"]
-    for recording, file in zip((one, other), files, strict=True):
-        recording.stats.save(file)
-    torch.testing.assert_close(*map(load_file, files), rtol=0, atol=0, equal_nan=True)
 
 
 WHATS: dict[str, dict[str, Any]] = {

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor
 
 from headscope import Observe, Recording, Segments, watch
 from headscope._observe import pooling
+from support.same_recordings import assert_same
 from support.watched_small import Attention, Small, input_of
 
 Lengths = list[int]
@@ -66,14 +66,6 @@ def recorded(model: torch.nn.Module, inputs: list[Tensor], what: Observe) -> Rec
 
 def several(count: int) -> list[Tensor]:
     return [input_of(Attention()) * (1 + n % 3) for n in range(count)]
-
-
-def assert_same(one: Recording, other: Recording, folder: Path) -> None:
-    assert one.to_dict()["layers"] == other.to_dict()["layers"]
-    files = [folder / "one", folder / "other"]
-    for recording, file in zip((one, other), files, strict=True):
-        recording.stats.save(file)
-    torch.testing.assert_close(*map(load_file, files), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

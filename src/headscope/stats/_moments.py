@@ -68,7 +68,7 @@ class Moments(Part):
 
 
 class Packed(NamedTuple):
-    """Moments of N names and H heads in two tensors; of several runs, with an axis of these before the others.
+    """Moments of N names and H heads in two tensors.
 
     Attributes:
         whole: count [N, H], then the histogram [N, H, bins]; int64, flat.
@@ -86,12 +86,10 @@ class Packed(NamedTuple):
 
     def moments(self) -> Moments:
         """Return views of them."""
-        *runs, _, names, heads = self.numbers.shape
-        mean, M2, least, largest = self.numbers.unbind(-3)
-        count, histogram = self.whole[..., : names * heads], self.whole[..., names * heads :]
-        return Moments(
-            count.view(*runs, names, heads), mean, M2, least, largest, histogram.view(*runs, names, heads, -1)
-        )
+        _, names, heads = self.numbers.shape
+        count, histogram = self.whole[: names * heads], self.whole[names * heads :]
+        mean, M2, least, largest = self.numbers.unbind()
+        return Moments(count.view(names, heads), mean, M2, least, largest, histogram.view(names, heads, -1))
 
 
 class MomentsTable(Part, Mapping[str, Moments]):

@@ -108,9 +108,10 @@ class EarlierCalls:
     def _for_heads(self, table: _Table, like: Like, heads: tuple[int, ...]) -> tuple[Described | None, bool]:
         """Return the description of a call like this one with other chosen heads, for these heads."""
         found, is_compared = table.get(like.parts, (None, False))
-        again = None if found is None or found.again is None else found.again
-        again = None if again is None else again.with_heads(self._chosen_heads.options_of(heads))
-        if found is None or again is None:
+        if found is None or found.again is None:
+            return None, False
+        again = found.again.with_heads(self._chosen_heads.options_of(heads))
+        if again is None:
             return None, False
         return table.add((like.parts, heads), (replace(found, again=again), is_compared))
 
@@ -123,13 +124,13 @@ class EarlierCalls:
             return
         if not call.q.shape[0] == call.k.shape[0] == call.v.shape[0]:
             return
-        heads, is_long = self._chosen_heads.heads(name), call.q.shape[-2] == call.k.shape[-2]
+        heads, has_equal_lengths = self._chosen_heads.heads(name), call.q.shape[-2] == call.k.shape[-2]
         table = self._table(like)
         table.add((like.parts, heads), (described, is_compared))
         if heads:
             table.add(like.parts, (described, is_compared))
         # a growing cache never has these sizes again, and a mask is that of one pass
-        if like.mask is None and (is_long or (call.kind is not None and described.kind == "cross")):
+        if like.mask is None and (has_equal_lengths or (call.kind is not None and described.kind == "cross")):
             self._known.remember(name, (layer, like.parts, heads, self._options), described)
 
     def _table(self, like: Like) -> _Table:
